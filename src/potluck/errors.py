@@ -1,0 +1,102 @@
+"""The error tree, split by what the caller can do about it.
+
+    PotluckError
+    ├── ConfigurationError          your input is wrong: fix it and start again (exit code 2)
+    │   ├── LinkFormatError         a join link that cannot be read
+    │   └── CertificateError        the hub's certificate is not the one the link names
+    ├── AccessError                 the hub knows you and says no
+    │   ├── NotAdmittedError        no valid invite, token or approval
+    │   ├── BannedError             banned by an organiser
+    │   ├── SeatsTakenError         this person already runs as many peers as allowed
+    │   └── PermissionDeniedError   a subject this member may not use
+    ├── RetryableError              may succeed later: wait and try again
+    │   ├── HubUnavailableError     the hub cannot be reached, or went away
+    │   ├── DeadlineExceededError   an answer did not come in time
+    │   ├── RevisionConflictError   somebody else changed the record first
+    │   └── RoundFailedError        an epoch was not committed in time; names the phase and the peers
+    ├── PeerError                   one peer is at fault: go on without it
+    │   ├── PeerUnreachableError    no path to it, or it left
+    │   ├── NotFiniteError          its values hold NaN or infinity
+    │   └── ProtocolError           it sent something that does not decode, or breaks a rule
+    └── FatalError                  stop: going on would lose or corrupt work
+
+A message says what happened, with which value, what follows from it, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class PotluckError(Exception):
+    """Base of every error that Potluck raises on purpose."""
+
+
+class ConfigurationError(PotluckError, ValueError):
+    """The caller's input is wrong."""
+
+
+class LinkFormatError(ConfigurationError):
+    """A join link that cannot be read."""
+
+
+class CertificateError(ConfigurationError):
+    """The hub presented a certificate other than the one the join link names."""
+
+
+class AccessError(PotluckError):
+    """The hub knows who asks, and says no."""
+
+
+class NotAdmittedError(AccessError):
+    """No valid invite, token or approval."""
+
+
+class BannedError(AccessError):
+    """An organiser has banned this member."""
+
+
+class SeatsTakenError(AccessError):
+    """This person already runs as many peers on this service as the run allows."""
+
+
+class PermissionDeniedError(AccessError):
+    """This member may not use that subject."""
+
+
+class RetryableError(PotluckError):
+    """It may succeed later."""
+
+
+class HubUnavailableError(RetryableError):
+    """The hub cannot be reached, or the connection went away."""
+
+
+class DeadlineExceededError(RetryableError, TimeoutError):
+    """An answer did not come in time."""
+
+
+class RevisionConflictError(RetryableError):
+    """A compare-and-set failed: the record has another revision than the caller expected."""
+
+
+class RoundFailedError(RetryableError):
+    """An epoch was not committed in time, as far as this peer knows."""
+
+
+class PeerError(PotluckError):
+    """One peer is at fault; the others can go on without it."""
+
+
+class PeerUnreachableError(PeerError):
+    """There is no path to the peer, or it has left the run."""
+
+
+class NotFiniteError(PeerError):
+    """Values hold NaN or infinity: they cannot be averaged and are left out."""
+
+
+class ProtocolError(PeerError):
+    """A peer sent something that does not decode, or that breaks a rule of the protocol."""
+
+
+class FatalError(PotluckError):
+    """Going on would lose or corrupt work."""

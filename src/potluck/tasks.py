@@ -1,0 +1,35 @@
+"""Ending asyncio tasks for sure.
+
+A single `task.cancel()` can be lost: `asyncio.wait_for` on Python 3.11 may swallow it when the awaited thing
+finishes in the same instant, and a library's `except Exception` around an await may too. `end` cancels until
+the task has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+async def end(*tasks: asyncio.Task[Any] | None, every_seconds: float = 0.2) -> None:
+    """Cancel the tasks, again and again, until each has ended. Errors they end with are logged, not raised."""
+    pending = {task for task in tasks if task is not None and task is not asyncio.current_task()}
+    ended = {task for task in pending if task.done()}
+    pending -= ended
+    while pending:
+        for task in pending:
+            task.cancel()
+        done, pending = await asyncio.wait(pending, timeout=every_seconds)
+        ended |= done
+    log_failures(ended)
+
+
+def log_failures(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Say which of the finished tasks ended with an error."""
+    for task in tasks:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("task %s ended with %r", task.get_name(), error, exc_info=error)

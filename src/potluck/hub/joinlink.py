@@ -1,0 +1,264 @@
+"""The link that a person pastes to join a run.
+
+    potluck://HOST:PORT/RUN?ca=HASH&ws=PORT#INVITE
+
+`ca` is the hash of the hub's certificate authority, so that nobody in between can pose as the hub; `ca=none` says on
+purpose that the hub speaks plain. `ws` is the WebSocket port and may be missing. The invite ends with a checksum, so
+that a link that was cut short is told apart from one that was refused; `#ask` stands for no invite: whoever has such a
+link asks for access. Nothing else may be missing silently; each part that is gets its own words.
+
+`fetch_address` turns a link into an address that can be trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+import ssl
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+
+from potluck.errors import CertificateError, ConfigurationError, HubUnavailableError, LinkFormatError
+from potluck.hub.address import HubAddress
+from potluck.hub.certificate import CA_HASH_CHARACTERS, der_hash
+from potluck.hub.configuration import check_host, host_port
+from potluck.hub.handshake import look_by_tcp, look_by_websocket, unverified_context
+from potluck.hub.subjects import check_run_name
+
+_Look = Callable[[str, int, ssl.SSLContext | None], Awaitable[list[bytes]]]
+
+SCHEME = "potluck"
+MAX_LINK_CHARACTERS = 1024
+
+_NO_AUTHORITY = "none"
+_NO_INVITE = "ask"
+_CHECK_CHARACTERS = 6  # base32, so 30 bits: one cut link in a thousand million looks whole
+_SECRET = re.compile(r"[A-Za-z0-9_-]{8,256}")
+_CA_HASH = re.compile(rf"[a-z2-7]{{{CA_HASH_CHARACTERS}}}")
+
+# What comes along when a link is copied out of a sentence, a chat or a terminal.
+_OPENERS = "<([{\"'`\u2018\u201c\u00ab*"
+_CLOSERS = ">)]}\"'`\u2019\u201d\u00bb*.,;:!?\u2026"
+_INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u00ad"))
+_LINE_BREAK = re.compile(r"[ \t]*[\r\n]+[ \t]*")
+_COPY_AGAIN = "Copy the whole link again, and put it in quotes: a shell cuts it at the first &"
+
+
+def seal_invite(secret: str) -> str:
+    """The secret with a checksum at its end, as it stands in a link."""
+    if not _SECRET.fullmatch(secret):
+        raise ConfigurationError("an invite's secret has 8 to 256 letters, digits, - and _")
+    return secret + _checksum(secret)
+
+
+def check_invite(sealed: str) -> str:
+    """The secret in a sealed invite; LinkFormatError when characters were lost or changed on the way."""
+    secret, checksum = sealed[:-_CHECK_CHARACTERS], sealed[-_CHECK_CHARACTERS:]
+    if not _SECRET.fullmatch(secret) or checksum != _checksum(secret):
+        raise LinkFormatError(
+            f"the link's invite (what follows #) was cut short or changed on the way: it does not match its checksum. "
+            f"{_COPY_AGAIN}"
+        )
+    return secret
+
+
+def _checksum(secret: str) -> str:
+    digest = hashlib.sha256(b"potluck invite " + secret.encode("ascii")).digest()
+    return base64.b32encode(digest).decode("ascii").lower()[:_CHECK_CHARACTERS]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinLink:
+    """Everything that a newcomer has to know."""
+
+    host: str
+    port: int
+    run: str
+    ca_hash: str
+    """The hub's certificate authority (certificate.py); empty for a plain hub."""
+    invite: str = field(default="", repr=False)
+    """The invite's secret, without the checksum; empty where access has to be asked for."""
+    websocket_port: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "host", self.host.lower())
+        try:
+            check_host(self.host)
+            check_run_name(self.run)
+            if self.invite:
+                seal_invite(self.invite)
+        except LinkFormatError:
+            raise
+        except ConfigurationError as error:
+            raise LinkFormatError(f"the link does not work: {error}") from error
+        for port in (self.port, self.websocket_port):
+            if port is not None and not 0 < port < 65536:
+                raise LinkFormatError(f"the link's port {port} does not exist: a port is between 1 and 65535")
+        if self.ca_hash and not _CA_HASH.fullmatch(self.ca_hash):
+            raise LinkFormatError(
+                f"the link's ca={self.ca_hash} is not whole: it has {len(self.ca_hash)} characters where "
+                f"{CA_HASH_CHARACTERS} of a-z and 2-7 belong. {_COPY_AGAIN}"
+            )
+
+    def __str__(self) -> str:
+        """The link as text; `parse` reads it back."""
+        websocket = "" if self.websocket_port is None else f"&ws={self.websocket_port}"
+        invite = seal_invite(self.invite) if self.invite else _NO_INVITE
+        authority = self.ca_hash or _NO_AUTHORITY
+        return f"{SCHEME}://{host_port(self.host, self.port)}/{self.run}?ca={authority}{websocket}#{invite}"
+
+    @classmethod
+    def parse(cls, text: str) -> JoinLink:
+        """Read a link as a person pastes it; LinkFormatError says what is wrong with it."""
+        parts = _split(_clean(text))
+        host, port = _read_host(parts)
+        run = parts.path.removeprefix("/").removesuffix("/")
+        if not run:
+            raise LinkFormatError(
+                f"the link names no run: after {host_port(host, port)}/ its name is missing. {_COPY_AGAIN}"
+            )
+        options = _read_options(parts.query)
+        if not parts.fragment:
+            raise LinkFormatError(
+                f"the link has no invite: it must end with # and an invite (or #{_NO_INVITE} to ask for access). "
+                f"{_COPY_AGAIN}"
+            )
+        invite = "" if parts.fragment == _NO_INVITE else check_invite(parts.fragment)
+        authority = options["ca"].lower()
+        return cls(
+            host=host,
+            port=port,
+            run=run.lower(),
+            ca_hash="" if authority == _NO_AUTHORITY else authority,
+            invite=invite,
+            websocket_port=_read_port(options["ws"]) if "ws" in options else None,
+        )
+
+
+def _clean(text: str) -> str:
+    """The link without what was copied along with it."""
+    if len(text) > 4 * MAX_LINK_CHARACTERS:
+        raise LinkFormatError(f"this is too long for a join link ({len(text)} characters): copy the link alone")
+    text = text.translate(_INVISIBLE).strip()
+    text = text.lstrip(_OPENERS).rstrip(_CLOSERS).strip()
+    text = _LINE_BREAK.sub("", text).replace("&amp;", "&")
+    if not text:
+        raise LinkFormatError("there is no join link here: it starts with potluck://")
+    if any(character.isspace() for character in text):
+        raise LinkFormatError("the join link has a space in it: copy the link alone, from potluck:// to its end")
+    if len(text) > MAX_LINK_CHARACTERS:
+        raise LinkFormatError(f"this is too long for a join link ({len(text)} characters): copy the link alone")
+    return text
+
+
+def _split(text: str) -> SplitResult:
+    scheme, separator, _ = text.partition("://")
+    if not separator:
+        raise LinkFormatError(f"{_shorten(text)} is not a join link: it must start with {SCHEME}://")
+    if scheme.lower() != SCHEME:
+        raise LinkFormatError(
+            f"this is a {_shorten(scheme)}:// link, not a join link: ask the organiser for the one that starts with "
+            f"{SCHEME}://"
+        )
+    try:
+        return urlsplit(text)
+    except ValueError as error:
+        raise LinkFormatError(f"the link's host cannot be read ({error}). {_COPY_AGAIN}") from error
+
+
+def _read_host(parts: SplitResult) -> tuple[str, int]:
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise LinkFormatError(f"the link's port cannot be read: {error}. {_COPY_AGAIN}") from error
+    if not host:
+        raise LinkFormatError(f"the link names no host: HOST:PORT must follow {SCHEME}://. {_COPY_AGAIN}")
+    if parts.username is not None:
+        raise LinkFormatError(
+            "the link has an @ before its host, which no join link has: ask the organiser for another"
+        )
+    if port is None:
+        raise LinkFormatError(f"the link names no port: after {host} there must be : and a number. {_COPY_AGAIN}")
+    return host, port
+
+
+def _read_options(query: str) -> dict[str, str]:
+    """What stands after the question mark. Options that we do not know are those of a later version: skipped."""
+    options: dict[str, str] = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name in options:
+            raise LinkFormatError(f"the link says {name}= twice: ask the organiser for another")
+        options[name] = value
+    if not options.get("ca"):
+        raise LinkFormatError(
+            f"the link does not say which certificate the hub has (ca=): without it anybody could pose as the hub. "
+            f"{_COPY_AGAIN}"
+        )
+    return options
+
+
+def _read_port(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", text):
+        raise LinkFormatError(f"the link's WebSocket port {_shorten(text)!r} is not a number. {_COPY_AGAIN}")
+    return int(text)
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 40 else text[:40] + "…"
+
+
+async def fetch_address(link: JoinLink, timeout_seconds: float = 15.0) -> HubAddress:
+    """Find the hub that a link names, make sure that it is the right one, and say how to reach it.
+
+    TCP is tried first, then WebSocket, which passes where nothing else does; the way that worked comes first in the
+    address. CertificateError when the hub is another than the link's, HubUnavailableError when there is none.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_seconds
+    tcp, websocket = ("nats", "ws") if not link.ca_hash else ("tls", "wss")
+    ways: list[tuple[str, int, _Look]] = [(tcp, link.port, look_by_tcp)]
+    if link.websocket_port is not None:
+        ways.append((websocket, link.websocket_port, look_by_websocket))
+    failures: list[str] = []
+    for number, (scheme, port, look) in enumerate(ways):
+        # A firewall that swallows packets must not use up the time of the ways after it.
+        patience_seconds = (deadline - loop.time()) / (len(ways) - number)
+        try:
+            async with asyncio.timeout(patience_seconds):
+                ca_pem = await _fetch_authority(link, port, look)
+        except TimeoutError:
+            failures.append(f"{host_port(link.host, port)} did not answer within {patience_seconds:.3g} s")
+        except HubUnavailableError as error:
+            failures.append(str(error))
+        else:
+            working = [f"{scheme}://{host_port(link.host, port)}"]
+            others = [f"{other}://{host_port(link.host, at)}" for other, at, _ in ways if other != scheme]
+            return HubAddress(servers=(*working, *others), ca_pem=ca_pem)
+    raise HubUnavailableError(
+        f"the hub of {link.run} cannot be reached: {'; '.join(failures)}. If the link is old, ask the organiser "
+        "whether the hub still runs; otherwise try another network"
+    )
+
+
+async def _fetch_authority(link: JoinLink, port: int, look: _Look) -> str:
+    """The certificate authority that the link pins, taken from the hub and proven; empty for a plain hub."""
+    if not link.ca_hash:
+        await look(link.host, port, None)
+        return ""
+    shown = await look(link.host, port, unverified_context())
+    pinned = next((der for der in shown if der_hash(der) == link.ca_hash), None)
+    if pinned is None:
+        raise CertificateError(
+            f"the hub at {host_port(link.host, port)} is not the one that the link names: none of its certificates "
+            f"matches ca={link.ca_hash}. Somebody may be in between, or the hub was set up anew. Nothing was sent. Ask "
+            "the organiser for a new link, and do not join before"
+        )
+    # So far anybody could have shown a copy of the authority's certificate. Who completes a handshake that trusts only
+    # that authority has the hub's key.
+    ca_pem = ssl.DER_cert_to_PEM_cert(pinned)
+    address = HubAddress(servers=(f"tls://{host_port(link.host, port)}",), ca_pem=ca_pem)
+    await look(link.host, port, address.ssl_context())
+    return ca_pem

@@ -1,0 +1,158 @@
+"""The records that say who may take part: members, bans, requests for access, and the run's policy.
+
+They stand in the hub's stores (registry.py), so that any guard of a cluster can decide, and a restarted one goes on.
+A *person* is whom seats are counted by: `hf:NAME` after a Hugging Face token, the person an invite was made out to,
+or `key:PEER` when all that is known of somebody is a key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal, get_args
+
+import msgspec
+
+from potluck.errors import ConfigurationError
+from potluck.hub.presence import Role
+from potluck.hub.subjects import PEER_ID
+from potluck.messages import Message
+
+Service = Literal["local", "cloud", "colab", "kaggle"]
+ROLES: tuple[Role, ...] = get_args(Role)
+SERVICES: tuple[Service, ...] = get_args(Service)
+
+DEFAULT_SEATS: dict[Service, int] = {"local": 8, "cloud": 32, "colab": 2, "kaggle": 2}
+MAX_NAME_CHARACTERS = 64
+MAX_NOTE_CHARACTERS = 500
+
+
+class Scopes(Message, frozen=True, kw_only=True):
+    """What a member may do, beyond sending gradients."""
+
+    roles: tuple[Role, ...] = ("trainer",)
+    coordinates: bool = False  # may hold the coordinator's lease
+    trusted: bool = False  # may reduce where a run lets only trusted peers do so
+    organiser: bool = False  # may invite, approve and ban
+    seats: dict[Service, int] = {}  # live peers per service, where it differs from the run's policy
+
+    def __post_init__(self) -> None:
+        check_roles(self.roles)
+        check_seats(self.seats)
+
+
+class Member(Message, frozen=True, kw_only=True):
+    """Somebody who is let in whenever it connects: an entry of the `members` store, under the peer's id."""
+
+    peer: str
+    person: str
+    scopes: Scopes
+    role: Role = "trainer"  # as it last applied
+    service: Service = "local"
+    name: str = ""
+    admitted_at: float = 0.0  # hub time
+    admitted_by: str = ""  # invite:ID, huggingface, the organiser's peer id, or host
+
+
+class Ban(Message, frozen=True, kw_only=True):
+    """Who is kept out: an entry of the `bans` store, under `ban_key(target)`."""
+
+    target: str  # a peer id or a person
+    reason: str = ""
+    banned_at: float = 0.0
+    banned_by: str = ""
+
+
+class AccessRequest(Message, frozen=True, kw_only=True):
+    """Somebody who asked to be let in: an entry of the `requests` store, under the peer's id."""
+
+    peer: str
+    person: str
+    role: Role
+    service: Service = "local"
+    name: str = ""
+    message: str = ""  # to the organisers
+    host: str = ""
+    version: str = ""
+    asked_at: float = 0.0
+    denied: bool = False  # kept for a while, so that a denied peer is told so when it asks again
+    reason: str = ""  # why it was denied
+
+
+class Policy(Message, frozen=True, kw_only=True):
+    """Whom a run lets in, and on what terms. Organisers may change it while the run goes on."""
+
+    token_holders: Literal["refused", "listed", "anyone"] = "refused"  # who gets in with a Hugging Face token
+    users: tuple[str, ...] = ()  # listed user names
+    organisations: tuple[str, ...] = ()  # listed organisations, whose members get in
+    token_scopes: Scopes = msgspec.field(default_factory=Scopes)
+    waiting_list: bool = True  # whether those without invite or sufficient token may ask and wait
+    max_waiting: int = 200
+    seats: dict[Service, int] = msgspec.field(default_factory=lambda: dict(DEFAULT_SEATS))  # live peers per person
+    minimum_version: str = ""  # of the potluck package, as 0.1.0; empty: any
+
+    def __post_init__(self) -> None:
+        check_seats(self.seats)
+        if not 0 <= self.max_waiting <= 10_000:
+            raise ConfigurationError(f"max_waiting is {self.max_waiting}: it must be from 0 to 10000")
+        parse_version(self.minimum_version)
+
+
+def seats_for(scopes: Scopes, policy: Policy, service: Service) -> int | None:
+    """How many live peers of this service one person may have; None when nobody set a limit."""
+    limit = scopes.seats.get(service)
+    return policy.seats.get(service) if limit is None else limit
+
+
+def known_service(name: str) -> Service:
+    """The service of that name. One we do not know counts as `local`, so that made-up names win no seats."""
+    for service in SERVICES:
+        if service == name:
+            return service
+    return "local"
+
+
+def person_of_key(peer: str) -> str:
+    """Whom a peer belongs to when all that is known of it is its key."""
+    return f"key:{peer}"
+
+
+def ban_key(target: str) -> str:
+    """Where the ban of a peer or person stands. Hashed: a person's name may hold what a key may not."""
+    return hashlib.sha256(target.encode()).hexdigest()[:40]
+
+
+def check_target(target: str) -> str:
+    """A peer id or a person that can be banned, or ConfigurationError."""
+    if PEER_ID.fullmatch(target) or (":" in target and 3 <= len(target) <= 200):
+        return target
+    raise ConfigurationError(f"{target!r} is neither a peer id (U…) nor a person, as in hf:alice")
+
+
+def check_roles(roles: tuple[Role, ...]) -> None:
+    """At least one role, each once."""
+    if not roles or len(set(roles)) != len(roles):
+        raise ConfigurationError(f"roles are {roles}: name at least one of {', '.join(ROLES)}, each once")
+
+
+def check_seats(seats: dict[Service, int]) -> None:
+    """No negative number of seats."""
+    for service, number in seats.items():
+        if number < 0:
+            raise ConfigurationError(f"{number} seats for {service}: it must be 0 or more")
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """`0.1.0` as (0, 1, 0), what follows the numbers left out; empty text as ()."""
+    if not text:
+        return ()
+    numbers: list[int] = []
+    for part in text.split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits or len(digits) > 9:
+            break
+        numbers.append(int(digits))
+        if digits != part:
+            break
+    if not numbers:
+        raise ConfigurationError(f"{text!r} is not a version: write it as in 0.1.0")
+    return tuple(numbers)

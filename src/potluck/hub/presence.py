@@ -1,0 +1,57 @@
+"""Who is in the run: what a peer tells about itself, and what the guard tells everyone about it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from potluck.messages import PROTOCOL_VERSION, Message
+
+Role = Literal["trainer", "aux", "observer"]
+State = Literal["alive", "suspect", "dead", "left"]
+
+
+class Card(Message, frozen=True, kw_only=True):
+    """What a peer says about itself on joining, and again whenever it changes."""
+
+    session: str  # one process's life; a restarted peer has another
+    role: Role
+    name: str = ""  # what its person wants to be called; shown, never trusted
+    service: str = "local"  # kaggle, colab, cloud, local
+    version: str = ""
+    protocol: int = PROTOCOL_VERSION
+    link_key: str = ""  # CURVE public key of this session, Z85
+    addresses: tuple[str, ...] = ()  # tcp://HOST:PORT where it accepts links; empty for a client peer
+    lan_addresses: tuple[str, ...] = ()  # more of them, worth dialling only from the same LAN; also of a client peer
+    upload_bytes_per_second: float | None = None  # as measured; None: not known yet
+    download_bytes_per_second: float | None = None
+
+
+class Beacon(Message, frozen=True, kw_only=True):
+    """A sign of life each second, with what changes all the time."""
+
+    session: str
+    epoch: int = 0
+    samples: int = 0  # handed in since the last committed epoch
+    samples_per_second: float = 0.0
+    ready: bool = False  # wants to take part in the next round
+
+
+class Presence(Message, frozen=True, kw_only=True):
+    """The guard's word on one peer: an entry of the `roster` store, under the peer's id."""
+
+    peer: str
+    card: Card
+    state: State
+    host: str  # the address the hub sees it come from
+    person: str  # whose peer it is
+    coordinates: bool = False  # may hold the coordinator's lease
+    trusted: bool = False  # may reduce where a run lets only trusted peers do so
+    since: float = 0.0  # hub time of the last change of state
+    reason: str = ""  # why it is suspect, dead or gone
+
+
+class CardAnswer(Message, frozen=True, kw_only=True):
+    """What the guard says to a card."""
+
+    accepted: bool
+    message: str = ""  # why not: a newer process has taken this peer's place, or the role is not allowed

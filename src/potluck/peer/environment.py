@@ -1,0 +1,50 @@
+"""All that Potluck reads from the environment, in one place.
+
+    POTLUCK_LINK          the join link, when a command gets none
+    POTLUCK_NAME          what you want to be called
+    POTLUCK_IDENTITY      path of the identity file
+    POTLUCK_HF_ENDPOINT   base URL of the Hugging Face hub (default https://huggingface.co)
+    HF_TOKEN              Hugging Face token to show when a run asks for an account
+
+An explicit argument comes before the command line, that before a file, that before the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def service() -> str:
+    """Where this process runs, by the marks that notebook services leave."""
+    if "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
+        return "kaggle"
+    if "COLAB_RELEASE_TAG" in os.environ or "COLAB_GPU" in os.environ:
+        return "colab"
+    return "local"
+
+
+def link() -> str:
+    """The join link, or nothing."""
+    return os.environ.get("POTLUCK_LINK", "")
+
+
+def person_name() -> str:
+    """What this person wants to be called, or nothing."""
+    return os.environ.get("POTLUCK_NAME", "")
+
+
+def identity_path() -> Path | None:
+    """Where the identity is, if somebody says so."""
+    value = os.environ.get("POTLUCK_IDENTITY", "")
+    return Path(value).expanduser() if value else None
+
+
+def huggingface_endpoint() -> str:
+    """Base URL of the Hugging Face hub."""
+    return os.environ.get("POTLUCK_HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+
+
+def huggingface_token() -> str:
+    """The Hugging Face token, or nothing."""
+    return os.environ.get("HF_TOKEN", "")

@@ -1,0 +1,276 @@
+"""A peer and the hub: it says who it is, shows that it is alive, knows who else is there, and finds its way back.
+
+    open()    through the lobby (admission.py), connect, watch the roster, hand in the card
+    …         a beacon each second; after a reconnect the card again, since the guard may have counted us as dead
+    close()   good-bye, so that nobody waits for us
+
+The session ends by itself only when the hub does not want us any more (banned, no longer a member, or a newer process
+has this peer's place): `ended` then holds why. While the hub is merely away, everything else goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from potluck import tasks
+from potluck.clock import Clock, SystemClock
+from potluck.errors import AccessError, FatalError, NotAdmittedError, PotluckError, ProtocolError, RetryableError
+from potluck.hub.connection import Entry, HubConnection, Subscription
+from potluck.hub.presence import Beacon, Card, CardAnswer, Presence
+from potluck.hub.subjects import Subjects
+from potluck.messages import decode, encode
+from potluck.peer.hubtime import HubTime
+from potluck.peer.identity import Identity
+from potluck.peer.roster import Roster
+
+logger = logging.getLogger(__name__)
+
+BEACON_EVERY_SECONDS = 1.0
+TIME_EVERY_SECONDS = 30.0
+FIRST_TIME_SAMPLES = 3
+REQUEST_TIMEOUT_SECONDS = 5.0
+GOOD_BYE_SECONDS = 2.0
+RETRY_SECONDS = 0.5
+
+HubChange = Literal["away", "back"]
+
+
+class Connector(Protocol):
+    """Makes connections to one hub in one identity's name."""
+
+    async def __call__(
+        self,
+        lane: str,
+        *,
+        on_connected: Callable[[], None] | None = None,
+        on_disconnected: Callable[[], None] | None = None,
+        on_refused: Callable[[AccessError], None] | None = None,
+    ) -> HubConnection:
+        """Connect on a lane: `lobby` for strangers, `main` for members."""
+        ...
+
+
+def new_session_id() -> str:
+    """A name for one life of a process."""
+    return secrets.token_hex(8)
+
+
+class Session:
+    """One member's presence in a run."""
+
+    def __init__(
+        self, connect: Connector, identity: Identity, subjects: Subjects, card: Card, clock: Clock | None = None
+    ) -> None:
+        self.identity = identity
+        self.peer_id = identity.peer_id
+        self.subjects = subjects
+        self.roster = Roster()
+        self.hub_time = HubTime()
+        self.clock = clock or SystemClock()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the session is over: with the reason, or with None once `close` was called."""
+        self._connect = connect
+        self._card = card
+        self._beacon = Beacon(session=card.session)
+        self._hub: HubConnection | None = None
+        self._watch: Subscription | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._card_wanted = asyncio.Event()
+        self._time_wanted = asyncio.Event()
+        self._is_away = False
+        self._listeners: list[Callable[[HubChange], None]] = []
+        self._counts: dict[str, int] = {"beacons": 0, "cards": 0, "reconnects": 0, "bad_presences": 0}
+
+    @property
+    def hub(self) -> HubConnection:
+        """The connection, once opened."""
+        if self._hub is None:
+            raise RuntimeError("the session is not open")
+        return self._hub
+
+    @property
+    def card(self) -> Card:
+        """What this peer says about itself now."""
+        return self._card
+
+    def now(self) -> float:
+        """Hub time."""
+        return self.hub_time.at(self.clock.monotonic())
+
+    async def open(self) -> None:
+        """Connect as a member and become visible to the others."""
+        try:
+            self._hub = await self._connect(
+                "main", on_connected=self._came_back, on_disconnected=self._went_away, on_refused=self._end
+            )
+            for _ in range(FIRST_TIME_SAMPLES):
+                await self._ask_time()
+            self._watch = await self._hub.store("roster").watch(self._roster_changed)
+            await self._hand_in_card()
+            for name, work in (("beacons", self._send_beacons), ("card", self._keep_card), ("time", self._keep_time)):
+                task = asyncio.create_task(work(), name=name)
+                task.add_done_callback(self._task_ended)
+                self._tasks.append(task)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Say good-bye and disconnect. Calling it twice does no harm."""
+        await tasks.end(*self._tasks)
+        self._tasks = []
+        hub, self._hub = self._hub, None
+        if hub is None:
+            return
+        try:
+            if self._watch is not None:
+                await self._watch.cancel()
+            if hub.is_connected and not self.ended.done():
+                await self._say_good_bye(hub)
+        finally:
+            if not self.ended.done():
+                self.ended.set_result(None)
+            await hub.close()
+
+    def listen(self, listener: Callable[[HubChange], None]) -> Callable[[], None]:
+        """Call `listener` when the hub goes away, and when it is back and knows us; the returned function ends that."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener) if listener in self._listeners else None
+
+    def update_card(self, **changes: Any) -> None:
+        """Change what this peer says about itself; the others learn of it soon."""
+        card = msgspec.structs.replace(self._card, **changes)
+        if card != self._card:
+            self._card = card
+            self._card_wanted.set()
+
+    def update_beacon(self, **changes: Any) -> None:
+        """Change what the next beacons say."""
+        self._beacon = msgspec.structs.replace(self._beacon, **changes)
+
+    def statistics(self) -> dict[str, int | float]:
+        """Counters of this session."""
+        return {**self._counts, "peers": len(self.roster)}
+
+    # What the hub tells
+
+    def _roster_changed(self, entry: Entry) -> None:
+        if entry.value is None:
+            self.roster.forget(entry.key)
+            return
+        try:
+            presence = decode(Presence, entry.value)
+        except ProtocolError as error:
+            self._counts["bad_presences"] += 1
+            logger.warning("the roster's entry %s was passed over: %s", entry.key, error)
+            return
+        self.roster.apply(presence)
+        if presence.peer == self.peer_id and (
+            presence.state in ("dead", "left") or presence.card.session != self._card.session
+        ):
+            # A pause made the guard give us up, and we are still here; or a newer process has our place, and the guard
+            # will say so.
+            self._card_wanted.set()
+
+    def _went_away(self) -> None:
+        self._is_away = True
+        self._tell("away")
+
+    def _came_back(self) -> None:
+        self._counts["reconnects"] += 1
+        self.hub_time.doubt()  # a machine that slept has lost its connection, and its monotonic clock stood still
+        self._time_wanted.set()
+        self._card_wanted.set()
+
+    def _tell(self, change: HubChange) -> None:
+        for listener in list(self._listeners):
+            listener(change)
+
+    # How it ends
+
+    def _end(self, error: PotluckError) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)
+            self.ended.exception()  # whoever never looks at `ended` gets no warning about it
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """Nobody would notice the loss of a task but by our death in the roster: so it ends the session."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        self._tasks.remove(task)  # its error is told here
+        if not isinstance(error, PotluckError):
+            logger.error("the session's %s failed because of a bug", task.get_name(), exc_info=error)
+            error = FatalError(f"the session's {task.get_name()} failed: {error!r}. Please report this, and join again")
+        self._end(error)
+
+    async def _say_good_bye(self, hub: HubConnection) -> None:
+        subject, beacon = self.subjects.leave(self.peer_id), encode(self._beacon)
+        try:
+            await hub.request(subject, beacon, timeout_seconds=GOOD_BYE_SECONDS)
+        except PotluckError as error:  # the hub's disconnect event tells the others as well
+            logger.debug("good-bye was not heard: %s", error)
+
+    # What it does all the time
+
+    async def _hand_in_card(self) -> None:
+        self._card_wanted.clear()
+        payload = await self.hub.request(
+            self.subjects.card(self.peer_id), encode(self._card), timeout_seconds=REQUEST_TIMEOUT_SECONDS
+        )
+        answer = decode(CardAnswer, payload)
+        if not answer.accepted:
+            raise NotAdmittedError(f"the hub does not take this peer in: {answer.message}")
+        self._counts["cards"] += 1
+
+    async def _ask_time(self) -> None:
+        sent = self.clock.monotonic()
+        answer = await self.hub.request(
+            self.subjects.ask(self.peer_id, "time"), b"", timeout_seconds=REQUEST_TIMEOUT_SECONDS
+        )
+        self.hub_time.observe(
+            sent_monotonic=sent, received_monotonic=self.clock.monotonic(), hub_wall=decode(float, answer)
+        )
+
+    async def _send_beacons(self) -> None:
+        while True:
+            try:
+                await self.hub.publish(self.subjects.beacon(self.peer_id), encode(self._beacon))
+                self._counts["beacons"] += 1
+            except RetryableError as error:
+                logger.debug("no beacon this second: %s", error)
+            await asyncio.sleep(BEACON_EVERY_SECONDS)
+
+    async def _keep_card(self) -> None:
+        while True:
+            await self._card_wanted.wait()
+            try:
+                await self._hand_in_card()
+            except (RetryableError, ProtocolError) as error:
+                logger.info("the card could not be handed in yet: %s", error)
+                self._card_wanted.set()
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                if self._is_away and self.hub.is_connected:
+                    self._is_away = False
+                    self._tell("back")
+
+    async def _keep_time(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(TIME_EVERY_SECONDS):
+                    await self._time_wanted.wait()
+            except TimeoutError:
+                pass
+            self._time_wanted.clear()
+            try:
+                await self._ask_time()
+            except (RetryableError, ProtocolError) as error:
+                logger.debug("the hub's time was not to be had: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
+                self._time_wanted.set()

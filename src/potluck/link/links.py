@@ -1,0 +1,314 @@
+"""Links to all peers: the one interface that the rest of Potluck sends and receives by.
+
+    links.handle(Greeting, greeted)                                   # messages by kind
+    receipt = await links.send(peer, Greeting(...), [frame], timeout_seconds=5)
+    answer = await links.request(peer, Question(...), reply=Answer, timeout_seconds=5)
+    async with await links.open_stream(peer, Fetch(...), timeout_seconds=5) as stream:
+        async for frames in stream: ...
+
+The roster says who lives (`update_peer`), carriers bring packets and paths (`CarrierEvents`), table.py and peerlink.py
+do the work. What is left for this module is time and turns: it pumps links that have something to do once per turn of
+the event loop, so that what one turn produced travels together, and wakes them when something is overdue. Everything
+runs on one event loop, that of the first call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from potluck.clock import Clock
+from potluck.errors import ConfigurationError, PeerUnreachableError, ProtocolError
+from potluck.hub.presence import Presence
+from potluck.link.carrier import Buffer, Carrier
+from potluck.link.counters import Counters, LinkStatistics
+from potluck.link.dispatch import Arrived, Dispatcher, Handler, Incoming
+from potluck.link.envelope import Envelope, Role, as_views, decode_envelope, encode_envelope, encode_message
+from potluck.link.inbox import Delivery
+from potluck.link.limits import MIB, LinkConfig
+from potluck.link.peerlink import PeerLink
+from potluck.link.receipt import Receipt
+from potluck.link.requests import Requests
+from potluck.link.selflink import SelfDelivery, SelfLink
+from potluck.link.sendqueue import SendQueue
+from potluck.link.stream import Stream
+from potluck.link.streams import StreamHandler, Streams
+from potluck.link.table import LinkTable
+from potluck.messages import Message
+
+__all__ = ["Incoming", "LinkConfig", "Links", "Receipt", "Stream"]
+
+M = TypeVar("M", bound=Message)
+
+TOLD_BYTES = 1 * MIB  # what may wait for a peer beyond its queue: answers about streams, which are never delayed
+CLOSED = "the links of this process are closed"
+
+
+class Links:
+    """All links of this peer."""
+
+    def __init__(
+        self,
+        self_id: str,
+        session: str,
+        clock: Clock,
+        config: LinkConfig | None = None,
+        carriers: Iterable[Carrier] = (),
+    ) -> None:
+        self._self_id = self_id
+        self._clock = clock
+        self._config = config if config is not None else LinkConfig()
+        self._table = LinkTable(self_id, session, clock, self._config, self)
+        self._requests = Requests(self._post)
+        self._dispatcher = Dispatcher(self._config, self._requests.respond)
+        self._streams = Streams(self._config, self._table.budget, self._post, self._tell)
+        self._self_link = SelfLink(self_id, self._self_delivered, lambda: self._self_queue.admit())
+        self._self_queue = SendQueue(self._self_link, self._config.queue_bytes)
+        self._queues: dict[PeerLink, SendQueue] = {}
+        self._awake: dict[PeerLink, None] = {}  # in the order in which they woke
+        self._active: set[PeerLink] = set()  # have something due later
+        self._soon: asyncio.Handle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0  # loop time; kept here since a uvloop handle that is due at once does not know it
+        self._closed = False
+        for carrier in carriers:
+            self.add_carrier(carrier)
+
+    def add_carrier(self, carrier: Carrier) -> None:
+        """Use this carrier too; it has to tell its events to this object."""
+        self._table.add_carrier(carrier)
+
+    # Messages
+
+    def handle(self, kind: type[M], handler: Handler[M]) -> None:
+        """Call `handler` with each message or request of that kind; see dispatch.py for the order and the limits."""
+        self._dispatcher.register(kind, handler)
+
+    def handle_stream(self, kind: type[Message], handler: StreamHandler) -> None:
+        """Call `handler` with each stream that a peer opens with a message of that kind."""
+        self._streams.register(kind, handler)
+
+    async def send(
+        self, peer: str, message: Message, frames: Sequence[Buffer] = (), *, timeout_seconds: float, bulk: bool = False
+    ) -> Receipt:
+        """Queue a message for a peer; returns once there is room for it.
+
+        The frames are not copied: leave them unchanged until the receipt is settled. Messages arrive in the order of
+        sending, except that those with `bulk` let the others pass. DeadlineExceededError when the queue stays full,
+        PeerUnreachableError when there is no such peer.
+        """
+        tag, body = encode_message(message)
+        envelope = Envelope(role=Role.MESSAGE, kind=tag, body=body)
+        return await self._post(peer, envelope, as_views(frames), bulk=bulk, timeout_seconds=timeout_seconds)
+
+    async def flush(self, peer: str, *, timeout_seconds: float) -> None:
+        """Return once the peer has all that was queued for it. PeerUnreachableError if some of it may be lost."""
+        queue = self._queue(peer, must_live=False)
+        if peer in self._table.links:
+            self._table.links[peer].hurry()
+        await queue.flush(timeout_seconds)
+
+    async def request(
+        self,
+        peer: str,
+        message: Message,
+        frames: Sequence[Buffer] = (),
+        *,
+        reply: type[M],
+        timeout_seconds: float,
+        bulk: bool = False,
+    ) -> Incoming[M]:
+        """Ask a peer and return its answer; what its handler raises is raised here, as far as it may be told."""
+        return await self._requests.ask(peer, message, frames, reply=reply, timeout_seconds=timeout_seconds, bulk=bulk)
+
+    async def open_stream(
+        self, peer: str, message: Message, frames: Sequence[Buffer] = (), *, timeout_seconds: float
+    ) -> Stream:
+        """Begin a stream with a peer; its handler for this kind of message gets the other end."""
+        return await self._streams.open(peer, message, frames, timeout_seconds=timeout_seconds)
+
+    async def _post(
+        self, peer: str, envelope: Envelope, frames: Sequence[memoryview], *, bulk: bool, timeout_seconds: float
+    ) -> Receipt:
+        queue = self._queue(peer)
+        body = encode_envelope(envelope)
+        self._check_size(body, frames)
+        return await queue.wait(body, frames, bulk, timeout_seconds)
+
+    def _tell(self, peer: str, envelope: Envelope, bulk: bool) -> None:
+        with contextlib.suppress(PeerUnreachableError):  # nobody is left to be told
+            self._queue(peer).put(encode_envelope(envelope), (), bulk)
+            link = self._table.links.get(peer)
+            if link is not None and link.queued_bytes > self._config.queue_bytes + TOLD_BYTES:
+                link.abandon("it takes nothing of what it makes us say")
+
+    def _queue(self, peer: str, *, must_live: bool = True) -> SendQueue:
+        if self._closed:
+            raise PeerUnreachableError(CLOSED)
+        if peer == self._self_id:
+            return self._self_queue
+        link = self._table.links.get(peer)
+        if link is None or (must_live and not link.is_alive):
+            raise PeerUnreachableError(f"peer {peer} is not in the run (any more): see the roster for who is")
+        queue = self._queues.get(link)
+        if queue is None:
+            queue = self._queues[link] = SendQueue(link, self._config.queue_bytes)
+        return queue
+
+    def _check_size(self, body: bytes, frames: Sequence[memoryview]) -> None:
+        config = self._config
+        if len(frames) > config.max_frames:
+            raise ConfigurationError(
+                f"{len(frames)} frames in a message exceed {config.max_frames}: join or split them"
+            )
+        largest = max(map(len, frames), default=0)
+        total = len(body) + sum(map(len, frames))
+        if largest > config.max_frame_bytes or total > config.max_message_bytes:
+            raise ConfigurationError(
+                f"a message of {total} bytes, its largest frame {largest}, exceeds the limits of "
+                f"{config.max_message_bytes} and {config.max_frame_bytes}: split it, or use a stream"
+            )
+
+    # What roster and carriers tell (CarrierEvents)
+
+    def update_peer(self, presence: Presence) -> None:
+        """The roster's word on a peer."""
+        self._table.update_peer(presence)
+        if presence.state in ("dead", "left"):
+            for link in [link for link in self._queues if self._table.links.get(link.peer) is not link]:
+                del self._queues[link]
+
+    def packet_arrived(self, carrier: Carrier, peer: str, header: memoryview, payload: memoryview | None) -> None:
+        """One packet from an authenticated peer."""
+        self._table.packet_arrived(carrier, peer, header, payload)
+
+    def path_opened(self, carrier: Carrier, peer: str) -> None:
+        """Packets can now be sent to this peer."""
+        self._table.path_opened(carrier, peer)
+
+    def path_closed(self, carrier: Carrier, peer: str, reason: str) -> None:
+        """The path is gone."""
+        self._table.path_closed(carrier, peer, reason)
+
+    def path_writable(self, carrier: Carrier, peer: str) -> None:
+        """A path that was congested accepts packets again."""
+        self._table.path_writable(carrier, peer)
+
+    # What links tell (LinkOwner)
+
+    def delivered(self, link: PeerLink, delivery: Delivery) -> None:
+        """A message has arrived."""
+        self._sort(link.peer, delivery, link.counters)
+
+    def _self_delivered(self, delivery: SelfDelivery) -> None:
+        self._sort(self._self_id, delivery, self._self_link.counters)
+
+    def _sort(self, peer: str, delivery: Delivery | SelfDelivery, counters: Counters) -> None:
+        try:
+            envelope = decode_envelope(delivery.body)
+        except ProtocolError:
+            counters.malformed += 1
+            delivery.release()
+            return
+        arrived = Arrived(peer, envelope, delivery.frames, delivery.bulk, delivery.release, counters)
+        if envelope.role <= Role.REQUEST:
+            self._dispatcher.take(arrived)
+        elif envelope.role <= Role.FAILURE:
+            self._requests.take(arrived)
+        else:
+            self._streams.take(arrived)
+
+    def failed(self, link: PeerLink, error: PeerUnreachableError) -> None:
+        """A channel is gone, with all that was unanswered in it."""
+        if (queue := self._queues.get(link)) is not None:
+            queue.fail(error)
+        self._requests.fail(link.peer, error)
+        self._streams.fail(link.peer, error)
+
+    def woke(self, link: PeerLink) -> None:
+        """A link has something to do in this turn."""
+        self._awake[link] = None
+        if self._soon is None and not self._closed:
+            self._soon = asyncio.get_running_loop().call_soon(self._take_turn)
+
+    # Time and turns
+
+    def _take_turn(self) -> None:
+        self._soon = None
+        awake, self._awake = self._awake, {}
+        for link in awake:
+            link.pump()
+            if link.is_alive and (queue := self._queues.get(link)) is not None:
+                queue.admit()
+            self._plan(link)
+
+    def tick(self) -> None:
+        """Look at everything that may be overdue. A timer calls it; so does a test that has a clock of its own."""
+        now = self._clock.monotonic()
+        self._table.expire()
+        for link in list(self._active):
+            due_at = link.next_at()
+            if due_at is not None and due_at <= now:
+                link.tick()
+            self._plan(link)
+
+    def _plan(self, link: PeerLink) -> None:
+        soon = asyncio.get_running_loop().time() + self._config.tick_seconds
+        if self._timer is not None and self._timer_at <= soon:
+            self._active.add(link)  # it will be looked at in a moment anyway
+            return
+        due_at = link.next_at()
+        if due_at is None:
+            self._active.discard(link)
+        else:
+            self._active.add(link)
+            self._set_timer(due_at)
+
+    def _set_timer(self, due_at: float) -> None:
+        if self._closed:
+            return
+        loop = asyncio.get_running_loop()
+        at = loop.time() + max(due_at - self._clock.monotonic(), self._config.tick_seconds)
+        if self._timer is not None:
+            if self._timer_at <= at:
+                return
+            self._timer.cancel()
+        self._timer, self._timer_at = loop.call_at(at, self._on_timer), at
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.tick()
+
+    def statistics(self) -> LinkStatistics:
+        """Counters and speeds, per peer and in all."""
+        now = self._clock.monotonic()
+        total = self._table.counters()
+        total.add(self._self_link.counters)
+        peers = {peer: link.statistics() for peer, link in self._table.links.items() if link.is_alive}
+        uploads = [self._table.upload.bytes_per_second(now), *(p.upload_bytes_per_second for p in peers.values())]
+        downloads = [self._table.download.bytes_per_second(now), *(p.download_bytes_per_second for p in peers.values())]
+        # Whoever was slow for a slow peer's sake is still as fast as it is with the fastest.
+        return LinkStatistics(
+            total=total,
+            upload_bytes_per_second=max((speed for speed in uploads if speed is not None), default=None),
+            download_bytes_per_second=max((speed for speed in downloads if speed is not None), default=None),
+            reserved_bytes=self._table.budget.reserved_bytes,
+            peers={**peers, self._self_id: self._self_link.statistics()},
+        )
+
+    async def close(self) -> None:
+        """Fail what is under way, end handlers and streams, close the carriers. Calling it twice does no harm."""
+        if self._closed:
+            return
+        self._closed = True
+        for handle in (self._soon, self._timer):
+            if handle is not None:
+                handle.cancel()
+        await self._dispatcher.close()
+        await self._streams.close()
+        self._table.close(CLOSED)
+        self._requests.fail(self._self_id, PeerUnreachableError(CLOSED))
+        for carrier in self._table.carriers.values():
+            await carrier.close()

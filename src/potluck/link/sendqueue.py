@@ -1,0 +1,109 @@
+"""Who waits for room in a peer's queue: first come, first served.
+
+A sender's message waits here with everything that belongs to it, so that nobody can slip in between the moment room
+appears and the moment its sender runs again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from potluck.errors import DeadlineExceededError, PeerUnreachableError
+from potluck.link.outbox import message_bytes
+from potluck.link.receipt import Receipt
+
+
+class Queue(Protocol):
+    """A link as its senders see it."""
+
+    @property
+    def peer(self) -> str:
+        """Whose it is."""
+        ...
+
+    @property
+    def queued_bytes(self) -> int:
+        """What waits or is on its way."""
+        ...
+
+    def send(self, body: bytes, frames: Sequence[memoryview] = (), *, bulk: bool = False) -> Receipt:
+        """Queue a message."""
+        ...
+
+
+class _Waiter:
+    __slots__ = ("body", "bulk", "frames", "receipt")
+
+    def __init__(self, body: bytes, frames: Sequence[memoryview], bulk: bool, receipt: asyncio.Future[Receipt]) -> None:
+        self.body = body
+        self.frames = frames
+        self.bulk = bulk
+        self.receipt = receipt
+
+
+class SendQueue:
+    """The senders to one peer."""
+
+    def __init__(self, link: Queue, limit_bytes: int) -> None:
+        self._link = link
+        self._limit_bytes = limit_bytes
+        self._waiters: deque[_Waiter] = deque()
+        self._last: dict[bool, Receipt] = {}  # by lane
+
+    def put(self, body: bytes, frames: Sequence[memoryview], bulk: bool) -> Receipt:
+        """Queue a message at once, room or not."""
+        receipt = self._last[bulk] = self._link.send(body, frames, bulk=bulk)
+        return receipt
+
+    def _has_room(self, body: bytes, frames: Sequence[memoryview]) -> bool:
+        queued = self._link.queued_bytes
+        return not queued or queued + message_bytes(body, frames) <= self._limit_bytes
+
+    async def wait(self, body: bytes, frames: Sequence[memoryview], bulk: bool, timeout_seconds: float) -> Receipt:
+        """Queue a message as soon as there is room; DeadlineExceededError when there was none in time."""
+        if not self._waiters and self._has_room(body, frames):
+            return self.put(body, frames, bulk)
+        waiter = _Waiter(body, frames, bulk, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        try:
+            # Unlike asyncio.timeout this leaves no doubt whether the message was queued.
+            await asyncio.wait([waiter.receipt], timeout=timeout_seconds)
+        finally:
+            if not waiter.receipt.done():
+                self._waiters.remove(waiter)
+                waiter.receipt.cancel()
+                self.admit()
+        if waiter.receipt.cancelled():
+            raise DeadlineExceededError(
+                f"the queue to peer {self._link.peer} had no room for {timeout_seconds:g} s: it takes data too slowly"
+            )
+        return waiter.receipt.result()
+
+    def admit(self) -> None:
+        """Queue the messages of those who wait, as far as there is room."""
+        while self._waiters and self._has_room(self._waiters[0].body, self._waiters[0].frames):
+            waiter = self._waiters.popleft()
+            waiter.receipt.set_result(self.put(waiter.body, waiter.frames, waiter.bulk))
+
+    def fail(self, error: PeerUnreachableError) -> None:
+        """The peer is gone: nobody needs to wait any more."""
+        waiters, self._waiters = self._waiters, deque()
+        for waiter in waiters:
+            waiter.receipt.set_exception(error)
+
+    async def flush(self, timeout_seconds: float) -> None:
+        """Wait until all that was queued so far has arrived; PeerUnreachableError if something of it was lost."""
+        last, self._last = self._last, {}
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                for receipt in last.values():
+                    await receipt.wait(timeout_seconds=timeout_seconds)
+        except TimeoutError as error:
+            for bulk, receipt in last.items():
+                self._last.setdefault(bulk, receipt)
+            raise DeadlineExceededError(
+                f"peer {self._link.peer} has not acknowledged everything within {timeout_seconds:g} s"
+            ) from error

@@ -1,0 +1,9 @@
+"""Taking part in a run, whole: what a command or a notebook starts.
+
+peer.py        a peer: admission, session, links, reachability, measured speeds
+reachable.py   keeps true where others can reach it
+speedtest.py   how fast bytes go to another peer and come back
+preflight.py   the way into a run, checked by going it
+host.py        a host: hub, guard, and an aux peer of its own
+hostrecord.py  where the hub is, for commands on the host's machine
+"""

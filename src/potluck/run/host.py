@@ -1,0 +1,228 @@
+"""A host: the hub, its guard, and an aux peer that dials others back and can coordinate.
+
+A host lives in a folder. Started again on the same folder it is the same host: keys, certificate, ports, members and
+streams are kept, so join links stay valid. hostrecord.py tells commands on this machine where the hub is. With
+`hub_url` the hub is an existing NATS server or cluster, and only guard and peer are started here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from potluck.errors import ConfigurationError, FatalError
+from potluck.hub.address import HubAddress
+from potluck.hub.certificate import ca_hash
+from potluck.hub.configuration import HubConfig
+from potluck.hub.guard import Guard, GuardConfig
+from potluck.hub.invite import invite_id
+from potluck.hub.joinlink import JoinLink, fetch_address
+from potluck.hub.keys import HubKeys
+from potluck.hub.member import Scopes
+from potluck.hub.natsconnection import NatsConnection
+from potluck.hub.organise import Organiser
+from potluck.hub.server import EmbeddedHub
+from potluck.hub.subjects import Subjects
+from potluck.link.addresses import local_interfaces
+from potluck.peer.identity import Identity
+from potluck.run.hostrecord import HostRecord, read_record, write_record
+from potluck.run.peer import Peer, PeerConfig
+
+logger = logging.getLogger(__name__)
+
+VOLUNTEERS = Scopes(roles=("trainer", "aux", "observer"))
+OWN_PEER = Scopes(roles=("aux",), coordinates=True, trusted=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostConfig:
+    """What a person can choose about a host."""
+
+    hub: HubConfig
+    """The hub to start; with `hub_url`, only its folder, run and advertised hosts count."""
+
+    guard: GuardConfig
+    """Whom the run lets in."""
+
+    hub_url: str = ""
+    """An existing NATS server or cluster, as tls://HOST:PORT, to be used instead."""
+
+    hub_ca: Path | None = None
+    """The authority that signs that server's certificate."""
+
+    peer: PeerConfig | None = field(default_factory=lambda: PeerConfig(role="aux", name="host"))
+    """The host's own peer; None for none."""
+
+    def __post_init__(self) -> None:
+        if not self.hub_url:
+            return
+        if self.hub.cluster is not None:
+            raise ConfigurationError("an existing hub has its own cluster: leave out the hub's URL or the cluster")
+        if not self.hub_url.startswith(("tls://", "nats://")):
+            raise ConfigurationError(f"{self.hub_url!r} is not where a NATS server is: write it as in tls://HOST:PORT")
+        if self.hub_url.startswith("tls://") and self.hub_ca is None:
+            raise ConfigurationError(f"{self.hub_url} speaks TLS: name the file with its authority by --hub-ca")
+
+
+class Host:
+    """A running host."""
+
+    def __init__(self, config: HostConfig) -> None:
+        self.config = config
+        self.peer: Peer | None = None
+        self._hub: EmbeddedHub | None = None
+        self._guard: Guard | None = None
+        self._record: HostRecord | None = None
+        self._is_invite_valid = False
+
+    @property
+    def address(self) -> HubAddress:
+        """Where the hub is, seen from this machine."""
+        return HubAddress(servers=self.record.servers, ca_pem=self.record.ca_pem)
+
+    @property
+    def record(self) -> HostRecord:
+        """What stands in the folder."""
+        if self._record is None:
+            raise RuntimeError("the host is not started")
+        return self._record
+
+    @property
+    def link(self) -> JoinLink:
+        """The join link for volunteers; without an invite if an organiser has revoked theirs."""
+        invite = self.record.invite if self._is_invite_valid else ""
+        return replace(JoinLink.parse(self.record.link), invite=invite)
+
+    async def start(self) -> None:
+        """Start everything; on failure everything is released again."""
+        try:
+            keys, address, link = await self._start_hub()
+            self._guard = Guard(self.config.guard, keys, address)
+            await self._guard.start()
+            await self._settle(keys, address, link)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Stop everything, the hub last. Calling it twice does no harm."""
+        peer, guard, hub = self.peer, self._guard, self._hub
+        self.peer = self._guard = self._hub = None
+        async with AsyncExitStack() as last_to_first:  # whatever fails, the rest is released
+            if hub is not None:
+                last_to_first.push_async_callback(hub.stop)
+            if guard is not None:
+                last_to_first.push_async_callback(guard.stop)
+            if peer is not None:
+                last_to_first.push_async_callback(peer.close)
+
+    async def failed(self) -> None:
+        """Return never; raise when the hub has died."""
+        if self._hub is None:
+            await asyncio.Event().wait()
+        else:
+            raise FatalError(f"the hub has stopped by itself: {await self._hub.died}")
+
+    async def _start_hub(self) -> tuple[HubKeys, HubAddress, JoinLink]:
+        """The hub's keys, where this machine reaches it, and the link by which others do."""
+        config = self.config
+        known = read_record(config.hub.folder)
+        if known is not None and known.run != config.hub.run:
+            raise ConfigurationError(
+                f"the folder {config.hub.folder} belongs to the run {known.run}: name that run, or another folder"
+            )
+        if config.hub_url:
+            link = self._existing_link()
+            await fetch_address(link)  # what every member will do
+            return HubKeys.load_or_create(config.hub.folder / "identity"), self._existing_address(), link
+        self._hub = EmbeddedHub(config.hub)
+        await self._hub.start()
+        local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.hub.host, config.hub.host)
+        return self._hub.keys, self._hub.address(local), self._hub.join_link()
+
+    def _existing_address(self) -> HubAddress:
+        return HubAddress(servers=(self.config.hub_url,), ca_pem=self._existing_authority())
+
+    def _existing_authority(self) -> str:
+        path = self.config.hub_ca
+        if path is None:
+            return ""
+        try:
+            return path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"the authority in {path} cannot be read ({error}): name its PEM file") from error
+
+    def _existing_link(self) -> JoinLink:
+        try:
+            parts = urlsplit(self.config.hub_url)
+            host, port = parts.hostname, parts.port or 4222
+        except ValueError as error:
+            raise ConfigurationError(f"{self.config.hub_url!r} is not where a NATS server is: {error}") from error
+        advertised = self.config.hub.advertised_hosts
+        authority = self._existing_authority()
+        return JoinLink(
+            host=advertised[0] if advertised else host or "",
+            port=port,
+            run=self.config.hub.run,
+            ca_hash=ca_hash(authority) if authority else "",
+        )
+
+    async def _settle(self, keys: HubKeys, address: HubAddress, link: JoinLink) -> None:
+        """The volunteers' invite, the host's own peer, and the record in the folder."""
+        known = read_record(self.config.hub.folder)
+        organiser_hub = await NatsConnection.connect(
+            address, seed=keys.organiser_seed, run=self.config.hub.run, name="main"
+        )
+        try:
+            organiser = Organiser(organiser_hub, Subjects(self.config.hub.run), keys.organiser_public)
+            invite = await self._volunteers_invite(organiser, known.invite if known is not None else "")
+            self._record = HostRecord(
+                run=self.config.hub.run, servers=address.servers, ca_pem=address.ca_pem, link=str(link), invite=invite
+            )
+            write_record(self.config.hub.folder, self._record)
+            if self.config.peer is not None:
+                await self._start_peer(self.config.peer, organiser, address)
+        finally:
+            await organiser_hub.close()
+
+    async def _volunteers_invite(self, organiser: Organiser, known: str) -> str:
+        """The invite of earlier starts, even if it was revoked: whoever did so wants no new one to be made."""
+        revoked = {invite.id: invite.revoked for invite in await organiser.list_invites()}
+        if known and invite_id(known) in revoked:
+            self._is_invite_valid = not revoked[invite_id(known)]
+            return known
+        _, invite = await organiser.create_invite(scopes=VOLUNTEERS, uses=None, note="volunteers")
+        self._is_invite_valid = True
+        return invite
+
+    def _outward(self, address: HubAddress) -> HubAddress:
+        """The hub's address for our own peer: by loopback only where there is no other way.
+
+        Others dial a peer back only where the hub sees it come from. By loopback it would never become a full peer.
+        """
+        config = self.config.hub
+        if self._hub is None or config.host not in ("0.0.0.0", "::"):
+            return address
+        own = [interface.ip for interface in local_interfaces() if interface.ip.version == 4 or config.host == "::"]
+        if not own:
+            return address
+        own.sort(key=lambda ip: (str(ip) not in config.advertised_hosts, ip.is_loopback, not ip.is_global))
+        servers = (*self._hub.address(str(own[0])).servers, *address.servers)
+        return replace(address, servers=tuple(dict.fromkeys(servers)))
+
+    async def _start_peer(self, config: PeerConfig, organiser: Organiser, address: HubAddress) -> None:
+        identity = Identity.open(self.config.hub.folder / "identity" / "peer.nkey")
+        try:
+            members = {state.member.peer for state in await organiser.list_members()}
+            invite = ""
+            if identity.peer_id not in members:
+                _, invite = await organiser.create_invite(scopes=OWN_PEER, uses=1, note="the host's own peer")
+            self.peer = Peer(self._outward(address), self.config.hub.run, identity, replace(config, invite=invite))
+        except BaseException:
+            identity.close()
+            raise
+        await self.peer.start()

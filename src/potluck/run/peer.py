@@ -1,0 +1,249 @@
+"""A peer: through the lobby into the run, visible to the others, and linked to them.
+
+admission ─▶ session (card, beacons, roster) ─▶ links over two carriers: direct and relay
+                                 │                     ▲
+                                 └── roster changes ───┘
+reachability: somebody dials us back; what answers goes into the card, and we are a full peer
+speeds: what the links measure goes into the card, so that rounds can be planned by it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+import potluck
+from potluck import tasks
+from potluck.clock import Clock, SystemClock
+from potluck.errors import AccessError, ConfigurationError
+from potluck.hub.address import HubAddress
+from potluck.hub.bulkwire import BulkWire, BulkWireConfig
+from potluck.hub.linkkeeper import KeeperConfig
+from potluck.hub.lobby import Answer, Application
+from potluck.hub.natsconnection import ConnectionConfig, NatsConnection
+from potluck.hub.presence import Card, Role
+from potluck.hub.subjects import Subjects
+from potluck.link.addresses import default_listen, local_interfaces
+from potluck.link.direct import DirectCarrier, DirectConfig
+from potluck.link.limits import LinkConfig
+from potluck.link.links import Links
+from potluck.link.reachability import ReachabilityConfig
+from potluck.link.relay import RelayCarrier
+from potluck.link.sockets import SocketSettings
+from potluck.peer import environment
+from potluck.peer.admission import be_admitted, why_refused
+from potluck.peer.identity import Identity
+from potluck.peer.roster import RosterEvent
+from potluck.peer.session import Session, new_session_id
+from potluck.run.reachable import ReachabilityKeeper
+from potluck.run.speedtest import SpeedTester
+
+logger = logging.getLogger(__name__)
+
+TELL_SPEED_EVERY_SECONDS = 10.0
+SPEED_CHANGE = 1.25  # a measured speed is told anew when it has changed by this factor
+# When the hub comes back, a peer must be there again before the guard gives it up (10 s), also when it came before the
+# guard and was held up by that (5 s). Whether a refusal is final, the lobby is asked, so that is worth asking soon.
+RETRY_WITHIN_SECONDS = 2.0
+KEEPER = KeeperConfig(backoff_limit_seconds=RETRY_WITHIN_SECONDS, refusal_patience_seconds=1.0)
+MEMBER_CONNECTION = ConnectionConfig(keeper=KEEPER, reads="guard")  # members read stores through the guard
+WIRE = BulkWireConfig(backoff_limit_seconds=RETRY_WITHIN_SECONDS, refused_limit_seconds=RETRY_WITHIN_SECONDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerConfig:
+    """What a person can choose about a peer."""
+
+    role: Role = "trainer"
+    """What it does in the run."""
+
+    name: str = field(default_factory=environment.person_name)
+    """What its person wants to be called."""
+
+    service: str = field(default_factory=environment.service)
+    """Where it runs: kaggle, colab, cloud or local."""
+
+    invite: str = field(default="", repr=False)
+    """The invite's secret; a member needs none."""
+
+    token: str = field(default_factory=environment.huggingface_token, repr=False)
+    """A Hugging Face token, shown to the guard when there is no invite."""
+
+    message: str = ""
+    """To the organisers, with a request for access."""
+
+    wait_seconds: float = 0.0
+    """How long to wait for an organiser's approval."""
+
+    client_mode: bool = False
+    """Only dial out, accept no links."""
+
+    listen: tuple[str, ...] = ()
+    """Where to accept links, as tcp://HOST:PORT; any free port of every interface when empty."""
+
+    announce: tuple[str, ...] = ()
+    """Addresses to announce without a check, as tcp://HOST:PORT."""
+
+    trusted_lan: bool = False
+    """Send bulk bytes in the clear, which is three times faster: only where you trust everybody on the network."""
+
+    links: LinkConfig = field(default_factory=LinkConfig)
+    """Limits of the links."""
+
+    def __post_init__(self) -> None:
+        if not self.wait_seconds >= 0:
+            raise ConfigurationError(f"wait_seconds is {self.wait_seconds}: it must be 0 or more")
+        try:
+            self.application()
+        except ValueError as error:
+            raise ConfigurationError(f"the hub would not take this: {error}. Shorten it") from error
+
+    def application(self) -> Application:
+        """What this peer says at the lobby."""
+        return Application(
+            role=self.role,
+            invite=self.invite,
+            token=self.token,
+            name=self.name,
+            service=self.service,
+            version=potluck.__version__,
+            message=self.message,
+        )
+
+
+class Peer:
+    """One process in a run."""
+
+    def __init__(
+        self, address: HubAddress, run: str, identity: Identity, config: PeerConfig, *, clock: Clock | None = None
+    ) -> None:
+        self.config = config
+        self.identity = identity
+        self.clock = clock or SystemClock()
+        reachability = ReachabilityConfig(
+            listen=config.listen, announce=config.announce, client_mode=config.client_mode
+        )
+        self._address = address
+        self._subjects = Subjects(run)
+        self._session_id = session_id = new_session_id()
+        self.links = Links(identity.peer_id, session_id, self.clock, config.links)
+        self.direct = DirectCarrier(
+            peer=identity.peer_id,
+            session=session_id,
+            events=self.links,
+            config=DirectConfig(listen=self._listen(), sockets=SocketSettings(trusted_lan=config.trusted_lan)),
+            clock=self.clock,
+        )
+        self._wire = BulkWire(address, seed=identity.seed, config=WIRE)
+        self.relay = RelayCarrier(self.links, identity.peer_id, self._subjects, self._wire, clock=self.clock)
+        self.links.add_carrier(self.direct)
+        self.links.add_carrier(self.relay)
+        card = Card(
+            session=session_id,
+            role=config.role,
+            name=config.name,
+            service=config.service,
+            version=potluck.__version__,
+            link_key=self.direct.link_key,
+        )
+        self.session = Session(self._connect, identity, self._subjects, card, self.clock)
+        self.reachability = ReachabilityKeeper(self.session, self.links, self.direct, reachability)
+        self.speed_tester = SpeedTester(self.links, self.clock)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
+
+    @property
+    def peer_id(self) -> str:
+        """By which the others know it."""
+        return self.identity.peer_id
+
+    async def start(self, on_waiting: Callable[[Answer], None] | None = None) -> None:
+        """Get in, connect, and become reachable as far as possible. On failure everything is released again."""
+        try:
+            await be_admitted(
+                self._connect,
+                self._subjects,
+                self.peer_id,
+                self.config.application(),
+                wait_seconds=self.config.wait_seconds,
+                on_waiting=on_waiting,
+            )
+            self.direct.start()
+            await self.relay.start()
+            self.session.roster.listen(self._roster_changed)
+            await self.session.open()
+            await self.reachability.start()
+            self._tasks = [asyncio.create_task(self._tell_speeds(), name="speeds")]
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Leave the run and release everything. Calling it twice does no harm."""
+        if self._closed:
+            return
+        self._closed = True
+        async with AsyncExitStack() as last_to_first:  # whatever fails, the rest is released
+            last_to_first.callback(self.identity.close)
+            last_to_first.push_async_callback(self.relay.close)
+            last_to_first.push_async_callback(self.direct.close)
+            last_to_first.push_async_callback(self.links.close)
+            last_to_first.push_async_callback(self.session.close)
+            last_to_first.push_async_callback(self.reachability.close)
+            await tasks.end(*self._tasks)
+
+    def _listen(self) -> tuple[str, ...]:
+        if self.config.client_mode:
+            return ()
+        return self.config.listen or default_listen(local_interfaces())
+
+    async def _connect(
+        self,
+        lane: str,
+        *,
+        on_connected: Callable[[], None] | None = None,
+        on_disconnected: Callable[[], None] | None = None,
+        on_refused: Callable[[AccessError], None] | None = None,
+    ) -> NatsConnection:
+        return await NatsConnection.connect(
+            self._address,
+            seed=self.identity.seed,
+            run=self._subjects.run,
+            name=f"{lane}.{self._session_id}",  # by which the guard knows this process from another with the same key
+            config=MEMBER_CONNECTION,
+            on_connected=on_connected,
+            on_disconnected=on_disconnected,
+            on_refused=on_refused,
+            why_refused=self._why_refused if lane == "main" else None,
+        )
+
+    async def _why_refused(self) -> AccessError | None:
+        return await why_refused(self._connect, self._subjects, self.peer_id, self.config.application())
+
+    def _roster_changed(self, event: RosterEvent) -> None:
+        if event.peer == self.peer_id:
+            self.direct.update_peer(event.presence)  # tells it where the hub sees us come from
+        else:
+            self.links.update_peer(event.presence)
+
+    async def _tell_speeds(self) -> None:
+        while True:
+            await asyncio.sleep(TELL_SPEED_EVERY_SECONDS)
+            total = self.links.statistics()
+            card = self.session.card
+            self.session.update_card(
+                upload_bytes_per_second=_worth_telling(card.upload_bytes_per_second, total.upload_bytes_per_second),
+                download_bytes_per_second=_worth_telling(
+                    card.download_bytes_per_second, total.download_bytes_per_second
+                ),
+            )
+
+
+def _worth_telling(told: float | None, measured: float | None) -> float | None:
+    """The measured speed, if it differs enough from what everybody was told."""
+    if measured is None or (told and 1 / SPEED_CHANGE < measured / told < SPEED_CHANGE):
+        return told
+    return measured

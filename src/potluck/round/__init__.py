@@ -1,0 +1,20 @@
+"""Tensors agreed on together: one average per epoch, whoever dies.
+
+What others use:
+    averager.py    Averager: give tensors, get their average;  outcome.py: what a peer learns of an epoch
+
+Numbers:
+    layout.py      named tensors as one flat space      chunks.py       cut into what travels in one frame
+    codecs/        how a chunk is encoded               aggregators/    how a reducer makes one chunk out of many
+    shares.py      who should reduce how much           partition.py    in whole chunks, by as few as are useful
+
+Decisions (pure):
+    plan.py        the messages of a round              trigger.py, gathering.py   when to start, and with whom
+    exchange.py    one member's book-keeping            director.py     the coordinator's side of one round
+    adoption.py, commitment.py                          what a coordinator left complete; the record of an epoch
+
+Drivers:
+    participation.py, exchanger.py, lane.py, mailroom.py, held.py, reduction.py, workers.py, messenger.py   a member
+    coordinator.py, signing.py, lineage.py              the coordinator, and the chain of committed epochs
+    milestones.py  where a member is, said aloud for tests that make it fail right there
+"""

@@ -1,0 +1,55 @@
+"""Rounds that a coordinator left complete but uncommitted (pure).
+
+When a coordinator dies between the last report and the commit, all members hold the averages and nobody needs to move a
+byte again. Each member says so in its Ready, with the plan as the dead coordinator signed it. The next one commits that
+round if every member of it that is still alive holds the same averages; else it starts a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from potluck.round.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A member says that it completed a round. The plan's signature has been checked."""
+
+    peer: str
+    plan: Plan
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """A round that can be committed as it is."""
+
+    plan: Plan
+    digest: str
+    holders: tuple[int, ...]
+
+
+def find_adoption(
+    claims: Sequence[Claim], *, alive: Mapping[str, str], waiting: Collection[str], is_late: bool
+) -> Adoption | None:
+    """The newest round that all of its living members completed alike.
+
+    `alive` are the sessions of living peers, `waiting` who is ready for this epoch. Once it `is_late`, members that
+    live and have not said that they are ready count as gone: they may have stopped waiting.
+    """
+    if not claims:
+        return None
+    key = max(claim.plan.key for claim in claims)
+    claims = [claim for claim in claims if claim.plan.key == key]
+    plan = max((claim.plan for claim in claims), key=lambda plan: plan.revision)
+    digests = {claim.peer: claim.digest for claim in claims}
+    if len(set(digests.values())) != 1:
+        return None
+    for member in plan.members:
+        lives = member.receives and alive.get(member.peer) == member.session
+        if lives and member.peer not in digests and (member.peer in waiting or not is_late):
+            return None
+    holders = tuple(index for index, member in enumerate(plan.members) if member.peer in digests)
+    return Adoption(plan, claims[0].digest, holders) if holders else None

@@ -1,0 +1,189 @@
+"""What an aggregator is: contributions to one chunk in, one chunk out.
+
+    accumulator = aggregator.begin(elements, weights)    weights of all senders that may contribute
+    accumulator.add(peer, contribution)                  in any order, encoded or as values
+    outcome = accumulator.result(out)                    who is in it, and who was refused and why
+
+A contribution that is not finite, or does not decode, is left out and named in the outcome. A sender that never adds
+is simply not in it. The unit is a chunk: an aggregator that looks at norms (clipping.py) looks at each chunk's.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from potluck.errors import ConfigurationError, PeerError
+from potluck.messages import Message
+from potluck.round.codecs import EncodedChunk
+from potluck.round.codecs.base import require_finite
+from potluck.round.codecs.reductions import MAX_FLOAT32, is_finite
+
+Contribution = Tensor | EncodedChunk
+
+
+class AggregatorSpec(Message, frozen=True, kw_only=True):
+    """An aggregator by name and parameters, as a plan carries it. Each uses the parameters that it knows."""
+
+    name: str = "mean"
+    trim: float = 1 / 3  # trimmed_mean: the share of all weight cut off at each end; more than poisoners may have
+    radius: float = 1.5  # centered_clipping: how far a contribution may pull, in median distances from the center
+    iterations: int = 3  # centered_clipping: how often the center moves
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.trim < 0.5:
+            raise ConfigurationError(f"trim={self.trim} leaves nothing to average: take at least 0 and less than 0.5")
+        if not 0.0 < self.radius <= 1e6:
+            raise ConfigurationError(f"radius={self.radius} is no distance: take a positive number, as 1.5")
+        if not 1 <= self.iterations <= 100:
+            raise ConfigurationError(f"iterations={self.iterations}: take 1 to 100; a few are enough")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What went into a result."""
+
+    contributors: tuple[str, ...]
+    weight: float
+    """The sum of the contributors' weights."""
+
+    rejected: Mapping[str, str] = field(default_factory=dict)
+    """Whose contribution was left out, and why."""
+
+
+class Aggregator(ABC):
+    """One way to aggregate. Instances hold no state and may be used by many threads at once."""
+
+    name: str
+
+    def __init__(self, spec: AggregatorSpec) -> None:
+        self.spec = spec
+
+    @abstractmethod
+    def begin(self, elements: int, weights: Mapping[str, float]) -> Accumulator:
+        """Start on a chunk; `weights` names everybody who may contribute, each with a positive weight."""
+
+    def aggregate(
+        self, contributions: Mapping[str, Contribution], weights: Mapping[str, float], out: Tensor
+    ) -> Outcome:
+        """All at once."""
+        accumulator = self.begin(out.numel(), weights)
+        for peer in sorted(contributions):
+            accumulator.add(peer, contributions[peer])
+        return accumulator.result(out)
+
+
+class Accumulator(ABC):
+    """One chunk in the making. Used by one thread at a time."""
+
+    def __init__(self, elements: int, weights: Mapping[str, float]) -> None:
+        for peer, weight in weights.items():
+            if not 0.0 < weight < math.inf:
+                raise ConfigurationError(f"{peer} has a weight of {weight}: only positive weights can contribute")
+        self.elements = elements
+        self.weights = dict(weights)
+        self.order = sorted(weights)
+        # Relative to the heaviest, so that equal weights are exactly one and cost no multiplication.
+        heaviest = max(weights.values(), default=1.0)
+        self.relative = {peer: weight / heaviest for peer, weight in weights.items()}
+        self._seen: set[str] = set()
+        self._rejected: dict[str, str] = {}
+
+    def add(self, peer: str, contribution: Contribution) -> None:
+        """One sender's values. They must stay unchanged until `result` has returned."""
+        if peer not in self.weights:
+            raise ValueError(f"{peer} is not among the senders of this chunk")
+        if peer in self._seen:
+            raise ValueError(f"{peer} has already contributed to this chunk")
+        self._seen.add(peer)
+        self._add(peer, contribution)
+
+    def drop(self, peer: str) -> None:
+        """Do not wait for this sender any more; what it has contributed already stays in."""
+        if peer not in self._seen:
+            self._seen.add(peer)
+            self._drop(peer)
+
+    def result(self, out: Tensor) -> Outcome:
+        """Put the aggregate into `out`. Senders that did not contribute are not in it. Ends the accumulator's use."""
+        contributors = self._finish(out)
+        if not contributors:
+            refused = "; ".join(f"{peer}: {why}" for peer, why in sorted(self._rejected.items()))
+            raise PeerError(f"nobody's values can be used for this chunk ({refused or 'none came'}): do it again")
+        if not is_finite(out):  # all values were, but sums of the largest float32 overflowed: saturate
+            out.nan_to_num_(nan=0.0, posinf=MAX_FLOAT32, neginf=-MAX_FLOAT32)
+        return Outcome(
+            contributors=contributors,
+            weight=math.fsum(self.weights[peer] for peer in contributors),
+            rejected=self._rejected,
+        )
+
+    @abstractmethod
+    def _add(self, peer: str, contribution: Contribution) -> None: ...
+
+    @abstractmethod
+    def _drop(self, peer: str) -> None: ...
+
+    @abstractmethod
+    def _finish(self, out: Tensor) -> tuple[str, ...]:
+        """Fill `out`; return whose values are in it, in order."""
+
+    def _decode(self, peer: str, contribution: Contribution, out: Tensor) -> bool:
+        """The contribution's values into `out`; False where it is refused."""
+        try:
+            if isinstance(contribution, EncodedChunk):
+                contribution.decode_into(out)
+            else:
+                require_finite(contribution)
+                out.copy_(contribution)
+        except PeerError as error:
+            self._rejected[peer] = str(error)
+            return False
+        return True
+
+
+class CollectingAccumulator(Accumulator):
+    """For aggregators that must see all contributions at once: holds them as float32, 4 bytes × senders a value."""
+
+    def __init__(self, elements: int, weights: Mapping[str, float]) -> None:
+        super().__init__(elements, weights)
+        self._rows: dict[str, Tensor] = {}
+
+    def _add(self, peer: str, contribution: Contribution) -> None:
+        row = torch.empty(self.elements)
+        if self._decode(peer, contribution, row):
+            self._rows[peer] = row
+
+    def _drop(self, peer: str) -> None:
+        pass  # nothing waits for anybody before the end
+
+    def _finish(self, out: Tensor) -> tuple[str, ...]:
+        contributors = tuple(peer for peer in self.order if peer in self._rows)
+        if contributors:
+            rows = [self._rows[peer] for peer in contributors]
+            self._combine(rows, [self.relative[peer] for peer in contributors], out)
+        return contributors
+
+    @abstractmethod
+    def _combine(self, rows: list[Tensor], weights: list[float], out: Tensor) -> None:
+        """The aggregate of the rows, at least one, which may be spoilt."""
+
+
+def cap_weights(weights: Mapping[str, float], ratio: float | None) -> dict[str, float]:
+    """Weights, none above `ratio` times their median: a liar cannot claim a million samples.
+
+    With a majority of honest peers the median lies within the honest weights, so that one liar's share of n peers is at
+    most ratio/(n − 1 + ratio) where the honest are equal. None leaves the weights as they are.
+    """
+    if ratio is None or not weights:
+        return dict(weights)
+    if not ratio >= 1.0:
+        raise ConfigurationError(f"a weight cap of {ratio} medians would cut ordinary peers: take 1 or more")
+    limit = ratio * median(weights.values())
+    return {peer: min(weight, limit) for peer, weight in weights.items()}

@@ -1,0 +1,195 @@
+"""Averaging among the peers of a run: the interface of this package.
+
+    averager = Averager(peer, AveragerConfig())
+    await averager.start()
+    result = await averager.average({"weight": tensor}, weight=32, timeout_seconds=60)
+
+Everybody calls `average` once per epoch: trainers with tensors and the weight of their contribution, aux peers with
+None (they reduce for others) or with tensors and no weight (they want the averages too). It returns when the epoch is
+committed. Until then the tensors must not be changed; they hold the averages afterwards, if `result.holds`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from potluck import tasks
+from potluck.errors import ConfigurationError
+from potluck.link.links import Links
+from potluck.peer.lease import Lease
+from potluck.peer.roster import RosterEvent
+from potluck.peer.session import Session
+from potluck.round.codecs import CodecChoice, Role
+from potluck.round.coordinator import Coordinator, CoordinatorConfig
+from potluck.round.layout import FlatTensors, Layout
+from potluck.round.lineage import Lineage
+from potluck.round.outcome import RoundResult
+from potluck.round.participation import Participation
+from potluck.round.plan import Commit
+from potluck.round.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+
+class RoundPeer(Protocol):
+    """What an averager needs of a peer; `potluck.run.peer.Peer` is one."""
+
+    @property
+    def session(self) -> Session:
+        """Its session with the hub, open."""
+        ...
+
+    @property
+    def links(self) -> Links:
+        """Its links."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragerConfig:
+    """How this peer averages. Codecs must be the same for all peers of a run."""
+
+    codecs: CodecChoice = field(default_factory=CodecChoice)
+    """Which tensor takes which codec."""
+
+    roles: Role | Mapping[str, Role] = "gradient"
+    """What the tensors are, one for all or one for each name."""
+
+    coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    """How rounds are planned, where this peer is the one to do it."""
+
+    num_threads: int | None = None
+    """For tensor work; None: one for each core, up to 4."""
+
+
+class Averager:
+    """One peer's averaging. Lives on one event loop."""
+
+    def __init__(
+        self, peer: RoundPeer, config: AveragerConfig | None = None, *, workers: Workers | None = None
+    ) -> None:
+        """The peer must have joined; `workers` do the tensor work, in threads of their own unless given."""
+        self.config = config or AveragerConfig()
+        self._session = peer.session
+        self._links = peer.links
+        session = self._session
+        self.lease = Lease(
+            session.hub.store("lease"),
+            session.peer_id,
+            session.clock,
+            session=session.card.session,
+            is_gone=self._is_gone,
+            on_change=self._lease_changed,
+        )
+        self.lineage = Lineage(session.hub.store("lineage"), session.subjects.run, self._committed)
+        self._workers = workers or Workers(self.config.num_threads)
+        self._participation = Participation(self._links, session, self.lease.view, self.lineage, self._workers)
+        self._coordinator = Coordinator(self._links, session, self.lease, self.lineage, self.config.coordinator)
+        self._standing: asyncio.Task[None] | None = None
+        self._layout: Layout | None = None
+        self._stop_listening: Callable[[], None] = lambda: None
+
+    async def start(self) -> None:
+        """Follow the run's lineage and lease, and be a candidate where this peer may coordinate."""
+        try:
+            self._workers.start()
+            await self.lineage.start()
+            await self.lease.start()
+            await self._participation.start()
+            self._stop_listening = self._session.roster.listen(self._roster_changed)
+            self._stand_if_allowed()
+            if self._standing is not None:
+                await self._standing
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Leave the round that is under way, hand the lease back, end all threads. Calling it twice does no harm."""
+        self._stop_listening()
+        await tasks.end(self._standing)
+        await self._participation.close()
+        await self._coordinator.close()
+        await self.lease.close()
+        await self.lineage.close()
+        await self._workers.close()
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs are committed, as far as this peer knows."""
+        return self.lineage.epoch
+
+    async def average(
+        self,
+        tensors: Mapping[str, Tensor] | None,
+        *,
+        weight: float = 0.0,
+        epoch: int | None = None,
+        timeout_seconds: float,
+    ) -> RoundResult:
+        """Take part in making an epoch, the next one unless named, and return when it is committed.
+
+        The tensors are changed in place, after the commit, if this peer holds the averages then; else the result says
+        who does. RoundFailedError when nothing is committed in time: it names the phase and the peers.
+        """
+        if not 0.0 <= weight <= 1e12:
+            raise ConfigurationError(f"a weight of {weight}: take the number of samples, from 0 to 1e12")
+        if timeout_seconds <= 0:
+            raise ConfigurationError(f"timeout_seconds={timeout_seconds}: a round needs some time")
+        wanted = epoch if epoch is not None else self.epoch + 1
+        flat = self._bind(tensors) if tensors is not None else None
+        result = await self._participation.take_part(flat, weight=weight, epoch=wanted, timeout_seconds=timeout_seconds)
+        logger.info("%s", result.describe())
+        return result
+
+    def statistics(self) -> dict[str, int]:
+        """Counters of this peer's rounds, and of its work as coordinator."""
+        return {
+            "epoch": self.epoch,
+            "bad_heads": self.lineage.bad_heads,
+            "worker_errors": self._workers.num_errors,
+            **self._participation.statistics(),
+            **{f"coordinator_{name}": count for name, count in self._coordinator.counts.items()},
+        }
+
+    def _bind(self, tensors: Mapping[str, Tensor]) -> FlatTensors:
+        if self._layout is not None:
+            with contextlib.suppress(ConfigurationError):  # other tensors than last time
+                return self._layout.bind(tensors)
+        self._layout = Layout.of(tensors, self.config.codecs, self.config.roles)
+        return self._layout.bind(tensors)
+
+    def _committed(self, commit: Commit) -> None:
+        self._session.update_beacon(epoch=commit.epoch)
+        self._coordinator.committed(commit)
+        self._participation.committed(commit)
+
+    def _lease_changed(self) -> None:
+        self._coordinator.lease_changed()
+        self._participation.lease_changed()
+
+    def _is_gone(self, holder: str, session: str) -> bool:
+        presence = self._session.roster.get(holder)
+        return presence is None or presence.card.session != session
+
+    def _roster_changed(self, event: RosterEvent) -> None:
+        if event.peer == self._session.peer_id:
+            self._stand_if_allowed()
+        elif event.change in ("dead", "left"):
+            self.lease.reconsider()
+
+    def _stand_if_allowed(self) -> None:
+        own = self._session.roster.get(self._session.peer_id)
+        if own is not None and own.coordinates and self._standing is None:
+            self._standing = asyncio.create_task(self._stand(), name="coordinator: start")
+
+    async def _stand(self) -> None:
+        await self._coordinator.start()
+        self.lease.stand()

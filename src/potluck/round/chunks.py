@@ -1,0 +1,125 @@
+"""The flat index space cut into chunks: what everybody in a round agrees on, with or without tensors.
+
+    index space   0 ───────────────────────────────────────────────────────────▶ elements
+    runs          │ codec A                                    │ codec B         │     one codec each
+    chunks        │    0    │    1    │    2    │    3    │ 4  │    5    │ 6     │     what travels in one frame
+    parts         │ reducer x         │ reducer y         │ reducer z            │     consecutive chunks
+
+A run is a stretch of elements with one codec; tensors are ordered so that there are only as many runs as codecs
+(layout.py). A chunk never crosses a run's end, so that it has one codec, and only the last chunk of a run is short.
+The runs and the size of a chunk fit into a plan, so that an aux peer, who has no model, cuts the same chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from potluck.errors import ConfigurationError
+from potluck.messages import Message
+from potluck.round.codecs import Codec, CodecSpec, codec_for
+
+DEFAULT_CHUNK_BYTES = 512 * 1024
+SMALLEST_CHUNK_BYTES = 32 * 1024
+LARGEST_CHUNK_BYTES = 16 * 1024 * 1024
+CHUNKS_PER_REDUCER = 4  # so that a reducer adds up one chunk while the next arrives and the last leaves
+
+MAX_CHUNKS = 1 << 20
+MAX_RUNS = 64
+MAX_ELEMENTS = 1 << 40
+MAX_CHUNK_ELEMENTS = 1 << 19  # a chunk as float32, with a codec's scratch, stays near the cache
+_ALIGNMENT = 1024  # chunks start at multiples of this within their run, whatever the codec
+
+
+class Run(Message, frozen=True, kw_only=True):
+    """A stretch of the index space with one codec."""
+
+    codec: CodecSpec
+    elements: int
+
+    def __post_init__(self) -> None:
+        codec_for(self.codec)
+        if not 0 < self.elements <= MAX_ELEMENTS:
+            raise ConfigurationError(f"a run of {self.elements} elements: it must have 1 to {MAX_ELEMENTS}")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The unit that travels: elements start … stop of the index space, in one frame."""
+
+    index: int
+    start: int
+    stop: int
+    codec: Codec = field(repr=False)
+
+    @property
+    def elements(self) -> int:
+        """How many values it has."""
+        return self.stop - self.start
+
+    @property
+    def encoded_bytes(self) -> int:
+        """The size of its frame."""
+        return self.codec.encoded_bytes(self.elements)
+
+
+class ChunkGrid:
+    """All chunks of a round, in order. Two peers with the same runs and chunk size have the same grid."""
+
+    def __init__(self, *, runs: Sequence[Run], chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
+        if not SMALLEST_CHUNK_BYTES <= chunk_bytes <= LARGEST_CHUNK_BYTES:
+            raise ConfigurationError(
+                f"chunks of {chunk_bytes} bytes: take {SMALLEST_CHUNK_BYTES} to {LARGEST_CHUNK_BYTES}"
+            )
+        if len(runs) > MAX_RUNS:
+            raise ConfigurationError(f"{len(runs)} runs of one codec: at most {MAX_RUNS} are allowed")
+        self.runs = tuple(runs)
+        self.chunk_bytes = chunk_bytes
+        sizes = [elements_per_chunk(codec_for(run.codec), chunk_bytes) for run in runs]
+        count = sum(-(-run.elements // size) for run, size in zip(runs, sizes, strict=True))
+        if count > MAX_CHUNKS:  # checked before any is made
+            raise ConfigurationError(f"{count} chunks of {chunk_bytes} bytes: at most {MAX_CHUNKS}; take larger ones")
+        self.chunks = tuple(_cut(self.runs, sizes))
+        self.elements = sum(run.elements for run in runs)
+        self.encoded_bytes = sum(chunk.encoded_bytes for chunk in self.chunks)
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def parts(self, num_chunks: Sequence[int]) -> list[range]:
+        """Consecutive ranges of chunk indices with these lengths, which must add up to all chunks."""
+        if sum(num_chunks) != len(self.chunks) or min(num_chunks, default=0) < 0:
+            raise ConfigurationError(
+                f"parts of {list(num_chunks)} chunks do not make up the {len(self)} chunks there are"
+            )
+        ends = list(accumulate(num_chunks))
+        return [range(end - length, end) for end, length in zip(ends, num_chunks, strict=True)]
+
+
+def elements_per_chunk(codec: Codec, chunk_bytes: int) -> int:
+    """How many values make a frame of about `chunk_bytes`, in whole blocks of the codec."""
+    unit = max(codec.granularity, _ALIGNMENT)
+    unit_bytes = codec.encoded_bytes(2 * unit) - codec.encoded_bytes(unit)  # without what each frame has once
+    return min(max(1, chunk_bytes // unit_bytes) * unit, MAX_CHUNK_ELEMENTS)
+
+
+def encoded_bytes(runs: Sequence[Run]) -> int:
+    """About how many bytes one peer's whole contribution has on the wire (headers that each chunk has left out)."""
+    return sum(codec_for(run.codec).encoded_bytes(run.elements) for run in runs)
+
+
+def fitting_chunk_bytes(runs: Sequence[Run], num_reducers: int) -> int:
+    """Chunks small enough that each reducer has several, and no smaller than what is worth a message."""
+    wanted = encoded_bytes(runs) // max(1, CHUNKS_PER_REDUCER * num_reducers)
+    return max(SMALLEST_CHUNK_BYTES, min(DEFAULT_CHUNK_BYTES, wanted))
+
+
+def _cut(runs: Sequence[Run], sizes: Sequence[int]) -> Iterator[Chunk]:
+    index = first = 0
+    for run, size in zip(runs, sizes, strict=True):
+        codec = codec_for(run.codec)
+        for start in range(first, first + run.elements, size):
+            yield Chunk(index, start, min(start + size, first + run.elements), codec)
+            index += 1
+        first += run.elements

@@ -1,0 +1,36 @@
+"""How a chunk of float32 values travels: encoded into one frame of bytes, and back.
+
+    base.py        Codec, the interface; CodecSpec, its name on the wire; EncodedChunk, a frame with its codec
+    floats.py      float32, float16, bfloat16, scaled float16
+    uniform.py     8 bits, evenly spaced between the smallest and the largest value
+    blockwise.py   8 bits, evenly spaced in blocks that each have a scale
+    e3m0.py        4 bits: a sign and a power of two, in blocks that each have a scale
+    catalogue.py   from a CodecSpec to its Codec
+    choice.py      which tensor takes which codec
+    memory.py      tensors over the bytes of a frame without a copy, and scratch that is used again
+    reductions.py  sums, norms and finiteness that come out the same on every machine
+
+Codecs are deterministic: the same values give the same bytes in every process and on any hardware, since they use
+only element-wise IEEE operations (each rounded on its own, never fused), maxima, and sums in a fixed tree.
+"""
+
+from __future__ import annotations
+
+from potluck.round.codecs.base import LARGEST, SMALLEST, Codec, CodecSpec, EncodedChunk
+from potluck.round.codecs.catalogue import CODEC_NAMES, codec_for
+from potluck.round.codecs.choice import CodecChoice, CodecRule, Role
+from potluck.round.codecs.reductions import is_finite
+
+__all__ = [
+    "CODEC_NAMES",
+    "LARGEST",
+    "SMALLEST",
+    "Codec",
+    "CodecChoice",
+    "CodecRule",
+    "CodecSpec",
+    "EncodedChunk",
+    "Role",
+    "codec_for",
+    "is_finite",
+]

@@ -1,0 +1,370 @@
+"""The coordinator's driver: gathers who is ready, publishes plans, watches over the round, commits.
+
+    lease taken ──▶ open the term ──▶ gather ──▶ plan ──▶ direct ──▶ commit ──▶ gather …
+                                        ▲  └─ adopt ───────────────────▲
+                                        └──────── give up ──┘
+
+It runs on every peer that may coordinate, and acts only while that peer holds the lease. It keeps nothing that the next
+one would need: who is ready is said again each second, what members hold they report, and the rest is in the lineage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from potluck import tasks
+from potluck.errors import PotluckError, ProtocolError, RetryableError, RevisionConflictError
+from potluck.faultpoints import reach
+from potluck.hub.connection import Delivery, Subscription
+from potluck.link.links import Incoming, Links
+from potluck.messages import decode
+from potluck.peer.lease import Lease
+from potluck.peer.roster import RosterEvent
+from potluck.peer.session import Session
+from potluck.round.adoption import Adoption, Claim, find_adoption
+from potluck.round.commitment import make_commit
+from potluck.round.director import Decision, Director, Finish, GiveUp, Patience, Publish
+from potluck.round.gathering import Candidate, GatherConfig, Gathering, Proposal, alive_trainers, senders
+from potluck.round.lineage import Lineage
+from potluck.round.plan import Abort, Commit, Plan, Ready, Report, RoundKey
+from potluck.round.signing import Word, read_word, sign_word
+from potluck.round.trigger import Quorum, Trigger
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.1  # while a round is under way
+IDLE_SECONDS = 0.5
+ADOPT_SECONDS = 1.0  # how long a new coordinator waits for members that may have completed the round before
+RETRY_SECONDS = 0.2
+LONGEST_RETRY_SECONDS = 2.0
+COMPLAIN_EVERY_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorConfig:
+    """How a run's rounds are started and watched over."""
+
+    gather: GatherConfig = field(default_factory=GatherConfig)
+    """How plans are made."""
+
+    trigger: Trigger = field(default_factory=Quorum)
+    """When to start."""
+
+    patience: Patience = field(default_factory=Patience)
+    """How long to wait for whom."""
+
+
+@dataclass(slots=True)
+class _Office:
+    """One term of holding the lease."""
+
+    token: int
+    since: float
+    attempt: int = 0
+    not_before: float = 0.0  # no new round before this
+    complained_at: float = 0.0
+
+
+class Coordinator:
+    """One candidate's work as coordinator."""
+
+    def __init__(
+        self, links: Links, session: Session, lease: Lease, lineage: Lineage, config: CoordinatorConfig
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._links = links
+        self._session = session
+        self._lease = lease
+        self._lineage = lineage
+        self._config = config
+        self._clock = session.clock
+        self._gathering = Gathering(config.gather)
+        self._office: _Office | None = None
+        self._director: Director | None = None
+        self._hub_was_away = False
+        self._decisions: list[Decision] = []
+        self._wake = asyncio.Event()
+        self._subscription: Subscription | None = None
+        self._stop_listening: Callable[[], None] = lambda: None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen to those who are ready, and be prepared."""
+        session = self._session
+        self._links.handle(Report, self._reported)
+        self._stop_listening = session.roster.listen(self._roster_changed)
+        self._subscription = await session.hub.subscribe(session.subjects.news("*", "ready"), self._ready_came)
+        self._task = asyncio.create_task(self._run(), name="coordinator")
+
+    async def close(self) -> None:
+        """Coordinate nothing more. Calling it twice does no harm."""
+        self._stop_listening()
+        if self._subscription is not None:
+            await self._subscription.cancel()
+            self._subscription = None
+        await tasks.end(self._task)
+        self._task = None
+
+    # What happens
+
+    def lease_changed(self) -> None:
+        """This peer has got or lost the lease, or somebody else has."""
+        self._wake.set()
+
+    def committed(self, commit: Commit) -> None:
+        """The head of the lineage has moved."""
+        self._gathering.clear(commit.epoch)
+        if self._director is not None and self._director.plan.key.epoch <= commit.epoch:
+            self._end_round()
+        if self._office is not None:
+            self._office.attempt, self._office.not_before = 0, 0.0
+        self._wake.set()
+
+    def _ready_came(self, delivery: Delivery) -> None:
+        peer = delivery.subject.rsplit(".", 2)[-2]
+        try:
+            ready = decode(Ready, delivery.payload)
+        except ProtocolError as error:
+            self.counts["bad_readies"] += 1
+            logger.debug("what %s says of being ready cannot be read: %s", peer, error)
+            return
+        if peer not in self._session.roster:
+            self.counts["readies_of_strangers"] += 1
+            return
+        self._gathering.take(peer, ready, self._clock.monotonic())
+        if ready.withdrawn:
+            self._member_gone(peer, ready.session, "it stopped waiting for the epoch")
+        self._wake.set()
+
+    def _roster_changed(self, event: RosterEvent) -> None:
+        if event.change in ("dead", "left"):
+            self._gathering.forget(event.peer)
+            self._member_gone(event.peer, event.presence.card.session, event.presence.reason or event.change)
+        self._wake.set()
+
+    def _member_gone(self, peer: str, session: str, reason: str) -> None:
+        director = self._director
+        if director is None or (index := director.plan.index_of(peer)) is None:
+            return
+        if director.plan.members[index].session == session:
+            self._decisions += director.member_gone(index, reason, self._clock.monotonic())
+            self._wake.set()
+
+    def _reported(self, incoming: Incoming[Report]) -> None:
+        director, report = self._director, incoming.message
+        index = director.plan.index_of(incoming.sender) if director is not None else None
+        if director is None or index is None or report.key != director.plan.key:
+            self.counts["late_reports"] += 1
+            return
+        decisions = director.report_arrived(index, report, self._clock.monotonic())
+        if decisions:
+            self._decisions += decisions
+            self._wake.set()
+
+    # What to do about it
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                pause_seconds = await self._step()
+            except RetryableError as error:
+                self.counts["retries"] += 1
+                logger.info("the coordinator tries again: %s", error)
+                pause_seconds = RETRY_SECONDS
+            except Exception:  # the run must not stop for one round's fault; logged and counted
+                self.counts["errors"] += 1
+                logger.exception("the coordinator failed at a round and starts another")
+                self._end_round()
+                pause_seconds = IDLE_SECONDS
+            await self._pause(pause_seconds)
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    async def _step(self) -> float:
+        """Do what is due; returns how long to wait if nothing happens."""
+        token = self._lease.token
+        if self._office is not None and self._office.token != token:
+            self._office = None
+            self._end_round()
+        if not token:
+            return IDLE_SECONDS
+        if self._office is None:
+            await self._lineage.open_term(token)
+            self._office = _Office(token, self._clock.monotonic())
+            self.counts["terms"] += 1
+        if self._director is None:
+            return await self._gather(self._office)
+        await self._direct(self._office, self._director)
+        return TICK_SECONDS if self._director is not None else 0.0
+
+    async def _gather(self, office: _Office) -> float:
+        """Commit what a coordinator before us left, or start a round when it is due."""
+        now = self._clock.monotonic()
+        epoch = self._lineage.epoch + 1
+        candidates = self._gathering.candidates(self._session.roster, epoch=epoch, token=office.token, now=now)
+        claims = self._claims(candidates, epoch)
+        if claims:
+            is_late = now - office.since > ADOPT_SECONDS
+            adoption = self._find_adoption(claims, candidates, is_late=is_late)
+            if adoption is not None:
+                await self._adopt(adoption)
+                return 0.0
+            if not is_late:
+                return TICK_SECONDS
+        due_at = self._config.trigger.due_at(senders(candidates), alive_trainers(self._session.roster))
+        if due_at is None:
+            return IDLE_SECONDS
+        wait_seconds = max(due_at, office.not_before) - now
+        if wait_seconds > 0:
+            return min(wait_seconds, IDLE_SECONDS)
+        await self._begin(office, candidates, RoundKey(epoch=epoch, token=office.token, attempt=office.attempt))
+        return TICK_SECONDS
+
+    async def _begin(self, office: _Office, candidates: list[Candidate], key: RoundKey) -> None:
+        try:
+            proposal = self._gathering.propose(candidates, key, hub_now=self._session.now())
+        except PotluckError as error:
+            await self._complain(office, key, str(error))
+            return
+        office.attempt += 1
+        plan = proposal.plan
+        self.counts["rounds"] += 1
+        self._director = Director(plan, self._patience(proposal), self._clock.monotonic())
+        logger.debug("%s begins with %d members and %d parts", plan.key, len(plan.members), len(plan.parts))
+        await self._say(plan)
+        reach("round.plan_published", **self._labels(plan))
+
+    def _patience(self, proposal: Proposal) -> Patience:
+        patience = self._config.patience
+        return replace(
+            patience,
+            expected_seconds=2 * proposal.predicted_seconds if proposal.is_measured else 0.0,
+            stalled_seconds=max(patience.stalled_seconds, 4 * proposal.chunk_seconds),
+        )
+
+    async def _complain(self, office: _Office, key: RoundKey, reason: str) -> None:
+        """No plan is possible: members should know why they wait."""
+        now = self._clock.monotonic()
+        office.not_before = now + RETRY_SECONDS
+        if now - office.complained_at >= COMPLAIN_EVERY_SECONDS:
+            office.complained_at = now
+            logger.warning("no plan is possible for %s: %s", key, reason)
+            await self._say(Abort(key=key, reason=reason))
+
+    async def _direct(self, office: _Office, director: Director) -> None:
+        """Carry out what the director decides."""
+        now = self._clock.monotonic()
+        if not self._session.hub.is_connected:
+            self._hub_was_away = True  # nobody hears our plans, and nothing can be committed
+            return
+        if self._hub_was_away:
+            self._hub_was_away = False
+            director.resume(now)
+        self._decisions += director.tick(now)
+        if self._session.now() > director.plan.deadline:
+            self._decisions += director.expired()
+        while self._decisions and self._director is director:
+            match self._decisions.pop(0):
+                case Publish(plan):
+                    await self._say(plan)
+                    reach("round.revision_published", **self._labels(plan))
+                case Finish(plan, digest, holders):
+                    await self._commit(plan, digest, holders, director)
+                case GiveUp(reason):
+                    await self._give_up(office, director.plan, reason)
+
+    async def _give_up(self, office: _Office, plan: Plan, reason: str) -> None:
+        self._end_round()
+        self.counts["aborts"] += 1
+        delay = min(RETRY_SECONDS * office.attempt, LONGEST_RETRY_SECONDS)
+        office.not_before = self._clock.monotonic() + delay
+        logger.warning("%s is given up: %s", plan.key, reason)
+        await self._say(Abort(key=plan.key, reason=reason))
+
+    async def _adopt(self, adoption: Adoption) -> None:
+        self.counts["adoptions"] += 1
+        logger.info("%s was complete when its coordinator went: committing it", adoption.plan.key)
+        await self._commit(adoption.plan, adoption.digest, adoption.holders, None)
+
+    async def _commit(self, plan: Plan, digest: str, holders: tuple[int, ...], director: Director | None) -> None:
+        """Move the head. While the hub is away it is tried again, for as long as the lease holds."""
+        assert self._office is not None, "only the holder of the lease commits"
+        commit = make_commit(
+            plan,
+            digest,
+            holders,
+            director,
+            term=self._office.token,
+            coordinator=self._session.peer_id,
+            parent=self._lineage.parent_digest(),
+            committed_at=self._session.now(),
+            seconds=self._clock.monotonic() - director.started_at if director is not None else 0.0,
+        )
+        reach("round.committing", **self._labels(plan))
+        while self._lease.token == commit.term:
+            try:
+                await self._lineage.commit(commit, self._session.identity)
+            except RevisionConflictError as error:
+                logger.warning("%s was not committed: %s", plan.key, error)
+                break
+            except RetryableError as error:
+                self.counts["retries"] += 1
+                logger.info("%s cannot be committed just now: %s", plan.key, error)
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                self.counts["commits"] += 1
+                reach("round.committed", **self._labels(plan))
+                break
+        self._end_round()
+
+    async def _say(self, word: Word) -> None:
+        session = self._session
+        data = sign_word(word, session.identity, session.subjects.run)
+        try:
+            await session.hub.publish(session.subjects.plan(session.peer_id), data)
+        except RetryableError as error:  # a plan is said again while somebody has not answered it
+            self.counts["unsaid"] += 1
+            logger.info("%s could not be published: %s", type(word).__name__.lower(), error)
+
+    def _end_round(self) -> None:
+        self._director = None
+        self._decisions.clear()
+
+    # Rounds that were left complete
+
+    def _claims(self, candidates: list[Candidate], epoch: int) -> list[Claim]:
+        claims = []
+        for candidate in candidates:
+            completed = candidate.ready.completed
+            if completed is None:
+                continue
+            try:
+                plan = read_word(completed.plan, completed.coordinator, self._session.subjects.run)
+            except ProtocolError:
+                self.counts["bad_claims"] += 1
+                continue
+            known = self._lease.view.past_holders.get(plan.key.token) == completed.coordinator
+            if known and isinstance(plan, Plan) and plan.key.epoch == epoch:
+                claims.append(Claim(candidate.peer, plan, completed.digest))
+        return claims
+
+    def _find_adoption(self, claims: list[Claim], candidates: list[Candidate], *, is_late: bool) -> Adoption | None:
+        return find_adoption(
+            claims,
+            alive={presence.peer: presence.card.session for presence in self._session.roster},
+            waiting={candidate.peer for candidate in candidates},
+            is_late=is_late,
+        )
+
+    def _labels(self, plan: Plan) -> dict[str, object]:
+        return {"peer": self._session.peer_id, "epoch": plan.key.epoch, "role": "coordinator"}

@@ -1,0 +1,386 @@
+"""The coordinator's side of one round (pure): watch the members, repair what breaks, end in a commit or an abort.
+
+The director knows reports, deaths and time. It never touches a tensor. What it can do is publish a revised plan:
+
+- A member whose values cannot be used is no longer waited for (`sends` off). It still gets the averages.
+- A member whose values do not get through to one reducer is not waited for there (`unheard_by`).
+- A member that is dead, silent, or without the averages when all others have them, is out (`receives` off).
+- The chunks of a reducer that is out are done again by others, in two steps. First a revision takes it out, and every
+  survivor answers with what it holds. Then those of its chunks that not all survivors hold get a new reducer and a
+  higher generation. Only they move again; one that reaches a survivor late is discarded with the older generation.
+
+When every receiver reports a digest under the newest revision, the round can be committed. Where digests differ, the
+one that most members hold counts, and the others are left out: they must fetch the state.
+
+Members that are out though they live (silent, or cut off) may be only out of *our* reach. A minority must not run away
+with the epoch, so the round is given up unless those who hold it outnumber those who were lost that way. The next
+attempt is with whoever says then that it is ready.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from potluck.round.plan import Part, Plan, Report, from_bitmap, shortened
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long the director waits for what. All of it is far above what a healthy round needs."""
+
+    silent_seconds: float = 1.5
+    """A member that sends no report for this long, though others are waiting, is out; they report every 0.3 s."""
+
+    stalled_seconds: float = 3.0
+    """A sender from which a waiting reducer has had nothing for this long is not waited for any more. When nobody has
+    had anything for this long, somebody who cannot be reached, or reaches nobody, is out."""
+
+    straggler_seconds: float = 2.0
+    """Once most hold all averages, the others have this long before the round is committed without them; or twice as
+    long as most took, if that is longer, or `expected_seconds` from the start."""
+
+    expected_seconds: float = 0.0
+    """How long the round should take by measured speeds; slow lines get that time."""
+
+    repeat_seconds: float = 0.5
+    """A plan that somebody has not answered is published again after this long: the hub may have lost it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Publish this revision of the plan."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Commit: these members hold the averages with this digest."""
+
+    plan: Plan
+    digest: str
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End the round; the reason names the peers and the phase."""
+
+    reason: str
+
+
+Decision = Publish | Finish | GiveUp
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the director knows of one member."""
+
+    heard_at: float
+    report: Report | None = None
+    revision: int = -1  # of the plan that its newest report answers
+    done_at: float | None = None  # when it first had all averages
+
+
+class Director:
+    """Watches over one round."""
+
+    def __init__(self, plan: Plan, patience: Patience, now: float) -> None:
+        self.plan = plan
+        self.started_at = now
+        self._patience = patience
+        self._members = [_Known(heard_at=now) for _ in plan.members]
+        self._to_redo: set[int] = set()  # reducers whose chunks are taken over once all survivors have answered
+        self._lost: set[int] = set()  # out, though perhaps alive
+        self._majority_at: float | None = None
+        self._published_revision = plan.revision
+        self._published_at = now
+        self._over = False
+
+    def report_arrived(self, member: int, report: Report, now: float) -> list[Decision]:
+        """Take in a member's report."""
+        known = self._members[member]
+        if self._over or report.key != self.plan.key or report.revision < known.revision:
+            return []
+        known.heard_at = now
+        known.report, known.revision = report, report.revision
+        if report.digest and known.done_at is None:
+            known.done_at = now
+        self._stop_sending(self._offenders(member, report))
+        return self._next(now)
+
+    def member_gone(self, member: int, reason: str, now: float) -> list[Decision]:
+        """A member died or left."""
+        self._lost.discard(member)  # now its fate is known
+        if self._over or not self.plan.members[member].receives:
+            return []
+        self._take_out({member: reason})
+        return self._next(now)
+
+    def tick(self, now: float) -> list[Decision]:
+        """Look at the clock; to be called a few times a second."""
+        if self._over:
+            return []
+        self._lose(self._silent(now))
+        self._stop_waiting()
+        self._lose(self._stragglers(now) or self._stuck())
+        return self._next(now) or self._repeat(now)
+
+    def resume(self, now: float) -> None:
+        """The hub was away, and with it our plans: nobody's silence until now means anything."""
+        for known in self._members:
+            known.heard_at = now
+
+    def seconds_of(self, member: int) -> float:
+        """How long a member took to have all averages; 0 if it has not got them."""
+        done_at = self._members[member].done_at
+        return done_at - self.started_at if done_at is not None else 0.0
+
+    def report_of(self, member: int) -> Report | None:
+        """The newest word of a member."""
+        return self._members[member].report
+
+    def expired(self, reason: str = "its deadline passed") -> list[Decision]:
+        """The round's deadline has come."""
+        if self._over:
+            return []
+        return self._give_up(f"{reason}: {self.describe_trouble()}")
+
+    def describe_trouble(self) -> str:
+        """Who keeps the round from ending, in words."""
+        lacking = [self._name(index) for index in self._receivers() if not self._is_done(index)]
+        waited_for = sorted({self._name(i) for known in self._members for i in self._waits(known)})
+        text = f"averages are missing at {', '.join(lacking)}" if lacking else "all hold the averages"
+        return f"{text}; waited for {', '.join(waited_for)}" if waited_for else text
+
+    def _next(self, now: float) -> list[Decision]:
+        """Publish what was revised, take over chunks when all have answered, and end when all is done."""
+        receivers = self._receivers()
+        if not receivers:
+            return self._give_up("no member is left")
+        if not any(member.weight > 0 and member.sends for member in self.plan.members) and not self._all_done():
+            return self._give_up("nobody is left who could contribute: " + self._troubles())
+        if self._to_redo and all(self._members[i].revision >= self.plan.revision for i in receivers):
+            trouble = self._redo()
+            if trouble:
+                return self._give_up(trouble)
+        decisions: list[Decision] = []
+        if self._published_revision < self.plan.revision:
+            decisions.append(self._publish(now))
+        return decisions + self._conclude(now)
+
+    def _publish(self, now: float) -> Decision:
+        self._published_revision = self.plan.revision
+        self._published_at = now
+        return Publish(self.plan)
+
+    def _repeat(self, now: float) -> list[Decision]:
+        """The plan once more, if somebody seems not to have it."""
+        unanswered = any(self._members[index].revision < self.plan.revision for index in self._receivers())
+        if unanswered and now - self._published_at >= self._patience.repeat_seconds:
+            return [self._publish(now)]
+        return []
+
+    def _offenders(self, accuser: int, report: Report) -> dict[int, str]:
+        """Senders whose values could not be used, as a reducer says, or as they say themselves."""
+        members = self.plan.members
+        reduces = any(part.reducer == accuser for part in self.plan.parts)
+        return {
+            offence.member: shortened(f"{offence.reason} (seen by {members[accuser].peer})")
+            for offence in report.offences
+            if offence.member < len(members)
+            and members[offence.member].sends
+            and (reduces or offence.member == accuser)
+        }
+
+    def _conclude(self, now: float) -> list[Decision]:
+        receivers = self._receivers()
+        done = [index for index in receivers if self._is_done(index)]
+        if self._majority_at is None and 2 * len(done) > len(receivers):
+            self._majority_at = now
+        if len(done) < len(receivers) or self._to_redo:
+            return []
+        votes: Counter[str] = Counter()
+        for index in receivers:
+            report = self._members[index].report
+            assert report is not None
+            votes[report.digest] += 1
+        digest, _count = min(votes.items(), key=lambda vote: (-vote[1], vote[0]))
+        holders = tuple(index for index in receivers if self._digest(index) == digest)
+        liars = {index: "its averages have another digest" for index in receivers if index not in holders}
+        if len(holders) <= len(self._lost):
+            return self._give_up("too many members were lost: " + self._troubles())
+        self._take_out(liars, redo=False)
+        self._over = True
+        return [Finish(self.plan, digest, holders)]
+
+    def _redo(self) -> str:
+        """Give the chunks that not all survivors hold to other reducers. Returns what makes that impossible."""
+        receivers = self._receivers()
+        common = set.intersection(*(self._held(index) for index in receivers))
+        reducers = [index for index in receivers if self.plan.members[index].reduces]
+        parts: list[Part] = []
+        turn = 0
+        for part in self.plan.parts:
+            if part.reducer not in self._to_redo:
+                parts.append(part)
+                continue
+            for start, stop, is_common in _runs(part, common):
+                if is_common:
+                    parts.append(msgspec.structs.replace(part, start=start, stop=stop))
+                    continue
+                if not reducers:
+                    return "no member is left that could reduce: " + self._troubles()
+                for low, high in _split(start, stop, len(reducers)):
+                    reducer = reducers[turn % len(reducers)]
+                    turn += 1
+                    parts.append(Part(reducer=reducer, start=low, stop=high, generation=part.generation + 1))
+        self._to_redo.clear()
+        if tuple(parts) != self.plan.parts:
+            self._revise(parts=tuple(parts))
+        return ""
+
+    def _lose(self, reasons: dict[int, str]) -> None:
+        self._lost |= reasons.keys()
+        self._take_out(reasons)
+
+    def _take_out(self, reasons: dict[int, str], *, redo: bool = True) -> None:
+        if not reasons:
+            return
+        if redo:
+            self._to_redo |= {index for index in reasons if any(part.reducer == index for part in self.plan.parts)}
+        self._change(reasons, sends=False, receives=False, reduces=False)
+
+    def _stop_sending(self, reasons: dict[int, str]) -> None:
+        if reasons:
+            self._change(reasons, sends=False)
+
+    def _change(self, reasons: dict[int, str], **flags: object) -> None:
+        members = list(self.plan.members)
+        for index, why in reasons.items():
+            members[index] = msgspec.structs.replace(members[index], trouble=shortened(why), **flags)
+        self._revise(members=tuple(members))
+
+    def _revise(self, **changes: object) -> None:
+        self.plan = msgspec.structs.replace(self.plan, revision=self.plan.revision + 1, **changes)
+        self._majority_at = None
+
+    def _silent(self, now: float) -> dict[int, str]:
+        limit = self._patience.silent_seconds
+        return {
+            index: f"sent no report for {now - self._members[index].heard_at:.1f} s"
+            for index in self._receivers()
+            if not self._is_done(index) and now - self._members[index].heard_at > limit
+        }
+
+    def _stop_waiting(self) -> None:
+        """Senders that a reducer waits for in vain are not waited for there; with most reducers, nowhere."""
+        unheard: dict[int, set[int]] = {}
+        for index in self._receivers():
+            known = self._members[index]
+            if known.report is None or known.report.idle_seconds < self._patience.stalled_seconds:
+                continue  # a reducer that is itself silent is another matter (`_silent`)
+            for sender in self._waits(known):
+                member = self.plan.members[sender]
+                if member.sends and index not in member.unheard_by:
+                    unheard.setdefault(sender, set(member.unheard_by)).add(index)
+        reducers = {part.reducer for part in self.plan.parts} & set(self._receivers())
+        for sender, deaf in unheard.items():
+            names = ", ".join(self._name(index) for index in sorted(deaf))
+            sends = 2 * len(deaf & reducers) <= len(reducers - {sender})
+            self._change(
+                {sender: f"nothing of it gets through to {names}"}, unheard_by=tuple(sorted(deaf)), sends=sends
+            )
+
+    def _stragglers(self, now: float) -> dict[int, str]:
+        """Members that still lack averages long after most have them all."""
+        if self._majority_at is None or now < self._latest_at(self._majority_at):
+            return {}
+        return {
+            index: "still lacked averages when most had them" for index in self._receivers() if not self._is_done(index)
+        }
+
+    def _latest_at(self, majority_at: float) -> float:
+        """Until when stragglers are waited for."""
+        patience = self._patience
+        return max(
+            majority_at + patience.straggler_seconds,
+            self.started_at + 2 * (majority_at - self.started_at),
+            self.started_at + patience.expected_seconds,
+        )
+
+    def _stuck(self) -> dict[int, str]:
+        """Whom to take out when nothing moves any more though nobody has to wait for contributions.
+
+        Then averages do not get from reducers to members. Each pair has two suspects; whoever is in most pairs is the
+        likeliest culprit. In a draw the one with the smaller weight goes, since less is lost.
+        """
+        receivers = self._receivers()
+        partners: dict[int, set[int]] = {index: set() for index in receivers}
+        for index in receivers:
+            if self._is_done(index):
+                continue
+            known = self._members[index]
+            if known.report is None or known.report.idle_seconds < self._patience.stalled_seconds or self._waits(known):
+                return {}
+            for reducer in set(known.report.missing_from) & partners.keys():
+                partners[index].add(reducer)
+                partners[reducer].add(index)
+        if not any(partners.values()):
+            return {}
+        culprit = max(receivers, key=lambda index: (len(partners[index]), -self.plan.members[index].weight, index))
+        names = ", ".join(self._name(index) for index in sorted(partners[culprit]))
+        return {culprit: f"no averages get through between it and {names}"}
+
+    def _give_up(self, reason: str) -> list[Decision]:
+        self._over = True
+        return [GiveUp(reason)]
+
+    def _receivers(self) -> list[int]:
+        return [index for index, member in enumerate(self.plan.members) if member.receives]
+
+    def _held(self, index: int) -> set[int]:
+        report = self._members[index].report
+        return from_bitmap(report.held, self.plan.num_chunks) if report is not None else set()
+
+    def _is_done(self, index: int) -> bool:
+        return self._members[index].revision >= self.plan.revision and bool(self._digest(index))
+
+    def _all_done(self) -> bool:
+        return all(self._is_done(index) for index in self._receivers())
+
+    def _digest(self, index: int) -> str:
+        report = self._members[index].report
+        return report.digest if report is not None else ""
+
+    def _waits(self, known: _Known) -> tuple[int, ...]:
+        if known.report is None:
+            return ()
+        return tuple(index for index in known.report.waiting_for if index < len(self.plan.members))
+
+    def _name(self, index: int) -> str:
+        return self.plan.members[index].peer
+
+    def _troubles(self) -> str:
+        return "; ".join(f"{member.peer}: {member.trouble}" for member in self.plan.members if member.trouble)
+
+
+def _runs(part: Part, common: set[int]) -> Iterable[tuple[int, int, bool]]:
+    """The part cut into runs of chunks that all survivors hold, and runs that they do not."""
+    start = part.start
+    for chunk in range(part.start + 1, part.stop + 1):
+        if chunk == part.stop or (chunk in common) != (start in common):
+            yield start, chunk, start in common
+            start = chunk
+
+
+def _split(start: int, stop: int, pieces: int) -> Iterable[tuple[int, int]]:
+    """A run of chunks in nearly equal pieces, none of them empty."""
+    length = stop - start
+    pieces = min(pieces, length)
+    for piece in range(pieces):
+        yield start + length * piece // pieces, start + length * (piece + 1) // pieces

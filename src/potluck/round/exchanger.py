@@ -1,0 +1,355 @@
+"""One member's work in one round: carries out what the Exchange (exchange.py, pure) decides.
+
+    arrivals ──▶ Exchange ──actions──▶ lanes (one per other member): encode in a worker, send
+                     ▲                 workers: reduce a chunk, check and hash an average
+                     └── outcomes ─────┘
+
+Everything here runs on the event loop; only reduction.py and held.py's checks run in workers. The driver of the member
+(participation.py) brings plans and messages, and asks for the report.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from potluck.clock import Clock
+from potluck.errors import NotFiniteError, PeerError, ProtocolError
+from potluck.link.carrier import Buffer
+from potluck.link.links import Links
+from potluck.round.aggregators import aggregator_for
+from potluck.round.chunks import Chunk, ChunkGrid
+from potluck.round.exchange import Action, Complete, Discard, Exchange, Reduce, SendAverage, SendContribution
+from potluck.round.held import HeldAverages, check_average
+from potluck.round.lane import Lane, Letter
+from potluck.round.layout import FlatTensors
+from potluck.round.milestones import Milestones
+from potluck.round.plan import Offence, Plan, Report, bitmap, shortened
+from potluck.round.reduction import Own, Reduced, encode_values, reduce_chunk
+from potluck.round.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+CONTRIBUTIONS_BYTES_PER_ELEMENT = 2  # held at a reducer before they are averaged: half of the float32 size
+LEAST_AHEAD_CHUNKS = 2
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened in a round, as one member saw it."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    unwanted: int = 0  # came twice, too late, or not to us
+    bad_averages: int = 0
+    refused: dict[str, str] = field(default_factory=dict)  # members whose values could not be used, and why
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    sender: int
+    chunk: Chunk
+    generation: int
+    frame: Buffer
+
+
+class Exchanger:
+    """One member's part in one round."""
+
+    def __init__(
+        self,
+        links: Links,
+        workers: Workers,
+        plan: Plan,
+        me: int,
+        tensors: FlatTensors | None,
+        clock: Clock,
+        on_news: Callable[[], None],
+        on_broken: Callable[[Exception], None],
+    ) -> None:
+        """`on_news` says that the coordinator should hear a report; `on_broken`, that this member cannot go on."""
+        self.exchange = Exchange(plan, me)
+        self.key = plan.key
+        self.me = me
+        self.index_by_peer = {member.peer: index for index, member in enumerate(plan.members)}
+        self.counts = Counts()
+        self.digest = ""
+        self.started_at = clock.monotonic()
+        self.completed_at: float | None = None
+        self.grid = ChunkGrid(runs=plan.runs, chunk_bytes=plan.chunk_bytes)
+        if len(self.grid) != plan.num_chunks:
+            raise ProtocolError(f"the plan shares out {plan.num_chunks} chunks, but there are {len(self.grid)}")
+        self.averages = HeldAverages(self.grid)
+        self._links = links
+        self._workers = workers
+        self._tensors = tensors
+        self._clock = clock
+        self._on_news = on_news
+        self._on_broken = on_broken
+        self._aggregator = aggregator_for(plan.aggregator)
+        self._lanes: dict[int, Lane] = {}
+        self._contributions: dict[int, dict[int, Buffer]] = {}  # frames by chunk and sender
+        self._unchecked: list[_Arrival] = []
+        self._in_check: set[tuple[int, int]] = set()  # chunk and generation
+        self._is_checking = False
+        self._offences: dict[int, str] = {}
+        self._heard_at = self.started_at
+        self._stopped = False
+        self._milestones = Milestones(plan, me)
+
+    @property
+    def plan(self) -> Plan:
+        """The newest revision."""
+        return self.exchange.plan
+
+    @property
+    def peer(self) -> str:
+        """This member's id."""
+        return self.plan.members[self.me].peer
+
+    def start(self) -> None:
+        """Begin."""
+        self._milestones.planned()
+        self._carry_out(self.exchange.start())
+
+    async def stop(self) -> None:
+        """Send and take nothing more; averages that are here stay. Calling it twice does no harm."""
+        self._stopped = True
+        self._contributions.clear()
+        self._unchecked.clear()
+        lanes, self._lanes = self._lanes, {}
+        for lane in lanes.values():
+            await lane.close()
+
+    async def revise(self, plan: Plan) -> None:
+        """Take in a newer plan of the same round."""
+        if plan.revision <= self.plan.revision or self._stopped:
+            return
+        self._heard_at = self._clock.monotonic()  # what is waited for from now on has had no time yet
+        self._carry_out(self.exchange.revise(plan))
+        if not self.exchange.is_complete:
+            self.digest, self.completed_at = "", None
+        for index in [index for index in self._lanes if not plan.members[index].receives]:
+            await self._lanes.pop(index).close()
+        self._on_news()
+
+    def is_early(self, chunk: int, generation: int) -> bool:
+        """Whether a message belongs to a revision that has not come yet."""
+        return chunk < len(self.grid) and generation > self.exchange.generation(chunk)
+
+    def take_contribution(self, sender: int, number: int, generation: int, frames: Sequence[Buffer]) -> None:
+        """A member's values of one of our chunks."""
+        if self._stopped or not self.exchange.wants_contribution(sender, number, generation):
+            self.counts.unwanted += 1
+            return
+        self._heard(frames)
+        chunk = self.grid.chunks[number]
+        if not _fits(chunk, frames):
+            self._refuse(sender, f"its values of chunk {number} do not have {chunk.encoded_bytes} bytes")
+            self._carry_out(self.exchange.contribution_refused(sender, number, generation))
+            return
+        self._contributions.setdefault(number, {})[sender] = frames[0]
+        self._carry_out(self.exchange.contribution_arrived(sender, number, generation))
+
+    def take_average(self, sender: int, number: int, generation: int, frames: Sequence[Buffer]) -> None:
+        """The average of a chunk, from its reducer."""
+        if (
+            self._stopped
+            or not self.exchange.wants_average(sender, number, generation)
+            or (number, generation) in self._in_check
+        ):
+            self.counts.unwanted += 1
+            return
+        self._heard(frames)
+        chunk = self.grid.chunks[number]
+        if not _fits(chunk, frames):
+            self._reject_average(sender, number, f"it does not have {chunk.encoded_bytes} bytes")
+            return
+        self._in_check.add((number, generation))
+        self._unchecked.append(_Arrival(sender, chunk, generation, frames[0]))
+        self._check_next()
+
+    def report(self) -> Report:
+        """What the coordinator should know."""
+        exchange = self.exchange
+        return Report(
+            key=self.key,
+            revision=self.plan.revision,
+            held=bitmap(exchange.held),
+            waiting_for=exchange.waiting_for,
+            missing_from=exchange.missing_from,
+            idle_seconds=self._clock.monotonic() - self._heard_at,
+            digest=self.digest,
+            offences=tuple(Offence(member=index, reason=reason) for index, reason in self._offences.items()),
+            sent_bytes=self.counts.sent_bytes,
+            received_bytes=self.counts.received_bytes,
+        )
+
+    def describe_trouble(self) -> str:
+        """What is missing, and from whom."""
+        names = [member.peer for member in self.plan.members]
+        lacking = ", ".join(names[index] for index in self.exchange.missing_from) or "nobody"
+        waiting = ", ".join(names[index] for index in self.exchange.waiting_for) or "nobody"
+        return f"averages are missing from {lacking}, contributions from {waiting}"
+
+    def reported(self) -> None:
+        """A report has left."""
+        if self.digest:
+            self._milestones.reported()
+
+    # What the exchange wants done
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendContribution(number, generation, to):
+                    self._lane(to).contribute(number, generation)
+                case Reduce():
+                    self._reduce(action)
+                case SendAverage(number, generation, to):
+                    for index in to:
+                        self._lane(index).send_average(number, generation, self.averages.frame(number))
+                case Discard(number):
+                    self.averages.discard(number)
+                    self._contributions.pop(number, None)
+                case Complete():
+                    self._complete()
+
+    def _complete(self) -> None:
+        self.digest = self.averages.digest()
+        self.completed_at = self._clock.monotonic()
+        self._milestones.complete()
+        self._on_news()
+
+    def _lane(self, index: int) -> Lane:
+        lane = self._lanes.get(index)
+        if lane is None:
+            lane = self._lanes[index] = Lane(
+                self._links,
+                self.plan.members[index].peer,
+                self.key,
+                encode=self._encode,
+                is_current=lambda chunk, generation: self.exchange.generation(chunk) == generation,
+                on_sent=self._sent,
+                ahead_chunks=self._ahead_chunks(),
+            )
+        return lane
+
+    def _ahead_chunks(self) -> int:
+        """How many contributions to a reducer may wait there for others."""
+        num_others = max(1, sum(member.sends for member in self.plan.members) - 1)
+        room_bytes = CONTRIBUTIONS_BYTES_PER_ELEMENT * self.grid.elements // num_others
+        return max(LEAST_AHEAD_CHUNKS, room_bytes // self.plan.chunk_bytes)
+
+    def _sent(self, letter: Letter) -> None:
+        self.counts.sent_bytes += len(letter.frame)
+        self._milestones.sent(letter)
+
+    # Tensor work
+
+    def _encode(self, number: int, done: Callable[[Buffer | None], None]) -> None:
+        chunk, tensors = self.grid.chunks[number], self._tensors
+        assert tensors is not None, "only members with tensors contribute"
+
+        def failed(error: Exception) -> None:
+            if isinstance(error, NotFiniteError):
+                self._refuse(self.me, str(error))
+            else:
+                self._break(error)
+            done(None)
+
+        self._workers.submit(lambda: encode_values(chunk, tensors), done, failed)
+
+    def _reduce(self, action: Reduce) -> None:
+        chunk = self.grid.chunks[action.chunk]
+        members = self.plan.members
+        arrived = self._contributions.pop(action.chunk, {})
+        frames = {members[index].peer: arrived[index] for index in action.contributors if index != self.me}
+        weights = {members[index].peer: members[index].weight for index in action.contributors}
+        own = None
+        if self.me in action.contributors:
+            assert self._tensors is not None, "only members with tensors contribute"
+            own = Own(peer=self.peer, tensors=self._tensors)
+        self._workers.submit(
+            lambda: reduce_chunk(chunk, self._aggregator, frames, weights, own),
+            lambda reduced: self._reduced(action, reduced),
+            self._break,
+        )
+
+    def _reduced(self, action: Reduce, reduced: Reduced) -> None:
+        if self._stopped or self.exchange.generation(action.chunk) != action.generation:
+            return
+        for peer, reason in reduced.refused.items():
+            self._refuse(self.index_by_peer[peer], reason)
+        if reduced.frame is None:
+            for index in action.contributors:
+                self._carry_out(self.exchange.contribution_refused(index, action.chunk, action.generation))
+            return
+        self.averages.put(action.chunk, reduced.frame, reduced.frame_hash)
+        self._milestones.reduced()
+        self._carry_out(self.exchange.reduced(action.chunk, action.generation))
+
+    def _check_next(self) -> None:
+        """Check what has arrived, all that there is at once: under load that saves most of the hand-overs."""
+        if self._is_checking or not self._unchecked:
+            return
+        arrivals, self._unchecked = self._unchecked, []
+        self._is_checking = True
+        self._workers.submit(lambda: _check(arrivals), self._checked, self._break)
+
+    def _checked(self, outcomes: list[tuple[_Arrival, bytes | PeerError]]) -> None:
+        self._is_checking = False
+        self._check_next()
+        for arrival, outcome in outcomes:
+            number, generation = arrival.chunk.index, arrival.generation
+            self._in_check.discard((number, generation))
+            if self._stopped or not self.exchange.wants_average(arrival.sender, number, generation):
+                continue
+            if isinstance(outcome, PeerError):
+                self._reject_average(arrival.sender, number, str(outcome))
+                continue
+            self.averages.put(number, arrival.frame, outcome)
+            self._carry_out(self.exchange.average_arrived(arrival.sender, number, generation))
+            if (lane := self._lanes.get(arrival.sender)) is not None:
+                lane.answered(number)
+
+    # Troubles
+
+    def _heard(self, frames: Sequence[Buffer]) -> None:
+        self._heard_at = self._clock.monotonic()
+        self.counts.received_bytes += sum(map(len, frames))
+
+    def _refuse(self, index: int, reason: str) -> None:
+        peer = self.plan.members[index].peer
+        if index not in self._offences:
+            logger.warning("values of %s are left out of %s: %s", peer, self.key, reason)
+            self._offences[index] = shortened(reason)
+            self.counts.refused[peer] = reason
+            self._on_news()
+
+    def _reject_average(self, sender: int, number: int, reason: str) -> None:
+        # The chunk stays missing here; if most members miss it, the coordinator has it done again by somebody else.
+        self.counts.bad_averages += 1
+        peer = self.plan.members[sender].peer
+        logger.warning("the average of chunk %d from %s is of no use in %s: %s", number, peer, self.key, reason)
+
+    def _break(self, error: Exception) -> None:
+        if not self._stopped:
+            self._stopped = True
+            logger.error("this peer cannot go on with %s", self.key, exc_info=error)
+            self._on_broken(error)
+
+
+def _fits(chunk: Chunk, frames: Sequence[Buffer]) -> bool:
+    return len(frames) == 1 and len(frames[0]) == chunk.encoded_bytes
+
+
+def _check(arrivals: list[_Arrival]) -> list[tuple[_Arrival, bytes | PeerError]]:
+    outcomes: list[tuple[_Arrival, bytes | PeerError]] = []
+    for arrival in arrivals:
+        try:
+            outcomes.append((arrival, check_average(arrival.chunk, arrival.frame)))
+        except PeerError as error:
+            outcomes.append((arrival, error))
+    return outcomes

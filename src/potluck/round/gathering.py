@@ -1,0 +1,254 @@
+"""From who is ready to a plan (pure).
+
+The coordinator hands in every Ready it hears, with the roster as it stands. Out comes a plan: the members in the order
+of their ids, what each contributes, who reduces how much, how the values are cut into chunks. Who cannot be taken is
+named in the plan with the reason, and so learns it from the commit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from potluck.errors import ConfigurationError, RetryableError
+from potluck.hub.presence import Presence
+from potluck.round.aggregators import AggregatorSpec, cap_weights
+from potluck.round.chunks import SMALLEST_CHUNK_BYTES, ChunkGrid, Run, encoded_bytes, fitting_chunk_bytes
+from potluck.round.partition import Partition, PartitionConfig, partition, round_shares
+from potluck.round.plan import MAX_MEMBERS, MEAN, Part, Participant, Plan, Ready, RoundKey
+from potluck.round.shares import Member, known_speeds
+from potluck.round.trigger import ReadySender
+
+READY_SECONDS = 3.5  # members repeat it each second; who has not for so long is not ready any more
+CHUNK_SECONDS = 0.5  # a chunk should not take longer on the slowest line, or a slow sender looks like a stalled one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherConfig:
+    """How a run plans its rounds."""
+
+    aggregator: AggregatorSpec = MEAN
+    """How contributions become one."""
+
+    trusted_reducers: bool = False
+    """Whether only peers that the organisers trust may reduce."""
+
+    weight_cap: float | None = None
+    """No weight counts for more than so many times the median; None: as the peers say."""
+
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    """How parts are cut."""
+
+    least_round_seconds: float = 20.0
+    """The deadline of the quickest round."""
+
+    most_round_seconds: float = 900.0
+    """The deadline of the slowest round."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.least_round_seconds <= self.most_round_seconds:
+            raise ConfigurationError("a round needs a deadline: 0 < least_round_seconds ≤ most_round_seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A plan, and how long it should take."""
+
+    plan: Plan
+    predicted_seconds: float
+    is_measured: bool
+    """Whether the prediction rests on measured speeds."""
+
+    chunk_seconds: float
+    """How long the slowest sender needs for one chunk to each reducer, as far as speeds are known."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    ready: Ready
+    since: float
+    heard_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A peer that is ready, alive, and at the right epoch."""
+
+    presence: Presence
+    ready: Ready
+    since: float
+
+    @property
+    def peer(self) -> str:
+        """Its id."""
+        return self.presence.peer
+
+    @property
+    def sends(self) -> bool:
+        """Whether it contributes; an aux peer or an observer never does."""
+        return self.ready.sends and self.ready.weight > 0 and self.presence.card.role == "trainer"
+
+
+class Gathering:
+    """Who is ready."""
+
+    def __init__(self, config: GatherConfig) -> None:
+        self.config = config
+        self._waiting: dict[str, _Waiting] = {}
+
+    def take(self, peer: str, ready: Ready, now: float) -> None:
+        """A peer says that it is ready, or that it is not any more."""
+        if ready.withdrawn:
+            self.forget(peer)
+            return
+        known = self._waiting.get(peer)
+        same = known is not None and (known.ready.epoch, known.ready.session) == (ready.epoch, ready.session)
+        self._waiting[peer] = _Waiting(ready, known.since if known is not None and same else now, now)
+
+    def forget(self, peer: str) -> None:
+        """A peer is gone."""
+        self._waiting.pop(peer, None)
+
+    def clear(self, epoch: int) -> None:
+        """An epoch is committed: who was ready for it is not ready for the next."""
+        self._waiting = {peer: waiting for peer, waiting in self._waiting.items() if waiting.ready.epoch > epoch}
+
+    def candidates(self, roster: Iterable[Presence], *, epoch: int, token: int, now: float) -> list[Candidate]:
+        """The peers that could take part in the round for this epoch, under this lease, by id."""
+        found = []
+        for presence in sorted(roster, key=lambda presence: presence.peer):
+            waiting = self._waiting.get(presence.peer)
+            if (
+                waiting is not None
+                and presence.state == "alive"
+                and presence.card.session == waiting.ready.session
+                and presence.card.role != "observer"
+                and waiting.ready.epoch == epoch
+                and waiting.ready.token == token
+                and now - waiting.heard_at <= READY_SECONDS
+            ):
+                found.append(Candidate(presence, waiting.ready, waiting.since))
+        return found
+
+    def propose(self, candidates: Iterable[Candidate], key: RoundKey, *, hub_now: float) -> Proposal:
+        """The plan for these peers. RetryableError when they cannot do it among themselves."""
+        left_out: dict[str, str] = {}
+        layout, runs = _common_layout(candidates)
+        taken: list[Candidate] = []
+        for candidate in candidates:
+            if candidate.ready.layout not in ("", layout):
+                left_out[candidate.peer] = (
+                    "it holds other tensors, or other codecs, than most: see its recipe and version"
+                )
+            elif len(taken) >= MAX_MEMBERS:
+                left_out[candidate.peer] = f"a round has at most {MAX_MEMBERS} members"
+            else:
+                taken.append(candidate)
+        members = self._members(taken)
+        chunk_bytes, parts, predicted_seconds = self._cut(members, runs)
+        plan = Plan(
+            key=key,
+            members=tuple(self._participants(taken, members)),
+            parts=parts,
+            layout=layout,
+            runs=runs,
+            chunk_bytes=chunk_bytes,
+            aggregator=self.config.aggregator,
+            deadline=hub_now + self._deadline_seconds(predicted_seconds),
+            left_out=left_out,
+        )
+        return Proposal(
+            plan=plan,
+            predicted_seconds=predicted_seconds,
+            is_measured=any(member.upload_bytes_per_second for member in members),
+            chunk_seconds=chunk_bytes * len({part.reducer for part in parts}) / _slowest_upload(members),
+        )
+
+    def _members(self, candidates: list[Candidate]) -> list[Member]:
+        return [
+            Member(
+                peer=candidate.peer,
+                sends=candidate.sends,
+                reduces=bool(candidate.presence.card.addresses)
+                and (candidate.presence.trusted or not self.config.trusted_reducers),
+                upload_bytes_per_second=candidate.presence.card.upload_bytes_per_second,
+                download_bytes_per_second=candidate.presence.card.download_bytes_per_second,
+            )
+            for candidate in candidates
+        ]
+
+    def _participants(self, candidates: list[Candidate], members: list[Member]) -> Iterable[Participant]:
+        weights = cap_weights(
+            {candidate.peer: candidate.ready.weight for candidate in candidates if candidate.sends},
+            self.config.weight_cap,
+        )
+        alone = len(candidates) == 1
+        for candidate, member in zip(candidates, members, strict=True):
+            yield Participant(
+                peer=candidate.peer,
+                session=candidate.ready.session,
+                weight=weights.get(candidate.peer, 0.0),
+                sends=candidate.sends,
+                reduces=member.reduces or alone,
+            )
+
+    def _cut(self, members: list[Member], runs: tuple[Run, ...]) -> tuple[int, tuple[Part, ...], float]:
+        """The size of a chunk, who reduces which, and how long it should take."""
+        shared = _shares(tuple(members), encoded_bytes(runs), self.config.partition)
+        used = sum(1 for share in shared.shares if share > 0)
+        chunk_bytes = _chunk_bytes(runs, used, members)
+        grid = ChunkGrid(runs=runs, chunk_bytes=chunk_bytes)
+        ranges = grid.parts(round_shares(shared.shares, len(grid)))
+        parts = tuple(
+            Part(reducer=index, start=chunks.start, stop=chunks.stop)
+            for index, chunks in enumerate(ranges)
+            if len(chunks)
+        )
+        return chunk_bytes, parts, shared.predicted_seconds
+
+    def _deadline_seconds(self, predicted_seconds: float) -> float:
+        wanted = 10.0 + 5.0 * predicted_seconds
+        return min(max(wanted, self.config.least_round_seconds), self.config.most_round_seconds)
+
+
+def senders(candidates: Iterable[Candidate]) -> list[ReadySender]:
+    """What a trigger wants to know of them."""
+    return [
+        ReadySender(peer=candidate.peer, weight=candidate.ready.weight, since=candidate.since)
+        for candidate in candidates
+        if candidate.sends
+    ]
+
+
+def alive_trainers(roster: Iterable[Presence]) -> frozenset[str]:
+    """The peers that a round would wait for."""
+    return frozenset(p.peer for p in roster if p.state == "alive" and p.card.role == "trainer")
+
+
+@lru_cache(maxsize=8)  # it takes some milliseconds, and members and speeds change rarely
+def _shares(members: tuple[Member, ...], contribution_bytes: int, config: PartitionConfig) -> Partition:
+    return partition(members, contribution_bytes=contribution_bytes, num_chunks=1 << 20, config=config)
+
+
+def _common_layout(candidates: Iterable[Candidate]) -> tuple[str, tuple[Run, ...]]:
+    """The layout with most weight behind it."""
+    weights: defaultdict[tuple[str, tuple[Run, ...]], float] = defaultdict(float)
+    for candidate in candidates:
+        if candidate.sends:
+            weights[candidate.ready.layout, candidate.ready.runs] += candidate.ready.weight
+    if not weights:
+        raise RetryableError("nobody is ready to contribute: a round needs at least one trainer with values")
+    return min(weights, key=lambda layout: (-weights[layout], layout[0]))
+
+
+def _chunk_bytes(runs: tuple[Run, ...], num_reducers: int, members: list[Member]) -> int:
+    fitting = fitting_chunk_bytes(runs, num_reducers)
+    return max(SMALLEST_CHUNK_BYTES, int(min(fitting, _slowest_upload(members) * CHUNK_SECONDS)))
+
+
+def _slowest_upload(members: list[Member]) -> float:
+    speeds = known_speeds([member.upload_bytes_per_second for member in members if member.sends], math.inf)
+    return min(speeds, default=math.inf)

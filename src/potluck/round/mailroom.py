@@ -1,0 +1,77 @@
+"""Contributions and averages on their way to the round that they belong to.
+
+The plan comes by way of the hub, and the members' messages over links: either may be first. A message that is ahead of
+its plan, or of a revision of it, waits here for a while. Its handler then is not finished, so that its sender gets no
+credit for it, and memory stays bounded. What is behind, or for no round of ours, is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from potluck.link.links import Incoming, Links
+from potluck.round.exchanger import Exchanger
+from potluck.round.plan import Average, Contribution, RoundKey
+
+EARLY_SECONDS = 5.0  # how long a message may be ahead of its plan
+
+Mail = Incoming[Contribution] | Incoming[Average]
+
+
+class Mailroom:
+    """Sorts what members send."""
+
+    def __init__(
+        self, links: Links, current: Callable[[], Exchanger | None], expects: Callable[[RoundKey], bool]
+    ) -> None:
+        """`current` is the round we are in; `expects` tells whether a plan with that key may still come."""
+        self.counts: Counter[str] = Counter()
+        self._current = current
+        self._expects = expects
+        self._news = asyncio.Event()  # set, and replaced by another, when plans have changed
+        links.handle(Contribution, self._arrived)
+        links.handle(Average, self._arrived)
+
+    def plans_changed(self) -> None:
+        """Look again at what waits."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def _arrived(self, mail: Mail) -> Awaitable[None] | None:
+        if self._sort(mail):
+            return None
+        self.counts["early_messages"] += 1
+        return self._wait(mail)
+
+    def _sort(self, mail: Mail) -> bool:
+        """Take it in or drop it; False where it has to wait."""
+        exchanger, message = self._current(), mail.message
+        if exchanger is not None and message.key == exchanger.key:
+            if exchanger.is_early(message.chunk, message.generation):
+                return False
+            self._deliver(exchanger, mail)
+        elif self._expects(message.key) and (exchanger is None or message.key > exchanger.key):
+            return False
+        else:
+            self.counts["late_messages"] += 1
+        return True
+
+    def _deliver(self, exchanger: Exchanger, mail: Mail) -> None:
+        message = mail.message
+        sender = exchanger.index_by_peer.get(mail.sender)
+        if sender is None:
+            self.counts["strangers_messages"] += 1
+        elif isinstance(message, Average):
+            exchanger.take_average(sender, message.chunk, message.generation, mail.frames)
+        else:
+            exchanger.take_contribution(sender, message.chunk, message.generation, mail.frames)
+
+    async def _wait(self, mail: Mail) -> None:
+        try:
+            async with asyncio.timeout(EARLY_SECONDS):
+                while not self._sort(mail):
+                    await self._news.wait()
+        except TimeoutError:
+            self.counts["late_messages"] += 1

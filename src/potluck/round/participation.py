@@ -1,0 +1,370 @@
+"""This peer as a member of rounds: says that it is ready, follows the plan, reports, learns of the commit.
+
+    take_part ──▶ Ready, each second ──▶ plan ──▶ Exchanger ──▶ reports ──▶ commit ──▶ tensors
+                        ▲                  │
+                        └── aborted, or a new coordinator
+
+A plan counts only if it is signed by the peer on whose subject it came and that peer holds the lease with the plan's
+token. A member keeps the averages of a round that it has completed until an epoch is committed or a newer plan comes;
+if the coordinator dies in between, it says so in its Ready, and the next coordinator can commit the round as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from potluck import tasks
+from potluck.errors import ConfigurationError, PotluckError, ProtocolError, RoundFailedError
+from potluck.hub.connection import Delivery, Subscription
+from potluck.link.links import Links
+from potluck.peer.lease import LeaseView
+from potluck.peer.session import Session
+from potluck.round.exchanger import Exchanger
+from potluck.round.layout import FlatTensors
+from potluck.round.lineage import Lineage
+from potluck.round.mailroom import Mailroom
+from potluck.round.messenger import Audience, Messenger
+from potluck.round.outcome import LeftBehind, MemberRole, PhaseSeconds, RoundResult
+from potluck.round.plan import Abort, Commit, Completed, Plan, Ready, RoundKey
+from potluck.round.signing import Word, read_word
+from potluck.round.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+MAX_WORDS = 64  # that wait to be obeyed
+
+
+@dataclass(slots=True)
+class _Wish:
+    """One call of `take_part`."""
+
+    ready: Ready
+    tensors: FlatTensors | None
+    since: float
+    committed: asyncio.Future[Commit]
+
+    @property
+    def epoch(self) -> int:
+        return self.ready.epoch
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """A word of a coordinator, whose signature is good."""
+
+    word: Word
+    sender: str
+    data: bytes
+
+
+@dataclass(slots=True)
+class _Round:
+    """The round that this peer is in."""
+
+    exchanger: Exchanger
+    coordinator: str
+    word: bytes  # the newest revision of the plan as it was signed
+
+
+class Participation:
+    """One peer's part in all rounds."""
+
+    def __init__(self, links: Links, session: Session, lease: LeaseView, lineage: Lineage, workers: Workers) -> None:
+        self.counts: Counter[str] = Counter()
+        self._links = links
+        self._session = session
+        self._lease = lease
+        self._lineage = lineage
+        self._workers = workers
+        self._clock = session.clock
+        self._wish: _Wish | None = None
+        self._round: _Round | None = None
+        self._last_abort = ""
+        self._waiting_word: _Heard | None = None  # of a lease that we have not heard of yet
+        self._words: asyncio.Queue[_Heard] = asyncio.Queue(MAX_WORDS)
+        self._obeying: asyncio.Task[None] | None = None
+        self._subscription: Subscription | None = None
+        self._mailroom = Mailroom(links, self._exchanger, self._expects)
+        self._messenger = Messenger(links, session, ready=self._ready, audience=self._audience)
+
+    async def start(self) -> None:
+        """Listen to coordinators, and speak."""
+        self._subscription = await self._session.hub.subscribe(self._session.subjects.plan("*"), self._word_came)
+        self._obeying = asyncio.create_task(self._keep_obeying(), name="round: words")
+        self._messenger.start()
+
+    async def close(self) -> None:
+        """Take part in nothing more. Calling it twice does no harm."""
+        if self._wish is not None and not self._wish.committed.done():
+            self._wish.committed.set_exception(RoundFailedError("the averager was closed while a round was under way"))
+        if self._subscription is not None:
+            await self._subscription.cancel()
+            self._subscription = None
+        await tasks.end(self._obeying)
+        await self._messenger.close()
+        await self._leave_round()
+
+    def statistics(self) -> dict[str, int]:
+        """Counters."""
+        return {**self.counts, **self._mailroom.counts}
+
+    # What the caller wants
+
+    async def take_part(
+        self, tensors: FlatTensors | None, *, weight: float, epoch: int, timeout_seconds: float
+    ) -> RoundResult:
+        """Be ready for an epoch until it is committed; RoundFailedError when that does not happen in time."""
+        if self._wish is not None:
+            raise ConfigurationError("this peer is in a round already: await the first call before the next one")
+        wish = self._wish = _Wish(
+            _ready_message(self._session.card.session, tensors, weight, epoch),
+            tensors,
+            self._clock.monotonic(),
+            asyncio.get_running_loop().create_future(),
+        )
+        self._last_abort = ""
+        try:
+            if self._lineage.head is not None:
+                self.committed(self._lineage.head)
+            self._messenger.announce()
+            commit = await self._until_committed(wish, timeout_seconds)
+            return await self._conclude(wish, commit)
+        finally:
+            self._wish = None
+            await self._leave_round()
+            if not wish.committed.done():
+                wish.committed.cancel()
+                await self._messenger.publish(msgspec.structs.replace(wish.ready, withdrawn=True))
+
+    async def _until_committed(self, wish: _Wish, timeout_seconds: float) -> Commit:
+        done, _ = await asyncio.wait([wish.committed], timeout=timeout_seconds)
+        if not done:
+            self.counts["failed"] += 1
+            raise RoundFailedError(
+                f"epoch {wish.epoch} was not committed within {timeout_seconds:g} s: {self._describe_trouble()}"
+            )
+        return wish.committed.result()
+
+    async def _conclude(self, wish: _Wish, commit: Commit) -> RoundResult:
+        now = self._clock.monotonic()
+        current, self._round = self._round, None
+        if current is None:
+            seconds = PhaseSeconds(gathering=now - wish.since)
+            return self._result(wish, commit, None, seconds, "it was not in the plan")
+        exchanger = current.exchanger
+        await exchanger.stop()
+        completed_at = exchanger.completed_at
+        seconds = PhaseSeconds(
+            gathering=exchanger.started_at - wish.since,
+            exchanging=(completed_at or now) - exchanger.started_at,
+            committing=now - completed_at if completed_at is not None else 0.0,
+        )
+        if exchanger.key != commit.key or exchanger.digest != commit.digest:
+            return self._result(wish, commit, exchanger, seconds, "it lacked averages when the epoch was committed")
+        await self._apply(exchanger, wish.tensors)
+        seconds = replace(seconds, applying=self._clock.monotonic() - now)
+        return self._result(wish, commit, exchanger, seconds, "")
+
+    async def _apply(self, exchanger: Exchanger, tensors: FlatTensors | None) -> None:
+        if tensors is None:
+            return
+        averages = exchanger.averages
+        writes = [
+            self._workers.run(lambda chunks=chunks: averages.write(chunks, tensors))  # type: ignore[misc]
+            for chunks in averages.pieces(self._workers.num_threads)
+        ]
+        # Shielded: a caller that gives up now must still find all of its tensors written, not some.
+        await asyncio.shield(asyncio.gather(*writes))
+
+    def _result(
+        self, wish: _Wish, commit: Commit, exchanger: Exchanger | None, seconds: PhaseSeconds, reason: str
+    ) -> RoundResult:
+        behind = None
+        if reason:
+            head = self._lineage.head or commit
+            reason = commit.left_out.get(self._session.peer_id, reason)
+            behind = LeftBehind(head_epoch=head.epoch, holders=head.holders, reason=reason)
+            self.counts["left_behind"] += 1
+        self.counts["committed"] += 1
+        return RoundResult(
+            commit=commit,
+            role=_role(exchanger),
+            sent_bytes=exchanger.counts.sent_bytes if exchanger is not None else 0,
+            received_bytes=exchanger.counts.received_bytes if exchanger is not None else 0,
+            seconds=seconds,
+            left_behind=behind,
+        )
+
+    def _describe_trouble(self) -> str:
+        """Phase and peers, for an error."""
+        abort = f" (the last attempt was given up: {self._last_abort})" if self._last_abort else ""
+        current = self._round
+        if current is None:
+            holder = self._lease.holder
+            who = f"coordinator {holder} has made no plan with this peer in it" if holder else "nobody coordinates"
+            return f"gathering; {who}{abort}"
+        exchanger = current.exchanger
+        if exchanger.digest:
+            return f"committing {exchanger.key}; coordinator {current.coordinator} has not committed it{abort}"
+        return f"exchanging {exchanger.key}; {exchanger.describe_trouble()}{abort}"
+
+    # What the coordinator says
+
+    def lease_changed(self) -> None:
+        """Another coordinator, or none."""
+        self._messenger.announce()
+        waiting, self._waiting_word = self._waiting_word, None
+        if waiting is not None:
+            self._weigh(waiting)
+
+    def committed(self, commit: Commit) -> None:
+        """The head of the lineage has moved."""
+        wish = self._wish
+        if wish is not None and commit.epoch >= wish.epoch and not wish.committed.done():
+            wish.committed.set_result(commit)
+
+    def _word_came(self, delivery: Delivery) -> None:
+        sender = delivery.subject.rsplit(".", 1)[-1]
+        try:
+            word = read_word(delivery.payload, sender, self._session.subjects.run)
+        except ProtocolError as error:
+            self.counts["bad_words"] += 1
+            logger.warning("a plan from %s is ignored: %s", sender, error)
+            return
+        self._weigh(_Heard(word, sender, delivery.payload))
+
+    def _weigh(self, heard: _Heard) -> None:
+        token = heard.word.key.token
+        if self._lease.accepts(heard.sender, token):
+            if self._words.full():
+                self.counts["dropped_words"] += 1  # a plan that is not answered is said again
+            else:
+                self._words.put_nowait(heard)
+        elif token > self._lease.largest_token:
+            self._waiting_word = heard  # the news of the lease comes another way and may come later
+        else:
+            self.counts["foreign_words"] += 1
+            logger.info("a plan for %s from %s is ignored: it does not hold the lease", heard.word.key, heard.sender)
+
+    async def _keep_obeying(self) -> None:
+        while True:
+            heard = await self._words.get()
+            try:
+                await self._obey(heard.word, heard.sender, heard.data)
+            except Exception:  # the next plan may be better; logged and counted
+                self.counts["errors"] += 1
+                logger.exception("obeying %s failed", heard.word.key)
+            self._mailroom.plans_changed()
+
+    async def _obey(self, word: Word, sender: str, data: bytes) -> None:
+        current = self._round
+        if current is not None and word.key < current.exchanger.key:
+            self.counts["late_words"] += 1
+        elif isinstance(word, Abort):
+            self._last_abort = word.reason
+            if current is not None and word.key == current.exchanger.key:
+                await self._leave_round()
+                self._messenger.announce()
+        elif current is not None and word.key == current.exchanger.key:
+            await self._revise(current, word, data)
+        else:
+            await self._leave_round()
+            self._enter_round(word, sender, data)
+
+    async def _revise(self, current: _Round, plan: Plan, data: bytes) -> None:
+        if plan.revision > current.exchanger.plan.revision:
+            current.word = data
+            await current.exchanger.revise(plan)
+        self._messenger.report()
+
+    def _enter_round(self, plan: Plan, sender: str, data: bytes) -> None:
+        wish = self._wish
+        me = plan.index_of(self._session.peer_id)
+        if (
+            wish is None
+            or me is None
+            or not self._expects(plan.key)
+            or plan.members[me].session != self._session.card.session
+            or not plan.members[me].receives
+        ):
+            self.counts["plans_without_us"] += 1
+            return
+        try:
+            _check_plan(plan, wish.tensors, me)
+            exchanger = Exchanger(
+                self._links,
+                self._workers,
+                plan,
+                me,
+                wish.tensors,
+                self._clock,
+                on_news=self._messenger.report,
+                on_broken=lambda error: self._broke(wish, error),
+            )
+        except PotluckError as error:
+            self.counts["bad_plans"] += 1
+            logger.warning("the plan for %s cannot be followed: %s", plan.key, error)
+            return
+        self._round = _Round(exchanger, sender, data)
+        exchanger.start()
+        self._messenger.report()
+
+    def _broke(self, wish: _Wish, error: Exception) -> None:
+        if not wish.committed.done():
+            failure = RoundFailedError(f"epoch {wish.epoch}: this peer's own work on the tensors failed with {error!r}")
+            failure.__cause__ = error
+            wish.committed.set_exception(failure)
+
+    async def _leave_round(self) -> None:
+        current, self._round = self._round, None
+        if current is not None:
+            await current.exchanger.stop()
+
+    # What mailroom and messenger ask
+
+    def _exchanger(self) -> Exchanger | None:
+        return self._round.exchanger if self._round is not None else None
+
+    def _expects(self, key: RoundKey) -> bool:
+        return self._wish is not None and not self._wish.committed.done() and key.epoch == self._wish.epoch
+
+    def _audience(self) -> Audience | None:
+        return Audience(self._round.coordinator, self._round.exchanger) if self._round is not None else None
+
+    def _ready(self) -> Ready | None:
+        wish, current = self._wish, self._round
+        if wish is None or wish.committed.done():
+            return None
+        ready = msgspec.structs.replace(wish.ready, token=self._lease.token)
+        if current is None or not (digest := current.exchanger.digest):
+            return ready
+        if self._lease.accepts(current.coordinator, current.exchanger.key.token):
+            return ready
+        completed = Completed(coordinator=current.coordinator, plan=current.word, digest=digest)
+        return msgspec.structs.replace(ready, completed=completed)
+
+
+def _ready_message(session: str, tensors: FlatTensors | None, weight: float, epoch: int) -> Ready:
+    if tensors is None:
+        return Ready(session=session, epoch=epoch, sends=False)
+    layout = tensors.layout
+    return Ready(session=session, epoch=epoch, weight=weight, sends=weight > 0, layout=layout.digest, runs=layout.runs)
+
+
+def _check_plan(plan: Plan, tensors: FlatTensors | None, me: int) -> None:
+    if tensors is None:
+        if plan.members[me].sends:
+            raise ProtocolError("it wants values of a peer that has none")
+    elif plan.layout != tensors.layout.digest or plan.runs != tensors.layout.runs:
+        raise ProtocolError("it is for other tensors than this peer holds")
+
+
+def _role(exchanger: Exchanger | None) -> MemberRole:
+    if exchanger is None:
+        return "none"
+    return "reducer" if any(part.reducer == exchanger.me for part in exchanger.plan.parts) else "sender"

@@ -1,0 +1,5 @@
+"""`python -m potluck.cli` is the `potluck` command."""
+
+from potluck.cli.main import main
+
+main()

@@ -1,0 +1,111 @@
+"""How answers look: tables for people on the terminal, JSON for programs, and an end that leaves cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.text import Text
+
+from potluck import tasks
+
+if TYPE_CHECKING:
+    from potluck.peer.preflight import Check
+    from potluck.peer.roster import RosterEvent
+
+out = Console()
+err = Console(stderr=True)
+
+T = TypeVar("T")
+
+
+def count(number: int, thing: str) -> str:
+    """`1 peer`, `2 peers`."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on a line of its own, flushed, for a program that reads along."""
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+    sys.stdout.flush()
+
+
+def tell_roster_event(event: RosterEvent, num_peers: int, as_json: bool) -> None:
+    """Say who came or went. Names are other people's words, so they are never read as markup."""
+    name = event.presence.card.name or event.peer[:12]
+    if as_json:
+        print_json(
+            {
+                "event": event.change,
+                "peer": event.peer,
+                "name": name,
+                "peers": num_peers,
+                "reason": event.presence.reason,
+            }
+        )
+    elif event.change in ("joined", "left", "dead"):
+        reason = f" ({event.presence.reason})" if event.presence.reason else ""
+        out.print(Text.assemble(name, " ", (event.change, "bold"), f"{reason}; now {count(num_peers, 'peer')}"))
+
+
+def show_check(check: Check) -> None:
+    """One line per check, and what to do about it when it is not green."""
+    mark = {"green": "✓", "yellow": "!", "red": "✗"}[check.level]
+    out.print(Text.assemble((f"{mark} ", check.level), (f"{check.name}: ", "bold"), check.found))
+    if check.remedy:
+        out.print(Text(f"  → {check.remedy}"))
+
+
+def set_up_logging(verbose: bool) -> None:
+    """Warnings always; our own progress with --verbose."""
+    handler = RichHandler(console=err, show_path=False, rich_tracebacks=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
+    logging.getLogger("potluck").setLevel(logging.DEBUG if verbose else logging.WARNING)
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on the fastest event loop there is."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
+
+
+async def until_interrupted(work: Callable[[asyncio.Event], Awaitable[T]]) -> T:
+    """Run `work`, which watches the event it is given: the first Ctrl-C sets it, the second quits at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def interrupted() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one ends us even if this loop hangs
+        err.print("leaving cleanly; press Ctrl-C again to quit at once")
+        stop.set()
+
+    loop.add_signal_handler(signal.SIGINT, interrupted)
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    try:
+        return await work(stop)
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+async def unless_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
+    """The result of `work`; None if the event comes first, in which case `work` is broken off."""
+    task, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    either: set[asyncio.Task[Any]] = {task, stopping}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        await tasks.end(*(each for each in either if not each.done()))

@@ -1,0 +1,136 @@
+"""`potluck join`: take part in a run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from potluck.hub.joinlink import JoinLink
+    from potluck.hub.lobby import Answer
+    from potluck.peer.identity import Identity
+    from potluck.peer.session import HubChange
+    from potluck.run.peer import Peer, PeerConfig
+
+
+def join(
+    link: Annotated[str, typer.Argument(help="The join link, in quotes; else POTLUCK_LINK.")] = "",
+    role: Annotated[
+        Literal["trainer", "aux", "observer"], typer.Option(help="What this machine does in the run.")
+    ] = "trainer",
+    name: Annotated[str, typer.Option(help="What you want to be called; else POTLUCK_NAME.")] = "",
+    message: Annotated[str, typer.Option(help="To the organisers, if they have to let you in first.")] = "",
+    wait_minutes: Annotated[float, typer.Option(help="How long to wait for an organiser to let you in.")] = 60.0,
+    identity_path: Annotated[
+        Path | None, typer.Option(help="File with the key you are known by; else POTLUCK_IDENTITY, else one is made.")
+    ] = None,
+    client_mode: Annotated[bool, typer.Option(help="Only dial out; accept no connections.")] = False,
+    listen: Annotated[
+        list[str] | None, typer.Option(help="Accept links here, as tcp://HOST:PORT; may be repeated.")
+    ] = None,
+    announce: Annotated[
+        list[str] | None, typer.Option(help="Tell others this address without checking it, as tcp://HOST:PORT.")
+    ] = None,
+    trusted_lan: Annotated[
+        bool, typer.Option(help="Send bulk bytes in the clear; only where you trust everybody on the network.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a line.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
+) -> None:
+    """Take part in a run, by its join link. Ctrl-C leaves cleanly.
+
+    Example: [bold]potluck join 'potluck://hub.example.org:4222/my-first-run?ca=…#…' --name Ada[/bold]
+    """
+    from potluck.cli import console
+    from potluck.errors import ConfigurationError
+    from potluck.hub.joinlink import JoinLink
+    from potluck.peer import environment
+    from potluck.peer.identity import Identity
+    from potluck.run.peer import PeerConfig
+
+    console.set_up_logging(verbose)
+    text = link or environment.link()
+    if not text:
+        raise ConfigurationError("which run? Give its join link: potluck join 'potluck://…' (or set POTLUCK_LINK)")
+    parsed = JoinLink.parse(text)
+    config = PeerConfig(
+        role=role,
+        name=name or environment.person_name(),
+        invite=parsed.invite,
+        message=message,
+        wait_seconds=wait_minutes * 60,
+        client_mode=client_mode,
+        listen=tuple(listen or ()),
+        announce=tuple(announce or ()),
+        trusted_lan=trusted_lan,
+    )
+    path = identity_path or environment.identity_path()
+    identity = Identity.open(path) if path is not None else Identity.open_default()
+    try:
+        console.run(console.until_interrupted(lambda stop: _take_part(parsed, identity, config, stop, as_json)))
+    finally:
+        identity.close()
+
+
+async def _take_part(
+    link: JoinLink, identity: Identity, config: PeerConfig, stop: asyncio.Event, as_json: bool
+) -> None:
+    from potluck.cli import console
+    from potluck.hub.joinlink import fetch_address
+    from potluck.run.peer import Peer
+
+    with console.err.status(f"looking for the hub at {link.host}:{link.port}"):
+        address = await console.unless_stopped(fetch_address(link), stop)
+    if address is None:
+        return
+    peer = Peer(address, link.run, identity, config)
+
+    def waiting(answer: Answer) -> None:
+        if as_json:
+            console.print_json({"event": "waiting", "place": answer.place, "peer": peer.peer_id})
+        else:
+            console.out.print(f"Waiting for an organiser to let you in (place {answer.place}). Ctrl-C gives up.")
+
+    async def start() -> bool:
+        await peer.start(waiting)
+        return True
+
+    try:
+        if await console.unless_stopped(start(), stop):
+            await _stay(peer, stop, as_json)
+    finally:
+        await peer.close()
+
+
+async def _stay(peer: Peer, stop: asyncio.Event, as_json: bool) -> None:
+    """Tell who comes and goes until asked to stop, or until the hub throws us out."""
+    from potluck.cli import console
+
+    roster = peer.session.roster
+    if as_json:
+        console.print_json({"event": "joined", "peer": peer.peer_id, "peers": len(roster)})
+    else:
+        others = sum(presence.peer != peer.peer_id for presence in roster)
+        console.out.print(f"[green]You are in[/green], with {console.count(others, 'other')}. Ctrl-C leaves.")
+
+    def hub_changed(change: HubChange) -> None:
+        if as_json:
+            console.print_json({"event": f"hub {change}"})
+        else:
+            console.out.print("The hub is back." if change == "back" else "The hub is away; waiting for it.")
+
+    end_hub = peer.session.listen(hub_changed)
+    end = roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json))
+    try:
+        await console.unless_stopped(_until_ended(peer), stop)
+    finally:
+        end()
+        end_hub()
+
+
+async def _until_ended(peer: Peer) -> None:
+    """Wait until the session is over, and raise why."""
+    await asyncio.shield(peer.session.ended)

@@ -1,0 +1,60 @@
+"""The frame of the `potluck` command: help, version, exit codes, and errors without tracebacks.
+
+Exit codes: 0 fine, 1 it failed, 2 your input is wrong, 130 ended by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import potluck
+from potluck.cli.demo import demo
+from potluck.cli.doctor import doctor
+from potluck.cli.host import host
+from potluck.cli.join import join
+from potluck.cli.members import app as members
+from potluck.errors import ConfigurationError, PotluckError
+
+app = typer.Typer(
+    name="potluck",
+    help="Train a model together, on whatever everyone brings.",
+    epilog="Start here: `potluck demo` shows a whole collaboration on this machine.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("demo")(demo)
+app.command("host")(host)
+app.command("join")(join)
+app.command("doctor")(doctor)
+app.add_typer(members, name="members")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"potluck {potluck.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _frame(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; an error that we foresaw becomes a sentence and an exit code."""
+    try:
+        app()
+    except PotluckError as error:
+        typer.secho(f"potluck: {error}", fg=typer.colors.RED, err=True)
+        sys.exit(2 if isinstance(error, ConfigurationError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,303 @@
+"""`potluck members`: who may take part. On the machine that hosts the run."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from potluck.hub.organise import Organiser
+    from potluck.run.hostrecord import HostRecord
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    help="Who may take part: invites, requests, members, bans. On the machine that hosts the run.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+Run = Annotated[str, typer.Option("--run", help="The run's name.")]
+Folder = Annotated[Path | None, typer.Option(help="The folder of the run, if it has one of its own.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
+Reason = Annotated[str, typer.Option(help="Told to whom it concerns.")]
+Peer = Annotated[str, typer.Argument(help="The peer's id, or its beginning if that is clear.")]
+DEFAULT_RUN = "my-first-run"
+SHOWN_CHARACTERS = 12  # of an id, in tables
+
+
+class RoleName(enum.StrEnum):
+    """The roles, as a choice that may be repeated on the command line."""
+
+    TRAINER = "trainer"
+    AUX = "aux"
+    OBSERVER = "observer"
+
+
+@app.command("invite")
+def invite(
+    run: Run = DEFAULT_RUN,
+    folder: Folder = None,
+    uses: Annotated[int, typer.Option(help="How many peers may come in by it; 0 for any number.")] = 1,
+    days: Annotated[float, typer.Option(help="How long it is valid; 0 for ever.")] = 7.0,
+    roles: Annotated[list[RoleName] | None, typer.Option("--role", help="A role it allows; may be repeated.")] = None,
+    coordinates: Annotated[bool, typer.Option(help="Those who come in by it may coordinate.")] = False,
+    trusted: Annotated[bool, typer.Option(help="They may reduce where only trusted peers do.")] = False,
+    person: Annotated[str, typer.Option(help="Whose invite it is; seats are counted by person.")] = "",
+    note: Annotated[str, typer.Option(help="For yourself.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Make an invite and print its join link.
+
+    Example: [bold]potluck members invite --uses 20 --days 3 --note "the Discord"[/bold]
+    """
+    from dataclasses import replace
+
+    import msgspec
+
+    from potluck.cli import console
+    from potluck.hub.joinlink import JoinLink
+    from potluck.hub.member import Scopes
+    from potluck.hub.presence import Role
+
+    async def work(organiser: Organiser, record: HostRecord) -> None:
+        allowed = msgspec.convert([role.value for role in roles or (RoleName.TRAINER,)], tuple[Role, ...])
+        made, secret = await organiser.create_invite(
+            scopes=Scopes(roles=allowed, coordinates=coordinates, trusted=trusted),
+            uses=uses or None,
+            lifetime_seconds=days * 86400 or None,
+            person=f"guest:{person}" if person and ":" not in person else person,
+            note=note,
+        )
+        link = str(replace(JoinLink.parse(record.link), invite=secret))
+        if as_json:
+            console.print_json({"id": made.id, "link": link, "expires_at": made.expires_at, "uses": made.uses})
+        else:
+            console.out.print(f"Invite {made.id}. The link cannot be shown again:\n")
+            console.out.print(f"  {link}", soft_wrap=True, highlight=False, markup=False)
+
+    _ask(run, folder, work)
+
+
+@app.command("invites")
+def invites(run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson = False) -> None:
+    """List the invites."""
+
+    async def work(organiser: Organiser, _record: HostRecord) -> None:
+        rows = [
+            {
+                "id": item.id,
+                "roles": ", ".join(item.scopes.roles),
+                "used": f"{item.used} of {item.uses or 'any'}",
+                "expires": _day(item.expires_at),
+                "state": "revoked" if item.revoked else "valid",
+                "note": item.note,
+            }
+            for item in await organiser.list_invites()
+        ]
+        _show(rows, as_json, empty="There are no invites.")
+
+    _ask(run, folder, work)
+
+
+@app.command("revoke")
+def revoke(
+    invite_id: Annotated[str, typer.Argument(metavar="INVITE", help="The invite's id.")],
+    run: Run = DEFAULT_RUN,
+    folder: Folder = None,
+) -> None:
+    """Let nobody else in by an invite; who is in stays in."""
+    _ask(run, folder, lambda organiser, _record: organiser.revoke_invite(invite_id))
+    typer.echo(f"Invite {invite_id} is revoked.")
+
+
+@app.command("requests")
+def requests(run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson = False) -> None:
+    """List who asks to be let in."""
+
+    async def work(organiser: Organiser, _record: HostRecord) -> None:
+        rows = [
+            {
+                "peer": item.peer,
+                "name": item.name,
+                "person": item.person,
+                "role": item.role,
+                "service": item.service,
+                "asked": _day(item.asked_at),
+                "state": "denied" if item.denied else "waiting",
+                "message": item.message,
+            }
+            for item in await organiser.list_requests()
+        ]
+        _show(rows, as_json, empty="Nobody is waiting.")
+
+    _ask(run, folder, work)
+
+
+@app.command("approve")
+def approve(peer: Peer, run: Run = DEFAULT_RUN, folder: Folder = None) -> None:
+    """Let a waiting peer in; it need not start again."""
+
+    async def work(organiser: Organiser, _record: HostRecord) -> str:
+        found = _one([item.peer for item in await organiser.list_requests()], peer)
+        await organiser.approve(found)
+        return found
+
+    typer.echo(f"{_ask(run, folder, work)} is in.")
+
+
+@app.command("deny")
+def deny(peer: Peer, run: Run = DEFAULT_RUN, folder: Folder = None, reason: Reason = "") -> None:
+    """Turn a waiting peer down."""
+
+    async def work(organiser: Organiser, _record: HostRecord) -> str:
+        found = _one([item.peer for item in await organiser.list_requests()], peer)
+        await organiser.deny(found, reason)
+        return found
+
+    typer.echo(f"{_ask(run, folder, work)} was told no.")
+
+
+@app.command("list")
+def list_members(run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson = False) -> None:
+    """List the members and how they are doing."""
+
+    async def work(organiser: Organiser, _record: HostRecord) -> None:
+        rows = [
+            {
+                "peer": state.member.peer,
+                "name": state.member.name,
+                "person": state.member.person,
+                "role": state.member.role,
+                "service": state.member.service,
+                "state": "banned" if state.banned else state.state or "away",
+                "admitted by": state.member.admitted_by,
+            }
+            for state in await organiser.list_members()
+        ]
+        _show(rows, as_json, empty="There are no members.")
+
+    _ask(run, folder, work)
+
+
+@app.command("ban")
+def ban(
+    target: Annotated[str, typer.Argument(help="A peer's id, or a person as in hf:alice.")],
+    run: Run = DEFAULT_RUN,
+    folder: Folder = None,
+    reason: Reason = "",
+) -> None:
+    """Throw a peer or person out, now and for good."""
+
+    async def work(organiser: Organiser, _record: HostRecord) -> str:
+        known = [state.member.peer for state in await organiser.list_members()]
+        known += [item.peer for item in await organiser.list_requests() if item.peer not in known]
+        found = target if ":" in target else _one(known, target)
+        cut = await organiser.ban(found, reason)
+        return f"{found} is banned; {cut} connections were cut."
+
+    typer.echo(_ask(run, folder, work))
+
+
+@app.command("unban")
+def unban(
+    target: Annotated[str, typer.Argument(help="Whom to forgive: a peer's id, or a person.")],
+    run: Run = DEFAULT_RUN,
+    folder: Folder = None,
+) -> None:
+    """Lift a ban."""
+
+    async def work(organiser: Organiser, _record: HostRecord) -> str:
+        found = target if ":" in target else _one([item.target for item in await organiser.list_bans()], target)
+        await organiser.unban(found)
+        return found
+
+    typer.echo(f"{_ask(run, folder, work)} may join again.")
+
+
+@app.command("bans")
+def bans(run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson = False) -> None:
+    """List who is banned."""
+
+    async def work(organiser: Organiser, _record: HostRecord) -> None:
+        rows = [
+            {"target": item.target, "reason": item.reason, "since": _day(item.banned_at)}
+            for item in await organiser.list_bans()
+        ]
+        _show(rows, as_json, empty="Nobody is banned.")
+
+    _ask(run, folder, work)
+
+
+def _ask(run: str, folder: Path | None, work: Callable[[Organiser, HostRecord], Awaitable[T]]) -> T:
+    """Do something in the organiser's name, with the keys in the run's folder."""
+    from potluck.cli import console
+    from potluck.cli.folders import hosted_run
+
+    console.set_up_logging(verbose=False)
+    where, record = hosted_run(run, folder)
+
+    from potluck.hub.address import HubAddress
+    from potluck.hub.keys import HubKeys
+    from potluck.hub.natsconnection import NatsConnection
+    from potluck.hub.organise import Organiser
+    from potluck.hub.subjects import Subjects
+
+    keys = HubKeys.load_or_create(where / "identity")
+
+    async def connected() -> T:
+        address = HubAddress(servers=record.servers, ca_pem=record.ca_pem)
+        hub = await NatsConnection.connect(address, seed=keys.organiser_seed, run=record.run, name="main")
+        try:
+            return await work(Organiser(hub, Subjects(record.run), keys.organiser_public), record)
+        finally:
+            await hub.close()
+
+    return console.run(connected())
+
+
+def _one(known: list[str], beginning: str) -> str:
+    """The id that starts so, or ConfigurationError. A whole id need not be known yet."""
+    from potluck.errors import ConfigurationError
+    from potluck.hub.subjects import PEER_ID
+
+    if PEER_ID.fullmatch(beginning):
+        return beginning
+    found = [peer for peer in known if peer.startswith(beginning)]
+    if len(found) == 1:
+        return found[0]
+    how_many = "none" if not found else f"{len(found)} of them"
+    raise ConfigurationError(f"of {len(known)} peers, {how_many} start with {beginning!r}: give more of the id")
+
+
+def _show(rows: list[dict[str, Any]], as_json: bool, *, empty: str) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from potluck.cli import console
+
+    if as_json:
+        console.print_json(rows)
+    elif not rows:
+        typer.echo(empty)
+    else:
+        table = Table(*(str(name) for name in rows[0]))
+        for row in rows:
+            table.add_row(*(Text(_shortened(str(value))) for value in row.values()))
+        console.out.print(table)
+
+
+def _shortened(text: str) -> str:
+    """With only the beginnings of ids: so much fits into a table and is enough to name a peer."""
+    from potluck.hub.subjects import PEER_ID
+
+    return PEER_ID.sub(lambda found: found.group()[:SHOWN_CHARACTERS], text)
+
+
+def _day(seconds: float | None) -> str:
+    return "never" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

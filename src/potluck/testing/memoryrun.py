@@ -1,0 +1,187 @@
+"""A whole run in memory: a hub, a guard that says yes to everybody, and peers with sessions and links.
+
+    run = MemoryRun(clock=LoopClock())            # on a VirtualTimeLoop; SystemClock() where threads take part
+    alice = await run.join("alice", coordinates=True)
+    averager = Averager(alice, workers=InlineWorkers())
+    await run.kill(alice)                         # as SIGKILL: the hub says at once that it is dead
+    run.sever(alice); run.reunite(alice)          # nothing from or to it moves, and nobody is told
+
+What the product's own parts do (session, links, lease, rounds) they really do here; only the wires are missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import msgspec
+
+from potluck.clock import Clock
+from potluck.errors import AccessError, HubUnavailableError
+from potluck.hub.connection import Delivery
+from potluck.hub.presence import Beacon, Card, CardAnswer, Presence, Role, State
+from potluck.link.limits import LinkConfig
+from potluck.link.links import Links
+from potluck.messages import decode, encode
+from potluck.peer.identity import Identity
+from potluck.peer.roster import RosterEvent
+from potluck.peer.session import Session
+from potluck.testing.memorycarrier import MemoryCarrier, MemoryNetwork
+from potluck.testing.memoryconnection import MemoryConnection
+from potluck.testing.memoryhub import MemoryHub
+
+
+class MemoryPeer:
+    """One peer of a MemoryRun; has what an Averager needs."""
+
+    def __init__(self, run: MemoryRun, identity: Identity, card: Card) -> None:
+        self.identity = identity
+        self.peer_id = identity.peer_id
+        self.name = card.name
+        self.links = Links(self.peer_id, card.session, run.clock, run.link_config)
+        self.links.add_carrier(MemoryCarrier(run.network, self.peer_id, events=self.links))
+        self.session = Session(self._connect, identity, run.hub.subjects, card, run.clock)
+        self._run = run
+
+    async def open(self) -> None:
+        """Join the run."""
+        self.session.roster.listen(self._roster_changed)
+        await self.session.open()
+
+    async def close(self) -> None:
+        """Leave the run."""
+        await self.session.close()
+        await self.links.close()
+
+    async def _connect(
+        self,
+        lane: str,
+        *,
+        on_connected: Callable[[], None] | None = None,
+        on_disconnected: Callable[[], None] | None = None,
+        on_refused: Callable[[AccessError], None] | None = None,
+    ) -> MemoryConnection:
+        return self._run.hub.connect(
+            self.peer_id, on_connected=on_connected, on_disconnected=on_disconnected, on_refused=on_refused
+        )
+
+    def _roster_changed(self, event: RosterEvent) -> None:
+        if event.peer != self.peer_id:
+            self.links.update_peer(event.presence)
+
+
+class MemoryRun:
+    """A hub, its guard, and a network between the peers. Made in a running event loop; `open` it."""
+
+    def __init__(self, *, clock: Clock, seed: int = 0, link_config: LinkConfig | None = None) -> None:
+        self.clock = clock
+        self.hub = MemoryHub()
+        self.network = MemoryNetwork(seed=seed)
+        self.link_config = link_config
+        self.peers: dict[str, MemoryPeer] = {}
+        self._presences: dict[str, Presence] = {}
+        self._num_sessions = 0
+        self._guard = self.hub.connect("GUARD")
+
+    async def open(self) -> None:
+        """Start the guard."""
+        subjects = self.hub.subjects
+        await self._guard.subscribe(subjects.card("*"), self._card_came)
+        await self._guard.subscribe(subjects.leave("*"), self._left)
+        await self._guard.subscribe(subjects.ask("*", "time"), self._time_asked)
+
+    async def close(self) -> None:
+        """Close every peer that is left, and the guard."""
+        for peer in list(self.peers.values()):
+            await self.leave(peer)
+        await self._guard.close()
+
+    async def join(
+        self,
+        name: str,
+        *,
+        role: Role = "trainer",
+        coordinates: bool = True,
+        is_client: bool = False,
+        identity: Identity | None = None,
+    ) -> MemoryPeer:
+        """A new peer; with the identity of one that was killed, its next life."""
+        identity = identity or Identity.temporary()
+        self._num_sessions += 1
+        card = Card(
+            session=f"s{self._num_sessions}",
+            role=role,
+            name=name,
+            addresses=() if is_client else (f"tcp://127.0.0.1:{self._num_sessions}",),
+        )
+        for other in self.peers:  # cuts belong to the life before
+            self.network.mend("direct", identity.peer_id, other)
+        peer = MemoryPeer(self, identity, card)
+        self._presences[peer.peer_id] = Presence(
+            peer=peer.peer_id, card=card, state="left", host="127.0.0.1", person=name, coordinates=coordinates
+        )
+        await peer.open()
+        self.peers[peer.peer_id] = peer
+        return peer
+
+    async def leave(self, peer: MemoryPeer) -> None:
+        """A peer leaves, with a good-bye."""
+        self.peers.pop(peer.peer_id, None)
+        await peer.close()
+
+    async def kill(self, peer: MemoryPeer, reason: str = "its connection closed") -> None:
+        """A peer's process dies. Close what else runs on it afterwards: it cannot tell anybody any more."""
+        self.sever(peer)
+        self.peers.pop(peer.peer_id, None)
+        await peer.links.close()
+        await self.tell(peer.peer_id, "dead", reason)
+        await peer.session.close()
+
+    async def tell(self, peer: str, state: State, reason: str = "") -> None:
+        """The guard's word on a peer."""
+        presence = msgspec.structs.replace(self._presences[peer], state=state, reason=reason)
+        self._presences[peer] = presence
+        await self._guard.store("roster").put(peer, encode(presence))
+
+    def sever(self, peer: MemoryPeer) -> None:
+        """From this moment on nothing reaches a peer or leaves it, as if its cable were pulled."""
+        self.hub.disconnect(peer.peer_id)
+        for other in self.peers.values():
+            if other is not peer:
+                self.cut(peer, other)
+
+    def reunite(self, peer: MemoryPeer) -> None:
+        """The cable is back."""
+        self.hub.reconnect(peer.peer_id)
+        for other in self.peers.values():
+            if other is not peer:
+                self.mend(peer, other)
+
+    def cut(self, one: MemoryPeer, other: MemoryPeer) -> None:
+        """Nothing moves between the two any more."""
+        self.network.cut("direct", one.peer_id, other.peer_id)
+
+    def mend(self, one: MemoryPeer, other: MemoryPeer) -> None:
+        """The path is back."""
+        self.network.mend("direct", one.peer_id, other.peer_id)
+
+    # The guard; while the hub is away its answers are lost, and whoever asked asks again.
+
+    async def _card_came(self, delivery: Delivery) -> None:
+        peer = delivery.subject.rsplit(".", 1)[-1]
+        self._presences[peer] = msgspec.structs.replace(self._presences[peer], card=decode(Card, delivery.payload))
+        with contextlib.suppress(HubUnavailableError):
+            await self.tell(peer, "alive")
+            await delivery.respond(encode(CardAnswer(accepted=True)))
+
+    async def _left(self, delivery: Delivery) -> None:
+        peer = delivery.subject.rsplit(".", 1)[-1]
+        beacon = decode(Beacon, delivery.payload)
+        with contextlib.suppress(HubUnavailableError):
+            if self._presences[peer].card.session == beacon.session:
+                await self.tell(peer, "left", "it said good-bye")
+            await delivery.respond(b"")
+
+    async def _time_asked(self, delivery: Delivery) -> None:
+        with contextlib.suppress(HubUnavailableError):
+            await delivery.respond(encode(self.clock.wall()))

@@ -1,0 +1,74 @@
+"""Fixtures that every test may use, and the check that a test leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from potluck.testing import ports
+from potluck.testing.leaks import Snapshot, pending_tasks
+from potluck.testing.processes import Children
+
+_BEFORE = pytest.StashKey[Snapshot]()
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.fixture
+def unused_tcp_port() -> int:
+    """A TCP port of 127.0.0.1 that was free a moment ago."""
+    return ports.unused_tcp_port()
+
+
+@pytest.fixture
+def children(tmp_path: Path) -> Iterator[Children]:
+    """Real processes that end with the test; what they write is kept beside the test's other files."""
+    with Children(log_folder=tmp_path) as running:
+        yield running
+
+
+# A failing test often leaves things behind because it failed: only tests that passed are checked.
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(request: pytest.FixtureRequest) -> None:
+    """Remember what there is; fixtures of a wider scope are set up already, those of this test come and go."""
+    request.node.stash[_BEFORE] = Snapshot.take()
+
+
+@pytest.fixture
+async def _no_tasks_left(request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    """Check that the test and its fixtures have ended every task that they started."""
+    before = frozenset(asyncio.all_tasks())
+    yield
+    left = [] if request.node.stash.get(_FAILED, False) else await pending_tasks(before)
+    assert not left, f"tasks are left pending: {left}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have tests that run in an event loop checked for tasks; first in the list is torn down last."""
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.function):
+            item.fixturenames.insert(0, "_no_tasks_left")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Note whether the test failed."""
+    report = yield
+    if report.failed:
+        item.stash[_FAILED] = True
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Look, when all is torn down, for threads and sockets that the test has left."""
+    result = yield
+    if _BEFORE in item.stash and not item.stash.get(_FAILED, False):
+        left = item.stash[_BEFORE].leaks_since()
+        assert not left, f"the test has left behind: {left}"
+    return result

@@ -1,0 +1,91 @@
+"""`potluck members`: who may take part, by the real commands."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from commandline import PATIENCE_SECONDS, Party, Terminal, until_event
+
+
+def test_invites(party: Party) -> None:
+    made = party.ask("invite", "--uses", "2", "--days", "1", "--note", "for the neighbours")
+    ada, peer = party.joined("Ada", made["link"])
+    until_event(party.host, "joined", peer=peer)
+    member = party.member(peer)
+    assert (member["name"], member["role"], member["state"]) == ("Ada", "trainer", "alive")
+    assert member["admitted by"] == f"invite:{made['id']}"
+    assert "Ada" in party.members("list")
+    [row] = [row for row in party.ask("invites") if row["id"] == made["id"]]
+    assert (row["used"], row["state"], row["note"]) == ("1 of 2", "valid", "for the neighbours")
+    refused = party.terminal.refuse("join", made["link"], *party.key("Aux"), "--role", "aux", code=2)
+    assert "only as trainer" in refused
+    assert "revoked" in party.members("revoke", made["id"])
+    assert "revoked" in party.members("invites")
+    assert "revoked" in party.terminal.refuse("join", made["link"], *party.key("Ben"), code=1)
+    assert ada.exit_code is None  # who is in stays in
+    text = party.members("invite", "--uses", "0", "--days", "0", "--role", "observer", "--role", "aux")
+    link = re.search(r"potluck://\S+", text)
+    assert link is not None
+    observer = party.join("Olga", link.group(), "--role", "observer")
+    assert party.member(until_event(observer, "joined")["peer"])["role"] == "observer"
+
+
+def test_who_has_no_invite_waits_and_gets_in_when_approved(party: Party) -> None:
+    ask = replace(party.link, invite="")
+    carl, dora = party.join("Carl", ask, "--message", "may I?"), party.join("Dora", ask)
+    carl_id, dora_id = (until_event(process, "waiting")["peer"] for process in (carl, dora))
+    waiting = {row["peer"]: row for row in party.ask("requests")}
+    assert (waiting[carl_id]["name"], waiting[carl_id]["message"], waiting[carl_id]["state"]) == (
+        "Carl",
+        "may I?",
+        "waiting",
+    )
+    assert "may I?" in party.members("requests")
+    assert carl_id in party.members("approve", carl_id[:20])
+    assert until_event(carl, "joined")["peer"] == carl_id
+    party.members("deny", dora_id, "--reason", "the oven is full")
+    assert dora.wait(PATIENCE_SECONDS) == 1
+    assert "the oven is full" in dora.output()
+    assert "Traceback" not in dora.output()
+    assert "Nobody" not in party.members("requests")  # the denied stay listed for a while
+    said = party.terminal.refuse("members", "approve", "UNOSUCH", *party.place, code=2)
+    assert "none start with 'UNOSUCH'" in said
+
+
+def test_who_gives_up_waiting_leaves(party: Party) -> None:
+    emil = party.terminal.start("join", str(replace(party.link, invite="")), *party.key("Emil"))
+    emil.wait_for_line("Waiting for an organiser", PATIENCE_SECONDS)
+    emil.interrupt()
+    assert emil.wait(PATIENCE_SECONDS) == 0
+    assert "Traceback" not in emil.output()
+    said = party.terminal.refuse(
+        "join", str(replace(party.link, invite="")), *party.key("Emil"), "--wait-minutes", "0", code=1
+    )
+    assert "not let you in yet" in said
+
+
+def test_bans(party: Party) -> None:
+    fred, peer = party.joined("Fred")
+    said = party.members("ban", peer[:16], "--reason", "burnt the bread")
+    assert "is banned" in said
+    assert fred.wait(PATIENCE_SECONDS) == 1
+    assert "burnt the bread" in fred.output()
+    assert "Traceback" not in fred.output()
+    assert party.member(peer)["state"] == "banned"
+    assert {row["target"]: row["reason"] for row in party.ask("bans")} == {peer: "burnt the bread"}
+    assert "burnt the bread" in party.members("bans")
+    assert "burnt the bread" in party.terminal.refuse("join", str(party.link), *party.key("Fred"), code=1)
+    assert "may join again" in party.members("unban", peer[:16])
+    assert party.ask("bans") == []
+    assert party.joined("Fred")[1] == peer
+    assert "none start with" in party.terminal.refuse("members", "unban", peer[:16], *party.place, code=2)
+
+
+def test_a_run_that_is_not_hosted_here(terminal: Terminal) -> None:
+    for command in (["list"], ["ban", "hf:x"]):
+        said = terminal.refuse("members", *command, code=2)
+        assert "no run is hosted in" in said
+        assert "potluck host" in said
+    assert "cannot name a run" in terminal.refuse("members", "list", "--run", "../other", code=2)
+    assert "cannot name a run" in terminal.refuse("host", "--run", "Not A Name", code=2)

@@ -1,0 +1,216 @@
+"""A member in a process of its own, told by lines of JSON on standard input what to do; answers in lines of JSON.
+
+python -m potluck.testing.faulty roundchild.py
+
+{"servers": …, "identity": …, …} the first line: who to be, and where. Until then it only has its imports done
+{"do": "arm", "faults": [...]}   from now on these faults, as in potluck.testing.faults; with "cut": also lose all
+                                 packets from and to these peers, from that moment on
+{"do": "mend"}                   lose packets no more
+{"do": "round", "epoch": 3}      take part, and tell what came of it
+{"do": "status"}                 tell what is known
+{"do": "leave"}                  good-bye
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from potluck import faultpoints
+from potluck.errors import PotluckError
+from potluck.hub.address import HubAddress
+from potluck.peer.identity import Identity
+from potluck.round.averager import Averager, AveragerConfig
+from potluck.round.codecs import CodecChoice
+from potluck.round.coordinator import CoordinatorConfig
+from potluck.round.director import Patience
+from potluck.round.trigger import Quorum
+from potluck.run import peer as peer_module
+from potluck.run.peer import Peer, PeerConfig
+from potluck.testing.faults import Fault, FaultHook
+
+ELEMENTS = 600_000
+POLL_SECONDS = 0.01
+SAMPLES = 40
+PATIENCE = Patience(silent_seconds=1.5, stalled_seconds=2.5, straggler_seconds=2.0)
+
+
+def values_of(number: int) -> torch.Tensor:
+    """Values that tell who contributed: the average of a set of members is unlike that of any other."""
+    return torch.arange(ELEMENTS) % 7 + 2.0**number
+
+
+def contributors_of(value: float) -> list[int]:
+    """Whose values are in an average of 2ⁱ over some members i."""
+    for count in range(1, 12):
+        total = round(value * count, 3)
+        if total == int(total) and int(total).bit_count() == count:
+            return [bit for bit in range(12) if int(total) >> bit & 1]
+    raise AssertionError(f"{value} is nobody's average")
+
+
+class Cutter:
+    """Loses packets from and to some peers, whichever carrier they take; nobody is told."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peers: set[str] = set()
+        arrived = peer.links.packet_arrived
+        peer.links.packet_arrived = lambda carrier, sender, header, payload: (  # type: ignore[method-assign]
+            None if sender in self.peers else arrived(carrier, sender, header, payload)
+        )
+        for carrier in (peer.direct, peer.relay):
+            self._wrap(carrier)
+
+    def _wrap(self, carrier: Any) -> None:
+        send: Callable[..., bool] = carrier.send
+        carrier.send = lambda peer, header, payload: True if peer in self.peers else send(peer, header, payload)
+
+
+class Member:
+    """The process's peer."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.arguments = arguments
+        self.number: int = arguments["number"]
+        config = PeerConfig(
+            role=arguments["role"],
+            name=f"member {self.number}",
+            invite=arguments["invite"],
+            client_mode=arguments["client"],
+            listen=() if arguments["client"] else ("tcp://127.0.0.1:0",),
+        )
+        address = HubAddress(servers=tuple(arguments["servers"]), ca_pem=arguments["ca_pem"])
+        self.peer = Peer(address, arguments["run"], Identity.open(Path(arguments["identity"])), config)
+        self.cutter = Cutter(self.peer)
+        self.averager: Averager | None = None
+
+    async def start(self) -> None:
+        await self.peer.start()
+        coordinator = CoordinatorConfig(trigger=Quorum(grace_seconds=3.0), patience=PATIENCE)
+        config = AveragerConfig(codecs=CodecChoice.everything("float32"), coordinator=coordinator, num_threads=1)
+        self.averager = Averager(self.peer, config)
+        await self.averager.start()
+
+    async def close(self) -> None:
+        if self.averager is not None:
+            await self.averager.close()
+        await self.peer.close()
+
+    def arm(self, faults: list[dict[str, Any]]) -> None:
+        """Install these faults in place of those before."""
+        cuts = [fault.pop("cut", []) for fault in faults]
+        plan = [
+            Fault(point=fault.pop("point"), action=fault.pop("action"), labels=fault) for fault in map(dict, faults)
+        ]
+        hook = FaultHook(plan, Path(self.arguments["fired"]))
+
+        def reached(point: str, labels: Mapping[str, object]) -> None:
+            for fault, peers in zip(plan, cuts, strict=True):
+                if fault.matches(point, labels):
+                    self.cutter.peers |= set(peers)
+            hook(point, labels)
+
+        faultpoints.install(reached)
+
+    async def round(self, epoch: int, timeout_seconds: float) -> dict[str, Any]:
+        """Take part once."""
+        assert self.averager is not None
+        values = values_of(self.number)
+        started = time.monotonic()
+        tensors = {"w": values} if self.arguments["role"] == "trainer" else None
+        try:
+            result = await self.averager.average(tensors, weight=1.0, epoch=epoch, timeout_seconds=timeout_seconds)
+        except PotluckError as error:
+            return {"failed": str(error), "epoch": epoch}
+        answer = {
+            "epoch": epoch,
+            "head": result.commit.epoch,
+            "holds": result.holds,
+            "seconds": time.monotonic() - started,
+            "role": result.role,
+            "left_out": dict(result.commit.left_out),
+            "commit": result.commit.digest,
+            "term": result.commit.term,
+        }
+        if result.holds and tensors is not None:
+            answer["values"] = hashlib.sha256(values.numpy().tobytes()).hexdigest()
+            indices = range(0, ELEMENTS, ELEMENTS // SAMPLES)
+            answer["contributors"] = sorted(
+                {tuple(contributors_of(float(values[index]) - index % 7)) for index in indices}
+            )
+        return answer
+
+    def status(self) -> dict[str, Any]:
+        assert self.averager is not None
+        alive = [presence for presence in self.peer.session.roster if presence.state == "alive"]
+        return {
+            "alive": sorted(presence.peer for presence in alive),
+            "full": sorted(presence.peer for presence in alive if presence.card.addresses),
+            "linked": sorted(peer for peer, link in self.peer.links.statistics().peers.items() if link.path),
+            "epoch": self.averager.epoch,
+            "coordinator": self.averager.lease.view.holder,
+            "statistics": self.averager.statistics(),
+        }
+
+
+def say(answer: Mapping[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+async def orders(path: Path) -> AsyncIterator[dict[str, Any]]:
+    """Each line of the file, as it is written; ends when our parent does."""
+    parent, position = os.getppid(), 0
+    while os.getppid() == parent:
+        text = path.read_text()  # noqa: ASYNC240 - a few bytes
+        complete = text.rfind("\n") + 1
+        for line in text[position:complete].splitlines():
+            yield json.loads(line)
+        position = complete
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def main() -> None:
+    member: Member | None = None
+    rounds: set[asyncio.Task[None]] = set()
+
+    async def take_part(member: Member, order: dict[str, Any]) -> None:
+        answer = await member.round(order["epoch"], order["timeout_seconds"])
+        say({"answer": order["id"], **answer})
+
+    async for order in orders(Path(sys.argv[1])):
+        if member is None:
+            member = Member(order)
+            await member.start()
+            say({"joined": member.peer.peer_id})
+            continue
+        if order["do"] == "round":
+            task = asyncio.create_task(take_part(member, order))
+            rounds.add(task)
+            task.add_done_callback(rounds.discard)
+            continue
+        if order["do"] == "leave":
+            break
+        if order["do"] == "arm":
+            member.arm(order["faults"])
+        elif order["do"] == "mend":
+            member.cutter.peers.clear()
+        say({"answer": order["id"], **member.status()})
+    if member is not None:
+        await member.close()
+
+
+if __name__ == "__main__":
+    peer_module.TELL_SPEED_EVERY_SECONDS = 3600.0  # whoever was frozen seems slow for a while, and would reduce nothing
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    torch.set_num_threads(1)
+    asyncio.run(main())

@@ -1,0 +1,166 @@
+"""Whole rounds in memory and in virtual time: real averagers, sessions and links, without wires and threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from potluck import faultpoints
+from potluck.peer.identity import Identity
+from potluck.round.averager import Averager, AveragerConfig
+from potluck.round.codecs import CodecChoice
+from potluck.round.coordinator import CoordinatorConfig
+from potluck.round.outcome import RoundResult
+from potluck.round.trigger import Quorum
+from potluck.testing.inlineworkers import InlineWorkers
+from potluck.testing.memoryrun import MemoryPeer, MemoryRun
+from potluck.testing.virtualloop import LoopClock
+
+TIMEOUT_SECONDS = 60.0
+ELEMENTS = 100_000  # several chunks for each of a few reducers
+EXACT = CodecChoice.everything("float32")
+
+
+class Member:
+    """One peer with its averager and tensors."""
+
+    def __init__(self, peer: MemoryPeer, averager: Averager, number: int) -> None:
+        self.peer = peer
+        self.averager = averager
+        self.number = number
+        self.values = torch.full((ELEMENTS,), float(number))
+        self.is_aux = peer.session.card.role == "aux"
+
+    @property
+    def id(self) -> str:
+        return self.peer.peer_id
+
+    def fill(self) -> None:
+        """Values that tell who contributed: the average of a set of members is unlike that of any other."""
+        self.values.copy_(torch.arange(ELEMENTS) % 7 + 2.0**self.number)
+
+    async def average(self, **options: Any) -> RoundResult:
+        """Take part once."""
+        options = {"weight": 1.0, "timeout_seconds": TIMEOUT_SECONDS, **options}
+        tensors = None if self.is_aux else {"w": self.values}
+        return await self.averager.average(tensors, **options)
+
+
+class Lab:
+    """A run in memory with members."""
+
+    def __init__(self, run: MemoryRun, config: AveragerConfig) -> None:
+        self.run = run
+        self.config = config
+        self.members: list[Member] = []
+
+    async def join(self, *, identity: Identity | None = None, number: int | None = None, **options: Any) -> Member:
+        """A new member; the first one coordinates unless said otherwise."""
+        number = len(self.members) if number is None else number
+        options.setdefault("coordinates", not self.members)
+        peer = await self.run.join(f"m{number}", identity=identity, **options)
+        averager = Averager(peer, self.config, workers=InlineWorkers())
+        await averager.start()
+        member = Member(peer, averager, number)
+        self.members.append(member)
+        return member
+
+    async def kill(self, member: Member) -> None:
+        """As SIGKILL."""
+        self.members.remove(member)
+        await self.run.kill(member.peer)
+        await member.averager.close()
+
+    def sever(self, member: Member) -> None:
+        """Nothing moves to or from it; nobody is told."""
+        self.run.sever(member.peer)
+
+    async def average(self, members: Sequence[Member] | None = None, **options: Any) -> list[RoundResult]:
+        """Everybody takes part once."""
+        return await asyncio.gather(*self.start(members, **options))
+
+    def start(self, members: Sequence[Member] | None = None, **options: Any) -> list[asyncio.Task[RoundResult]]:
+        """Everybody starts to take part, with values of their own."""
+        members = list(self.members if members is None else members)
+        for member in members:
+            member.fill()
+        return [asyncio.create_task(member.average(**options)) for member in members]
+
+    def coordinator(self) -> Member:
+        """Who holds the lease."""
+        [holder] = [member for member in self.members if member.averager.lease.is_held]
+        return holder
+
+
+@asynccontextmanager
+async def lab(
+    num_members: int = 0, *, all_coordinate: bool = False, choice: CodecChoice = EXACT, **coordinator: Any
+) -> AsyncIterator[Lab]:
+    """A run with so many trainers, of whom the first (or all) may coordinate; the first holds the lease."""
+    torch.set_num_threads(1)  # everything is on one thread here: more of them would only get in each other's way
+    run = MemoryRun(clock=LoopClock())
+    await run.open()
+    coordinator.setdefault("trigger", Quorum(grace_seconds=0.5))
+    config = AveragerConfig(codecs=choice, coordinator=CoordinatorConfig(**coordinator))
+    there = Lab(run, config)
+    for number in range(num_members):
+        await there.join(coordinates=all_coordinate or number == 0)
+        await asyncio.sleep(0.1)
+    try:
+        yield there
+    finally:
+        for member in list(there.members):
+            await member.averager.close()
+        await run.close()
+
+
+def mean_of(members: Sequence[Member], weights: Mapping[int, float] | None = None) -> Tensor:
+    """What the average of these members' values must be, in float64."""
+    weights = weights or {}
+    total = torch.zeros(ELEMENTS, dtype=torch.float64)
+    sum_of_weights = 0.0
+    for member in members:
+        weight = weights.get(member.number, 1.0)
+        total += weight * (torch.arange(ELEMENTS, dtype=torch.float64) % 7 + 2.0**member.number)
+        sum_of_weights += weight
+    return total / sum_of_weights
+
+
+def assert_same_average(holders: Sequence[Member], expected: Tensor | None = None) -> None:
+    """All hold the same bits, and they are right."""
+    first = holders[0].values
+    for member in holders[1:]:
+        assert torch.equal(member.values, first), f"member {member.number} holds something else"
+    if expected is not None:
+        torch.testing.assert_close(first.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def contributors_of(value: float) -> frozenset[int]:
+    """Whose values are in an average of element 0, where all weights are equal: 2ⁱ for member i."""
+    for count in range(1, 12):
+        total = round(value * count, 3)
+        if total == int(total) and int(total).bit_count() == count:
+            return frozenset(bit for bit in range(12) if int(total) >> bit & 1)
+    raise AssertionError(f"{value} is nobody's average")
+
+
+@contextmanager
+def at_point(point: str, action: Callable[[], None], **labels: object) -> Iterator[list[str]]:
+    """Do something the first time that a point with these labels is reached; yields what was reached."""
+    reached: list[str] = []
+
+    def hook(name: str, found: Mapping[str, object]) -> None:
+        if name == point and not reached and all(found.get(key) == value for key, value in labels.items()):
+            reached.append(name)
+            action()
+
+    before = faultpoints.install(hook)
+    try:
+        yield reached
+    finally:
+        faultpoints.install(before)

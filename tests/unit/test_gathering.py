@@ -1,0 +1,359 @@
+"""From who is ready to a plan: who is taken, what each does, when it starts, and what a dead coordinator left."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from potluck.errors import ConfigurationError, RetryableError
+from potluck.hub.presence import Card, Presence
+from potluck.round.adoption import Claim, find_adoption
+from potluck.round.chunks import ChunkGrid, Run
+from potluck.round.codecs import CodecSpec
+from potluck.round.gathering import READY_SECONDS, GatherConfig, Gathering, Proposal, alive_trainers, senders
+from potluck.round.plan import Part, Participant, Plan, Ready, RoundKey
+from potluck.round.trigger import Quorum, ReadySender
+
+KEY = RoundKey(epoch=1, token=7, attempt=0)
+RUNS = (Run(codec=CodecSpec(name="float16"), elements=1_000_000),)
+FAST = 100e6
+
+
+def presence(peer: str, **changes: Any) -> Presence:
+    card = {"session": f"{peer}1", "role": "trainer", "addresses": ("tcp://127.0.0.1:1",)}
+    card.update({name: changes.pop(name) for name in list(changes) if name in Card.__struct_fields__})
+    values = {"peer": peer, "card": Card(**card), "state": "alive", "host": "h", "person": "p"}  # type: ignore[arg-type]
+    return Presence(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def ready(peer: str, **changes: Any) -> Ready:
+    values = {"session": f"{peer}1", "epoch": 1, "weight": 1.0, "layout": "l", "runs": RUNS, "token": 7}
+    return Ready(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Room:
+    """A gathering with a roster."""
+
+    def __init__(self, **config: Any) -> None:
+        self.gathering = Gathering(GatherConfig(**config))
+        self.roster: dict[str, Presence] = {}
+
+    def add(self, peer: str, *, now: float = 0.0, card: dict[str, Any] | None = None, **changes: Any) -> None:
+        self.roster[peer] = presence(peer, **(card or {}))
+        self.gathering.take(peer, ready(peer, **changes), now)
+
+    def names(self, now: float = 0.0, token: int = 7) -> list[str]:
+        candidates = self.gathering.candidates(self.roster.values(), epoch=1, token=token, now=now)
+        return [candidate.peer for candidate in candidates]
+
+    def propose(self, now: float = 0.0) -> Proposal:
+        candidates = self.gathering.candidates(self.roster.values(), epoch=1, token=7, now=now)
+        return self.gathering.propose(candidates, KEY, hub_now=1000.0)
+
+    def plan(self) -> Plan:
+        return self.propose().plan
+
+
+# Who is a candidate
+
+
+def test_candidates_are_alive_in_the_same_session_at_the_same_epoch_and_under_the_same_lease() -> None:
+    room = Room()
+    for peer in "ABCDEFGH":
+        room.add(peer)
+    room.roster["B"] = presence("B", state="suspect")
+    room.roster["C"] = presence("C", session="another life")
+    room.add("D", epoch=2)
+    room.add("E", token=6)
+    room.add("F", card={"role": "observer"})
+    room.gathering.take("G", ready("G", withdrawn=True), 0.0)
+    del room.roster["H"]
+    assert room.names() == ["A"]
+
+
+def test_who_does_not_repeat_itself_is_not_ready_any_more() -> None:
+    room = Room()
+    room.add("A", now=0.0)
+    room.add("B", now=READY_SECONDS)
+    assert room.names(now=READY_SECONDS + 0.1) == ["B"]
+
+
+def test_waiting_counts_from_the_first_word_and_starts_again_with_the_next_epoch() -> None:
+    room = Room()
+    room.add("A", now=10.0)
+    room.add("A", now=11.0, weight=2.0)
+    [candidate] = room.gathering.candidates(room.roster.values(), epoch=1, token=7, now=11.0)
+    assert (candidate.since, candidate.ready.weight) == (10.0, 2.0)
+    room.add("A", now=12.0, epoch=2)
+    [candidate] = room.gathering.candidates(room.roster.values(), epoch=2, token=7, now=12.0)
+    assert candidate.since == 12.0
+
+
+def test_a_commit_forgets_those_who_were_ready_for_it_or_before() -> None:
+    room = Room()
+    room.add("A", epoch=1)
+    room.add("B", epoch=2)
+    room.gathering.clear(1)
+    assert room.names() == []
+    assert [c.peer for c in room.gathering.candidates(room.roster.values(), epoch=2, token=7, now=0.0)] == ["B"]
+
+
+# What the plan says
+
+
+def test_members_stand_in_the_order_of_their_ids_and_all_chunks_are_shared_out() -> None:
+    room = Room()
+    for peer in "CAB":
+        room.add(peer, weight=float(ord(peer)))
+    plan = room.plan()
+    assert [member.peer for member in plan.members] == ["A", "B", "C"]
+    assert [member.weight for member in plan.members] == [65.0, 66.0, 67.0]
+    assert all(member.sends and member.reduces and member.receives for member in plan.members)
+    assert plan.num_chunks == len(ChunkGrid(runs=plan.runs, chunk_bytes=plan.chunk_bytes))
+    assert {part.reducer for part in plan.parts} == {0, 1, 2}
+    assert (plan.layout, plan.runs, plan.key) == ("l", RUNS, KEY)
+    assert plan.deadline > 1000.0
+
+
+def test_aux_peers_reduce_without_weight_and_clients_do_not_reduce() -> None:
+    room = Room()
+    room.add("A", card={"role": "aux"}, sends=False, layout="", runs=(), weight=0.0)
+    room.add("C", card={"addresses": ()})
+    room.add("T")
+    aux, client, trainer = room.plan().members
+    assert (aux.sends, aux.reduces, aux.weight) == (False, True, 0.0)
+    assert (client.sends, client.reduces) == (True, False)
+    assert (trainer.sends, trainer.reduces) == (True, True)
+    assert {part.reducer for part in room.plan().parts} <= {0, 2}
+
+
+def test_an_aux_peer_that_claims_to_contribute_does_not() -> None:
+    room = Room()
+    room.add("A", card={"role": "aux"}, weight=1e9)
+    room.add("T")
+    assert not room.plan().members[0].sends
+
+
+def test_a_trainer_without_weight_only_receives() -> None:
+    room = Room()
+    room.add("A", weight=0.0)
+    room.add("B")
+    assert [member.sends for member in room.plan().members] == [False, True]
+
+
+def test_where_only_trusted_peers_reduce_others_do_not() -> None:
+    room = Room(trusted_reducers=True)
+    room.add("A")
+    room.add("B", card={"trusted": True})
+    assert {part.reducer for part in room.plan().parts} == {1}
+
+
+def test_a_lone_client_reduces_for_itself() -> None:
+    room = Room()
+    room.add("A", card={"addresses": ()})
+    plan = room.plan()
+    assert plan.members[0].reduces
+    assert {part.reducer for part in plan.parts} == {0}
+
+
+def test_when_all_are_clients_the_error_says_what_to_do() -> None:
+    room = Room()
+    room.add("A", card={"addresses": ()})
+    room.add("B", card={"addresses": ()})
+    with pytest.raises(RetryableError, match="potluck aux"):
+        room.plan()
+
+
+def test_without_anybody_who_contributes_there_is_no_plan() -> None:
+    room = Room()
+    room.add("A", card={"role": "aux"}, sends=False)
+    with pytest.raises(RetryableError, match="nobody is ready to contribute"):
+        room.plan()
+
+
+def test_who_holds_other_tensors_is_left_out_by_weight_and_named() -> None:
+    room = Room()
+    room.add("A", layout="other", weight=3.0)
+    room.add("B", weight=2.0)
+    room.add("C", weight=2.0)
+    plan = room.plan()
+    assert [member.peer for member in plan.members] == ["B", "C"]
+    assert list(plan.left_out) == ["A"]
+    assert "other tensors" in plan.left_out["A"]
+
+
+def test_weights_are_capped_by_their_median_if_the_run_says_so() -> None:
+    room = Room(weight_cap=2.0)
+    for peer, weight in zip("ABC", (1.0, 1.0, 1e9), strict=True):
+        room.add(peer, weight=weight)
+    assert [member.weight for member in room.plan().members] == [1.0, 1.0, 2.0]
+
+
+def test_faster_peers_reduce_more() -> None:
+    room = Room()
+    for peer in "ABC":
+        speed = FAST if peer == "A" else FAST / 4
+        room.add(peer, card={"upload_bytes_per_second": speed, "download_bytes_per_second": speed})
+    sizes = {part.reducer: part.stop - part.start for part in room.plan().parts}
+    assert sizes[0] > 2 * sizes.get(1, 0)
+
+
+def test_chunks_are_small_where_a_sender_is_slow() -> None:
+    room = Room()
+    for peer in "ABCD":
+        room.add(peer)
+    usual = room.plan().chunk_bytes
+    room.add("D", card={"upload_bytes_per_second": 100e3, "download_bytes_per_second": 1e6})
+    slow = room.plan().chunk_bytes
+    assert slow <= 100e3 * 0.5
+    assert slow < usual
+
+
+def test_the_deadline_grows_with_what_has_to_move_and_is_bounded() -> None:
+    room = Room(least_round_seconds=20.0, most_round_seconds=100.0)
+    slow = {"upload_bytes_per_second": 1e6, "download_bytes_per_second": 1e6}
+    for peer in "AB":
+        room.add(peer, card=slow)
+    assert room.propose().is_measured
+    assert room.plan().deadline == pytest.approx(1020.0)
+    huge = (Run(codec=CodecSpec(name="float32"), elements=10**10),)
+    for peer in "AB":
+        room.add(peer, card=slow, runs=huge)
+    assert room.plan().deadline == pytest.approx(1100.0)
+
+
+def test_tensors_without_elements_can_be_agreed_on_too() -> None:
+    room = Room()
+    for peer in "AB":
+        room.add(peer, runs=())
+    plan = room.plan()
+    assert (plan.num_chunks, plan.parts) == (0, ())
+
+
+def test_a_plan_has_a_limit_of_members() -> None:
+    room = Room()
+    for number in range(260):
+        room.add(f"P{number:03}")
+    plan = room.plan()
+    assert len(plan.members) == 256
+    assert set(plan.left_out) == {"P256", "P257", "P258", "P259"}
+
+
+def test_what_the_trigger_sees() -> None:
+    room = Room()
+    room.add("A", now=3.0, weight=2.0)
+    room.add("B", card={"role": "aux"}, sends=False)
+    room.roster["C"] = presence("C")
+    room.roster["D"] = presence("D", state="suspect")
+    candidates = room.gathering.candidates(room.roster.values(), epoch=1, token=7, now=3.0)
+    assert senders(candidates) == [ReadySender(peer="A", weight=2.0, since=3.0)]
+    assert alive_trainers(room.roster.values()) == {"A", "C"}
+
+
+def test_a_deadline_is_required() -> None:
+    with pytest.raises(ConfigurationError):
+        GatherConfig(least_round_seconds=0.0)
+
+
+# When to start
+
+
+def waiting(*since: float, weight: float = 1.0) -> list[ReadySender]:
+    return [ReadySender(peer=f"P{i}", weight=weight, since=at) for i, at in enumerate(since)]
+
+
+def test_a_quorum_starts_at_once_when_nobody_is_left_to_wait_for() -> None:
+    assert Quorum().due_at(waiting(5.0, 6.0), frozenset({"P0", "P1"})) == -math.inf
+
+
+def test_a_quorum_gives_the_others_a_while_from_when_it_was_reached() -> None:
+    quorum = Quorum(min_senders=2, grace_seconds=3.0)
+    trainers = frozenset({"P0", "P1", "P2", "P3"})
+    assert quorum.due_at(waiting(5.0), trainers) is None
+    assert quorum.due_at(waiting(5.0, 6.0), trainers) == 9.0
+    assert quorum.due_at(waiting(7.0, 5.0, 6.0), trainers) == 9.0
+
+
+def test_a_quorum_can_ask_for_weight() -> None:
+    quorum = Quorum(min_weight=5.0, grace_seconds=1.0)
+    trainers = frozenset({"P0", "P1", "P2"})
+    assert quorum.due_at(waiting(1.0, weight=4.0), trainers) is None
+    assert quorum.due_at(waiting(1.0, 2.0, weight=4.0), trainers) == 3.0
+    assert quorum.due_at(waiting(1.0, weight=4.0), frozenset({"P0"})) is None, "too little, though all are ready"
+
+
+def test_nobody_is_no_quorum() -> None:
+    assert Quorum().due_at([], frozenset()) is None
+    with pytest.raises(ConfigurationError):
+        Quorum(min_senders=0)
+    with pytest.raises(ConfigurationError):
+        Quorum(grace_seconds=-1.0)
+
+
+# What a dead coordinator left
+
+
+def finished_plan(revision: int = 0, token: int = 7, **troubles: str) -> Plan:
+    members = tuple(
+        Participant(
+            peer=peer,
+            session=f"{peer}1",
+            weight=1.0,
+            sends=peer not in troubles,
+            receives=peer not in troubles,
+            trouble=troubles.get(peer, ""),
+        )
+        for peer in "ABC"
+    )
+    key = msgspec.structs.replace(KEY, token=token)
+    part = Part(reducer=0, start=0, stop=1)
+    return Plan(key=key, revision=revision, members=members, parts=(part,), layout="l", deadline=0.0)
+
+
+ALIVE = {peer: f"{peer}1" for peer in "ABC"}
+
+
+def claims(peers: str, *, digest: str = "d", **plan: Any) -> list[Claim]:
+    return [Claim(peer, finished_plan(**plan), digest) for peer in peers]
+
+
+def test_a_round_that_all_members_completed_is_adopted() -> None:
+    adoption = find_adoption(claims("ABC"), alive=ALIVE, waiting="ABC", is_late=False)
+    assert adoption is not None
+    assert (adoption.digest, adoption.holders) == ("d", (0, 1, 2))
+
+
+def test_the_dead_and_those_who_were_out_are_not_waited_for() -> None:
+    alive = {"A": "A1", "B": "another life"}
+    adoption = find_adoption(claims("A"), alive=alive, waiting="AB", is_late=False)
+    assert adoption is not None
+    assert adoption.holders == (0,)
+    assert find_adoption(claims("AB", C="out"), alive=ALIVE, waiting="ABC", is_late=False) is not None
+
+
+def test_a_member_that_lives_and_has_not_completed_it_means_a_new_round() -> None:
+    assert find_adoption(claims("AB"), alive=ALIVE, waiting="ABC", is_late=False) is None
+    assert find_adoption(claims("AB"), alive=ALIVE, waiting="ABC", is_late=True) is None
+
+
+def test_a_member_that_lives_and_says_nothing_is_waited_for_only_a_while() -> None:
+    assert find_adoption(claims("AB"), alive=ALIVE, waiting="AB", is_late=False) is None
+    adoption = find_adoption(claims("AB"), alive=ALIVE, waiting="AB", is_late=True)
+    assert adoption is not None
+    assert adoption.holders == (0, 1)
+
+
+def test_different_averages_are_not_adopted() -> None:
+    mixed = [*claims("AB"), *claims("C", digest="other")]
+    assert find_adoption(mixed, alive=ALIVE, waiting="ABC", is_late=True) is None
+
+
+def test_the_newest_round_and_its_newest_revision_count() -> None:
+    both = [*claims("AB", revision=1, C="dead"), *claims("C", token=6)]
+    adoption = find_adoption(both, alive=ALIVE, waiting="ABC", is_late=False)
+    assert adoption is not None
+    assert (adoption.plan.key.token, adoption.plan.revision, adoption.holders) == (7, 1, (0, 1))
+    assert find_adoption([], alive=ALIVE, waiting="", is_late=True) is None

@@ -1,0 +1,205 @@
+"""The coordinator's lease: one holder, growing tokens, and nobody waits for the dead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from potluck.hub.connection import Entry
+from potluck.messages import encode
+from potluck.peer.lease import KEPT_TERMS, KEY, TTL_SECONDS, Lease, LeaseRecord, LeaseView
+from potluck.testing.memoryhub import MemoryHub
+from potluck.testing.virtualloop import LoopClock, in_virtual_time
+
+SOON_SECONDS = 0.01  # far less than any timer of the lease
+LONG_SECONDS = 20.0
+
+
+class Candidates:
+    """Peers that want the lease, and a roster that says who is dead."""
+
+    def __init__(self) -> None:
+        self.hub = MemoryHub()
+        self.dead: set[tuple[str, str]] = set()
+        self.leases: list[Lease] = []
+
+    async def join(self, name: str, session: str = "s", *, stand: bool = True) -> Lease:
+        lease = Lease(
+            self.hub.connect(name).store("lease"),
+            name,
+            LoopClock(),
+            session=session,
+            is_gone=lambda holder, session: (holder, session) in self.dead,
+        )
+        self.leases.append(lease)
+        await lease.start()
+        if stand:
+            lease.stand()
+        return lease
+
+    def holders(self) -> list[Lease]:
+        return [lease for lease in self.leases if lease.is_held]
+
+
+@asynccontextmanager
+async def candidates() -> AsyncIterator[Candidates]:
+    those = Candidates()
+    yield those
+    for lease in those.leases:
+        await lease.close()
+    for connection in list(those.hub._connections):
+        await connection.close()
+
+
+async def until(condition: Callable[[], bool], seconds: float = LONG_SECONDS) -> float:
+    """Wait for it and return how long it took."""
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    while not condition():
+        assert loop.time() - start < seconds, "it did not happen"
+        await asyncio.sleep(SOON_SECONDS)
+    return loop.time() - start
+
+
+@in_virtual_time
+async def test_one_candidate_holds_it_and_all_see_who() -> None:
+    async with candidates() as those:
+        leases = [await those.join(name) for name in ("A", "B", "C")]
+        watcher = await those.join("W", stand=False)
+        await until(lambda: bool(those.holders()))
+        for _ in range(200):
+            await asyncio.sleep(0.1)
+            assert len(those.holders()) == 1
+        [holder] = those.holders()
+        assert {lease.view.holder for lease in [*leases, watcher]} == {holder.view.holder}
+        assert all(lease.view.token == holder.token for lease in leases)
+        assert not watcher.is_held
+        assert watcher.view.accepts(str(holder.view.holder), holder.token)
+        assert not watcher.view.accepts("B" if holder.view.holder != "B" else "A", holder.token)
+        assert not watcher.view.accepts(str(holder.view.holder), holder.token - 1)
+
+
+@in_virtual_time
+async def test_a_silent_holder_is_replaced_when_its_time_is_over_and_its_token_is_smaller() -> None:
+    async with candidates() as those:
+        first = await those.join("A")
+        await until(lambda: first.is_held)
+        old_token = first.token
+        second = await those.join("B")
+        those.hub.disconnect("A")
+        taken = await until(lambda: second.is_held)
+        assert taken <= TTL_SECONDS + 1.0
+        assert not first.is_held, "it must have noticed by its own clock"
+        assert second.token > old_token
+        assert not second.view.accepts("A", old_token)
+
+
+@in_virtual_time
+async def test_a_dead_holder_is_replaced_at_once() -> None:
+    async with candidates() as those:
+        first = await those.join("A")
+        await until(lambda: first.is_held)
+        old_token = first.token
+        second = await those.join("B")
+        await asyncio.sleep(1.0)
+        those.hub.disconnect("A")
+        those.dead.add(("A", "s"))
+        second.reconsider()
+        assert await until(lambda: second.is_held) <= 5 * SOON_SECONDS
+        assert second.token > old_token
+
+
+@in_virtual_time
+async def test_a_holder_that_the_roster_wrongly_buries_loses_the_lease_and_knows_it() -> None:
+    async with candidates() as those:
+        first = await those.join("A")
+        await until(lambda: first.is_held)
+        second = await those.join("B")
+        those.dead.add(("A", "s"))
+        second.reconsider()
+        await until(lambda: second.is_held)
+        await until(lambda: not first.is_held, seconds=5 * SOON_SECONDS)
+        await asyncio.sleep(10 * TTL_SECONDS)
+        assert those.holders() == [second]
+
+
+@in_virtual_time
+async def test_of_many_who_replace_a_dead_holder_one_wins() -> None:
+    async with candidates() as those:
+        first = await those.join("A")
+        await until(lambda: first.is_held)
+        others = [await those.join(name) for name in "BCDEF"]
+        those.hub.disconnect("A")
+        those.dead.add(("A", "s"))
+        for lease in others:
+            lease.reconsider()
+        await until(lambda: any(lease.is_held for lease in others))
+        await asyncio.sleep(1.0)
+        assert sum(lease.is_held for lease in others) == 1
+
+
+@in_virtual_time
+async def test_a_holder_that_restarted_need_not_wait_for_its_earlier_life() -> None:
+    async with candidates() as those:
+        first = await those.join("A", "life 1")
+        await until(lambda: first.is_held)
+        old_token = first.token
+        those.hub.disconnect("A")
+        second = await those.join("A", "life 2")
+        assert await until(lambda: second.is_held) <= 5 * SOON_SECONDS
+        assert second.token > old_token
+
+
+@in_virtual_time
+async def test_another_candidate_replaces_the_earlier_life_of_a_restarted_holder() -> None:
+    async with candidates() as those:
+        first = await those.join("A", "life 1")
+        await until(lambda: first.is_held)
+        those.hub.disconnect("A")
+        other = await those.join("B")
+        those.dead.add(("A", "life 1"))
+        other.reconsider()
+        assert await until(lambda: other.is_held) <= 5 * SOON_SECONDS
+
+
+@in_virtual_time
+async def test_a_lease_that_is_handed_back_is_free_at_once() -> None:
+    async with candidates() as those:
+        first = await those.join("A")
+        await until(lambda: first.is_held)
+        second = await those.join("B")
+        await first.close()
+        assert not first.is_held
+        assert await until(lambda: second.is_held) <= 5 * SOON_SECONDS
+
+
+@in_virtual_time
+async def test_the_holder_survives_a_hub_that_is_away_for_less_than_its_time() -> None:
+    async with candidates() as those:
+        first = await those.join("A")
+        await until(lambda: first.is_held)
+        token = first.token
+        those.hub.disconnect()
+        await asyncio.sleep(1.0)
+        those.hub.reconnect()
+        await asyncio.sleep(10.0)
+        assert first.token == token
+
+
+def test_the_view_remembers_the_last_few_holders_and_no_more() -> None:
+    view = LeaseView()
+    for revision in range(1, 3 * KEPT_TERMS):
+        record = encode(LeaseRecord(holder=f"P{revision}"))
+        view.apply(Entry(key=KEY, value=record, revision=revision, written_at=0.0))
+    assert len(view.past_holders) == KEPT_TERMS
+    assert view.past_holders[3 * KEPT_TERMS - 1] == f"P{3 * KEPT_TERMS - 1}"
+    assert 1 not in view.past_holders
+
+
+def test_what_is_no_lease_record_counts_as_free() -> None:
+    view = LeaseView()
+    view.apply(Entry(key=KEY, value=encode(LeaseRecord(holder="A", session="s", token=3)), revision=5, written_at=0.0))
+    assert (view.holder, view.session, view.token) == ("A", "s", 3)
+    view.apply(Entry(key=KEY, value=b"\xc1", revision=6, written_at=0.0))
+    assert (view.holder, view.session, view.token, view.largest_token) == (None, "", 0, 3)

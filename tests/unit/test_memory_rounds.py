@@ -1,0 +1,639 @@
+"""Whole rounds, in memory and in virtual time: what members hold, what they are told, whoever fails."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from roundlab import (
+    ELEMENTS,
+    assert_same_average,
+    at_point,
+    contributors_of,
+    lab,
+    mean_of,
+)
+
+from potluck.errors import ConfigurationError, RoundFailedError
+from potluck.messages import encode
+from potluck.round import exchanger as exchanger_module
+from potluck.round.aggregators import AggregatorSpec
+from potluck.round.codecs import CodecChoice
+from potluck.round.gathering import GatherConfig
+from potluck.round.plan import Average, Contribution, Participant, Plan, Ready, RoundKey
+from potluck.round.signing import sign_word
+from potluck.round.trigger import Quorum
+from potluck.testing.virtualloop import in_virtual_time
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# Rounds without trouble
+
+
+@pytest.mark.parametrize("num_members", [1, 2, 3, 5])
+@in_virtual_time
+async def test_all_hold_the_mean(num_members: int) -> None:
+    async with lab(num_members) as there:
+        for epoch in (1, 2, 3):
+            results = await there.average()
+            assert_same_average(there.members, mean_of(there.members))
+            assert all(result.holds and result.commit.epoch == epoch for result in results)
+            assert len({result.commit.digest for result in results}) == 1
+            assert set(results[0].commit.holders) == {member.id for member in there.members}
+            assert results[0].commit.left_out == {}
+        assert [member.averager.epoch for member in there.members] == [3] * num_members
+
+
+@in_virtual_time
+async def test_weights_count() -> None:
+    async with lab(3) as there:
+        weights = {0: 1.0, 1: 2.0, 2: 5.0}
+        tasks = [task for m in there.members for task in there.start([m], weight=weights[m.number])]
+        results = await asyncio.gather(*tasks)
+        assert_same_average(there.members, mean_of(there.members, weights))
+        assert {m.peer: m.weight for m in results[0].commit.members} == {m.id: weights[m.number] for m in there.members}
+
+
+@pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16", "uniform8", "blockwise8"])
+@in_virtual_time
+async def test_every_codec_gives_all_the_same_bits(codec: str) -> None:
+    async with lab(3, choice=CodecChoice.everything(codec)) as there:
+        await there.average()
+        assert_same_average(there.members)
+        torch.testing.assert_close(there.members[0].values.double(), mean_of(there.members), rtol=0.05, atol=0.1)
+
+
+@in_virtual_time
+async def test_aux_peers_reduce_for_clients_and_get_no_weight() -> None:
+    async with lab() as there:
+        aux = await there.join(role="aux", coordinates=True)
+        clients = [await there.join(is_client=True) for _ in range(3)]
+        results = await there.average()
+        assert_same_average(clients, mean_of(clients))
+        assert [result.role for result in results] == ["reducer", "sender", "sender", "sender"]
+        assert results[0].holds
+        assert next(m.weight for m in results[0].commit.members if m.peer == aux.id) == 0.0
+
+
+@in_virtual_time
+async def test_a_peer_may_receive_without_contributing() -> None:
+    async with lab(3) as there:
+        observer = there.members[2]
+        tasks = there.start(there.members[:2]) + there.start([observer], weight=0.0)
+        await asyncio.gather(*tasks)
+        assert_same_average(there.members, mean_of(there.members[:2]))
+
+
+@in_virtual_time
+async def test_robust_aggregators_can_be_chosen() -> None:
+    async with lab(3, gather=GatherConfig(aggregator=AggregatorSpec(name="median"))) as there:
+        await there.average()
+        assert_same_average(there.members)
+        middle = torch.arange(ELEMENTS) % 7 + 2.0
+        assert torch.equal(there.members[0].values, middle)
+
+
+@in_virtual_time
+async def test_tensors_of_all_kinds_come_back_in_place() -> None:
+    async with lab(2, choice=CodecChoice()) as there:
+        given = [
+            {
+                "matrix": torch.full((300, 200), float(n)).t(),
+                "half": torch.full((70_000,), float(n), dtype=torch.bfloat16),
+                "scalar": torch.tensor(float(n)),
+                "empty": torch.empty(0, 4),
+                "count": torch.tensor([10 * n]),
+                "parameter": torch.nn.Parameter(torch.full((5,), float(n))),
+            }
+            for n in (1, 3)
+        ]
+        await asyncio.gather(
+            *(
+                member.averager.average(tensors, weight=1.0, timeout_seconds=10)
+                for member, tensors in zip(there.members, given, strict=True)
+            )
+        )
+        for tensors in given:
+            for name in ("matrix", "half", "scalar", "parameter"):
+                assert bool((tensors[name] == 2).all()), name
+            assert tensors["count"].tolist() == [20]
+
+
+@in_virtual_time
+async def test_nothing_to_average_is_agreed_on_too() -> None:
+    async with lab(2) as there:
+        results = await asyncio.gather(
+            *(member.averager.average({}, weight=1.0, timeout_seconds=10) for member in there.members)
+        )
+        assert all(result.holds for result in results)
+
+
+@in_virtual_time
+async def test_who_comes_late_is_waited_for_a_while_and_then_not() -> None:
+    async with lab(3) as there:
+        *early, late = there.members
+        tasks = there.start(early)
+        await asyncio.sleep(0.2)
+        tasks += there.start([late])
+        await asyncio.gather(*tasks)
+        assert_same_average(there.members, mean_of(there.members))
+        tasks = there.start(early)
+        await asyncio.gather(*tasks)
+        assert_same_average(early, mean_of(early))
+        [result] = await there.average([late], epoch=2)
+        assert not result.holds
+        assert result.left_behind is not None
+        assert (result.left_behind.head_epoch, set(result.left_behind.holders)) == (2, {m.id for m in early})
+
+
+@in_virtual_time
+async def test_a_newcomer_takes_part_in_the_next_epoch() -> None:
+    async with lab(2) as there:
+        await there.average()
+        await there.join()
+        results = await there.average()
+        assert {result.commit.epoch for result in results} == {2}
+        assert_same_average(there.members, mean_of(there.members))
+
+
+@in_virtual_time
+async def test_one_line_a_round_says_it_all(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="potluck.round"):
+        async with lab(2) as there:
+            await there.average()
+    lines = [record.getMessage() for record in caplog.records if record.name == "potluck.round.averager"]
+    assert len(lines) == 2
+    for part in ("epoch 1 committed", "2 of 2 members", "MB sent", "gathering", "exchanging", "committing", "applying"):
+        assert part in lines[0]
+
+
+@in_virtual_time
+async def test_rounds_leave_nothing_for_the_garbage_collector() -> None:
+    async with lab(3) as there:
+        seen: list[weakref.ref[Any]] = []
+        original = exchanger_module.HeldAverages
+
+        def watched(*args: Any) -> Any:
+            averages = original(*args)
+            seen.append(weakref.ref(averages))
+            return averages
+
+        gc.collect()
+        gc.disable()
+        exchanger_module.HeldAverages = watched  # type: ignore[assignment, misc]
+        try:
+            await there.average()
+            await asyncio.sleep(1.0)
+            assert len(seen) == 3
+            assert [ref() for ref in seen] == [None] * 3
+        finally:
+            exchanger_module.HeldAverages = original  # type: ignore[misc]
+            gc.enable()
+
+
+# Misuse
+
+
+@in_virtual_time
+async def test_two_rounds_at_once_are_refused() -> None:
+    async with lab(1) as there:
+        task = there.start()[0]
+        await asyncio.sleep(0)
+        with pytest.raises(ConfigurationError, match="already"):
+            await there.members[0].average()
+        await task
+
+
+@pytest.mark.parametrize("wrong", [{"weight": -1.0}, {"weight": float("nan")}, {"timeout_seconds": 0.0}])
+@in_virtual_time
+async def test_nonsense_is_refused(wrong: dict[str, float]) -> None:
+    async with lab(1) as there:
+        with pytest.raises(ConfigurationError):
+            await there.members[0].average(**wrong)
+
+
+@in_virtual_time
+async def test_without_a_coordinator_the_error_says_so_and_the_peer_can_try_again() -> None:
+    async with lab() as there:
+        lonely = await there.join(coordinates=False)
+        lonely.fill()
+        with pytest.raises(RoundFailedError, match=r"epoch 1 was not committed within 5 s: gathering; nobody coordin"):
+            await lonely.average(timeout_seconds=5.0)
+        await there.join(coordinates=True)
+        await there.average()
+        assert_same_average(there.members, mean_of(there.members))
+
+
+@in_virtual_time
+async def test_when_nobody_can_reduce_the_members_learn_why() -> None:
+    async with lab() as there:
+        await there.join(is_client=True)
+        await there.join(is_client=True)
+        results = await asyncio.gather(*there.start(timeout_seconds=5.0), return_exceptions=True)
+        for result in results:
+            assert isinstance(result, RoundFailedError)
+            assert "accept no connections" in str(result)
+
+
+@in_virtual_time
+async def test_other_tensors_than_most_are_left_out_and_the_owner_learns_why() -> None:
+    async with lab(3) as there:
+        odd = there.members[2]
+        tasks = there.start(there.members[:2])
+        alone = asyncio.create_task(odd.averager.average({"other": torch.zeros(5)}, weight=1.0, timeout_seconds=20))
+        await asyncio.gather(*tasks)
+        result = await alone
+        assert result.left_behind is not None
+        assert "other tensors" in result.left_behind.reason
+        assert_same_average(there.members[:2], mean_of(there.members[:2]))
+
+
+@in_virtual_time
+async def test_closing_in_the_middle_of_a_round_ends_the_call() -> None:
+    async with lab(2) as there:
+        [task] = there.start(there.members[:1])
+        await asyncio.sleep(0.1)
+        await there.members[0].averager.close()
+        with pytest.raises(RoundFailedError, match="closed"):
+            await task
+
+
+@in_virtual_time
+async def test_a_caller_that_gives_up_is_not_waited_for() -> None:
+    async with lab(3) as there:
+        quitter = there.members[2]
+        tasks = there.start()
+        with at_point("round.planned", lambda: tasks[2].cancel(), peer=quitter.id) as reached:
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert reached
+        assert isinstance(results[2], asyncio.CancelledError)
+        assert_same_average(there.members[:2])
+        assert "stopped waiting" in results[0].commit.left_out[quitter.id]  # type: ignore[union-attr]
+
+
+# Values that cannot be used
+
+
+@in_virtual_time
+async def test_values_that_are_not_finite_are_left_out_named_and_counted() -> None:
+    async with lab(3) as there:
+        poisoned = there.members[1]
+        tasks = there.start()
+        poisoned.values[:] = float("nan")
+        results = await asyncio.gather(*tasks)
+        others = [there.members[0], there.members[2]]
+        assert_same_average(there.members, mean_of(others))
+        assert all(result.holds for result in results)
+        trouble = next(m for m in results[0].commit.members if m.peer == poisoned.id)
+        assert trouble.holds
+
+
+@in_virtual_time
+async def test_one_bad_chunk_spoils_only_that_chunk() -> None:
+    async with lab(3) as there:
+        tasks = there.start()
+        there.members[1].values[0] = float("inf")
+        await asyncio.gather(*tasks)
+        assert_same_average(there.members)
+        values = there.members[0].values
+        assert contributors_of(float(values[0])) == {0, 2}
+        assert contributors_of(float(values[-1]) - (ELEMENTS - 1) % 7) >= {0, 2}
+
+
+@in_virtual_time
+async def test_when_everybodys_values_are_bad_the_round_fails_and_says_why() -> None:
+    async with lab(2) as there:
+        tasks = there.start(timeout_seconds=5.0)
+        for member in there.members:
+            member.values[:] = float("nan")
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, RoundFailedError)
+            assert "NaN or infinity" in str(result)
+        assert there.members[0].averager.epoch == 0
+
+
+# Messages that are early, late, foreign or lost
+
+
+@in_virtual_time
+async def test_messages_that_are_ahead_of_the_plan_wait_for_it() -> None:
+    async with lab(3) as there:
+        late = there.members[2]
+        tasks = there.start([late])
+        await asyncio.sleep(0.1)
+        there.run.hub.disconnect(late.id)  # the plan does not reach it; what the others send does
+        tasks += there.start(there.members[:2])
+        await asyncio.sleep(0.1)
+        assert late.averager.statistics()["early_messages"] > 0
+        there.run.hub.reconnect(late.id)
+        await asyncio.gather(*tasks)
+        assert_same_average(there.members, mean_of(there.members))
+        assert late.averager.statistics().get("late_messages", 0) == 0
+
+
+@in_virtual_time
+async def test_messages_whose_plan_never_comes_are_dropped_after_a_while() -> None:
+    async with lab(2) as there:
+        victim, sender = there.members
+        tasks = there.start([victim], timeout_seconds=30.0)
+        message = Contribution(key=RoundKey(epoch=1, token=99, attempt=0), chunk=0, generation=0)
+        await sender.peer.links.send(victim.id, message, [b"x"], timeout_seconds=1.0, bulk=True)
+        await asyncio.sleep(0.1)
+        assert victim.averager.statistics()["early_messages"] == 1
+        tasks += there.start([sender])
+        await asyncio.gather(*tasks)
+        await asyncio.sleep(10.0)
+        assert victim.averager.statistics()["late_messages"] == 1
+
+
+@in_virtual_time
+async def test_a_plan_that_the_hub_lost_is_said_again() -> None:
+    async with lab(3) as there:
+        await asyncio.sleep(1.0)
+        lost = there.run.hub.drop(there.run.hub.subjects.plan("*"), count=1)
+        started = now()
+        await there.average()
+        assert lost.num_caught == 1
+        assert 0.4 < now() - started < 1.4
+        assert_same_average(there.members, mean_of(there.members))
+
+
+@in_virtual_time
+async def test_words_of_others_than_the_coordinator_are_ignored_and_counted() -> None:
+    async with lab(2) as there:
+        await there.average()
+        victim, liar = there.members
+        key = RoundKey(epoch=2, token=victim.averager.lease.view.token, attempt=9)
+        members = (Participant(peer=victim.id, session=victim.peer.session.card.session, weight=1.0),)
+        plan = Plan(key=key, members=members, parts=(), layout="", deadline=1e12)
+        hub, subjects = liar.peer.session.hub, liar.peer.session.subjects
+        signed = sign_word(plan, liar.peer.identity, subjects.run)
+        await hub.publish(subjects.plan(liar.id), signed)  # it does not hold the lease
+        await hub.publish(subjects.plan(victim.id), signed)  # it is not who it says it is
+        await hub.publish(subjects.plan(liar.id), b"\xc1")
+        await asyncio.sleep(0.1)
+        statistics = victim.averager.statistics()
+        assert (statistics["foreign_words"], statistics["bad_words"]) == (1, 2)
+        await there.average()
+        assert_same_average(there.members, mean_of(there.members))
+
+
+@in_virtual_time
+async def test_a_word_may_come_before_the_news_of_its_lease() -> None:
+    async with lab(3, all_coordinate=True) as there:
+        first = there.coordinator()
+        others = [member for member in there.members if member is not first]
+        await asyncio.sleep(1.0)
+        slow = there.run.hub.hold(there.run.hub.subjects.store_change("lease", ">"))
+        await there.kill(first)
+        tasks = there.start(others)
+        await asyncio.sleep(0.2)
+        slow.release()
+        await asyncio.gather(*tasks)
+        assert_same_average(others, mean_of(others))
+
+
+@in_virtual_time
+async def test_what_strangers_and_hostile_members_send_changes_nothing() -> None:
+    async with lab(3) as there:
+        attacker, *_ = others = [there.members[2], *there.members[:2]]
+        tasks = there.start()
+
+        async def attack() -> None:
+            for target in others[1:]:
+                for epoch in (0, 1, 2):
+                    for chunk in (0, 1, 5, 1 << 20):
+                        key = RoundKey(epoch=epoch, token=1, attempt=0)
+                        for kind in (Average, Contribution):
+                            message = kind(key=key, chunk=chunk, generation=chunk % 3)
+                            frames = [b"x" * 10] if chunk % 2 else []
+                            await attacker.peer.links.send(target.id, message, frames, timeout_seconds=1.0, bulk=True)
+
+        attacks: list[asyncio.Task[None]] = []
+        with at_point("round.planned", lambda: attacks.append(asyncio.create_task(attack())), peer=attacker.id):
+            results = await asyncio.gather(*tasks)
+        await asyncio.gather(*attacks)
+        assert attacks
+        honest = there.members[:2]
+        assert_same_average(honest)
+        assert all(result.commit.digest == results[0].commit.digest for result in results)
+
+
+@in_virtual_time
+async def test_garbage_from_those_who_are_ready_is_counted() -> None:
+    async with lab(2) as there:
+        hub, subjects = there.members[1].peer.session.hub, there.members[1].peer.session.subjects
+        await hub.publish(subjects.news(there.members[1].id, "ready"), b"\xc1")
+        await hub.publish(subjects.news("NOBODY", "ready"), encode(Ready(session="s", epoch=1)))
+        await asyncio.sleep(0.1)
+        statistics = there.members[0].averager.statistics()
+        assert statistics["coordinator_bad_readies"] == 1
+        assert statistics["coordinator_readies_of_strangers"] == 1
+        await there.average()
+
+
+# Members that die
+
+POINTS = [
+    "planned",
+    "first_sent",
+    "half_sent",
+    "all_sent",
+    "first_reduced",
+    "half_averages_sent",
+    "complete",
+    "reported",
+]
+
+
+@pytest.mark.parametrize("point", POINTS)
+@in_virtual_time
+async def test_a_member_that_dies_at_any_point_delays_the_others_little(point: str) -> None:
+    async with lab(4) as there:
+        await there.average()
+        victim = there.members[3]
+        deaths: list[asyncio.Task[None]] = []
+
+        def die() -> None:
+            there.sever(victim)
+            deaths.append(asyncio.create_task(there.kill(victim)))
+
+        survivors = there.members[:3]
+        started = now()
+        with at_point(f"round.{point}", die, peer=victim.id) as reached:
+            tasks = there.start()
+            results = await asyncio.gather(*tasks[:3])
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert reached
+        await asyncio.gather(*deaths)
+        assert_same_average(survivors)
+        for value in survivors[0].values[:: ELEMENTS // 50]:
+            index = int((survivors[0].values == value).nonzero()[0])
+            assert contributors_of(float(value) - index % 7) >= {0, 1, 2}
+        assert all(result.holds for result in results)
+        assert now() - started < 3.0
+        await there.average()
+        assert_same_average(survivors, mean_of(survivors))
+
+
+@pytest.mark.parametrize("point", [*POINTS, "plan_published", "committing", "committed"])
+@in_virtual_time
+async def test_a_coordinator_that_dies_at_any_point_is_replaced_and_nothing_is_lost(point: str) -> None:
+    async with lab(4, all_coordinate=True) as there:
+        await there.average()
+        await asyncio.sleep(1.0)
+        victim = there.coordinator()
+        survivors = [member for member in there.members if member is not victim]
+        deaths: list[asyncio.Task[None]] = []
+
+        def die() -> None:
+            there.sever(victim)
+            deaths.append(asyncio.create_task(there.kill(victim)))
+
+        started = now()
+        with at_point(f"round.{point}", die, peer=victim.id) as reached:
+            tasks = dict(zip(there.members, there.start(), strict=True))
+            results = await asyncio.gather(*(tasks[member] for member in survivors))
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        assert reached
+        await asyncio.gather(*deaths)
+        assert_same_average(survivors)
+        assert {result.commit.epoch for result in results} == {2}
+        assert all(result.holds for result in results)
+        assert now() - started < 5.0
+        await there.average()
+        assert_same_average(survivors, mean_of(survivors))
+        assert survivors[0].averager.epoch == 3
+
+
+@in_virtual_time
+async def test_a_round_that_was_complete_is_committed_by_the_next_coordinator_as_it_is() -> None:
+    async with lab(3, all_coordinate=True) as there:
+        victim = there.coordinator()
+        survivors = [member for member in there.members if member is not victim]
+        deaths: list[asyncio.Task[None]] = []
+
+        def die() -> None:
+            there.sever(victim)
+            deaths.append(asyncio.create_task(there.kill(victim)))
+
+        everybody = list(there.members)
+        with at_point("round.committing", die, peer=victim.id) as reached:
+            tasks = there.start()
+            results = await asyncio.gather(*tasks[1:])
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*deaths)
+        assert reached
+        assert_same_average(survivors, mean_of(everybody))
+        assert sum(m.averager.statistics().get("coordinator_adoptions", 0) for m in survivors) == 1
+        assert all(result.commit.term > result.commit.key.token for result in results)
+        assert victim.id in results[0].commit.left_out
+
+
+@in_virtual_time
+async def test_a_member_that_only_the_roster_misses_is_left_out_and_learns_it() -> None:
+    async with lab(3) as there:
+        await there.average()
+        silent = there.members[2]
+        with at_point("round.planned", lambda: there.sever(silent), peer=silent.id) as reached:
+            tasks = there.start()
+            results = await asyncio.gather(*tasks[:2])
+        assert reached
+        assert_same_average(there.members[:2], mean_of(there.members[:2]))
+        assert "no report" in results[0].commit.left_out[silent.id]
+        there.run.reunite(silent.peer)
+        result = await tasks[2]
+        assert result.left_behind is not None
+        assert set(result.left_behind.holders) == {m.id for m in there.members[:2]}
+        await there.average()
+        assert_same_average(there.members, mean_of(there.members))
+
+
+@in_virtual_time
+async def test_a_cut_between_two_members_costs_a_contribution_and_not_the_round() -> None:
+    async with lab(4) as there:
+        await there.average()
+        one, other = there.members[2:]
+        with at_point("round.planned", lambda: there.run.cut(one.peer, other.peer), peer=one.id) as reached:
+            results = await there.average()
+        assert reached
+        holders = [m for m, result in zip(there.members, results, strict=True) if result.holds]
+        assert there.members[0] in holders
+        assert there.members[1] in holders
+        assert_same_average(holders)
+        there.run.mend(one.peer, other.peer)
+        await there.average()
+        assert_same_average(there.members, mean_of(there.members))
+
+
+@in_virtual_time
+async def test_the_hub_may_go_away_in_the_middle_of_a_round() -> None:
+    async with lab(3) as there:
+        await there.average()
+        with at_point("round.half_sent", there.run.hub.disconnect, peer=there.members[1].id) as reached:
+            tasks = there.start()
+            await asyncio.sleep(1.0)
+            there.run.hub.reconnect()
+            results = await asyncio.gather(*tasks)
+        assert reached
+        assert all(result.holds for result in results)
+        assert_same_average(there.members, mean_of(there.members))
+
+
+@in_virtual_time
+async def test_the_hub_may_stay_away_longer_than_a_lease_lasts() -> None:
+    async with lab(3, all_coordinate=True) as there:
+        await there.average()
+        with at_point("round.committing", there.run.hub.disconnect) as reached:
+            tasks = there.start()
+            await asyncio.sleep(10.0)
+            assert not any(task.done() for task in tasks)
+            there.run.hub.reconnect()
+            results = await asyncio.gather(*tasks)
+        assert reached
+        assert all(result.holds for result in results)
+        assert_same_average(there.members, mean_of(there.members))
+
+
+@in_virtual_time
+async def test_a_peer_that_comes_back_as_another_life_is_a_new_member() -> None:
+    async with lab(3) as there:
+        await there.average()
+        old = there.members[2]
+        await there.kill(old)
+        await there.join(identity=old.peer.identity, number=2, coordinates=False)
+        await there.average()
+        assert_same_average(there.members, mean_of(there.members))
+
+
+@in_virtual_time
+async def test_a_deadline_names_the_peers_and_the_phase() -> None:
+    async with lab(3) as there:
+        deaf = there.members[2]
+        with at_point("round.planned", lambda: there.sever(deaf), peer=deaf.id) as reached:
+            tasks = there.start(timeout_seconds=4.0)
+            await asyncio.gather(*tasks[:2])
+            with pytest.raises(RoundFailedError) as failure:
+                await tasks[2]
+        assert reached
+        assert "exchanging epoch 1" in str(failure.value)
+        assert "averages are missing from" in str(failure.value)
+        assert there.members[0].id in str(failure.value)
+
+
+@in_virtual_time
+async def test_a_quorum_can_be_required() -> None:
+    async with lab(2, trigger=Quorum(min_senders=3)) as there:
+        results = await asyncio.gather(*there.start(timeout_seconds=3.0), return_exceptions=True)
+        assert all(isinstance(result, RoundFailedError) for result in results)
+        await there.join()
+        await there.average()
+        assert_same_average(there.members, mean_of(there.members))

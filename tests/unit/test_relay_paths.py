@@ -1,0 +1,536 @@
+"""Relayed paths, on a wire in memory and a clock of our own: greeting, signs of life, credit, hostile bytes."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from potluck.hub.bulkwire import WireEvents
+from potluck.hub.presence import Card, Presence, State
+from potluck.hub.subjects import Subjects
+from potluck.link.carrier import Buffer, Carrier
+from potluck.link.packet import HUB_PAYLOAD_BYTES
+from potluck.link.relay import RelayCarrier, RelayConfig
+from potluck.link.relaypacket import RelayKind, encode_control, encode_prefix
+from potluck.messages import PROTOCOL_VERSION
+
+SUBJECTS = Subjects("test")
+PACKET = bytes(range(256)) * 2000  # half a megabyte
+
+
+class ManualClock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now
+
+
+class MemoryHub:
+    """Delivers what wires publish when `run` is called, in order per wire."""
+
+    def __init__(self) -> None:
+        self.wires: dict[str, MemoryWire] = {}
+        self.queue: deque[tuple[str, bytes]] = deque()
+        self.num_published = 0
+
+    def run(self) -> None:
+        while self.queue:
+            self.deliver(*self.queue.popleft())
+
+    def deliver(self, subject: str, payload: bytes) -> None:
+        wire = self.wires.get(subject.split(".")[-2])
+        if wire is not None and wire.connected and wire.events is not None:
+            wire.events.message_arrived(subject, memoryview(payload))
+
+
+class MemoryWire:
+    def __init__(self, hub: MemoryHub, peer: str) -> None:
+        self.hub = hub
+        self.events: WireEvents | None = None
+        self.connected = False
+        self.congested = False
+        self.closed = False
+        self.max_payload_bytes = HUB_PAYLOAD_BYTES
+        hub.wires[peer] = self
+
+    def open(self, subject: str, events: WireEvents) -> None:
+        self.events = events
+        self.connect()
+
+    def connect(self) -> None:
+        assert self.events is not None
+        self.connected = True
+        self.events.wire_connected()
+
+    def lose(self) -> None:
+        assert self.events is not None
+        self.connected = False
+        self.events.wire_lost("cut")
+
+    def relieve(self) -> None:
+        assert self.events is not None
+        self.congested = False
+        self.events.wire_writable()
+
+    def publish(self, subject: str, parts: Sequence[Buffer], *, urgent: bool = False) -> bool:
+        if not self.connected or (self.congested and not urgent):
+            return False
+        self.hub.num_published += 1
+        self.hub.queue.append((subject, b"".join(parts)))
+        return True
+
+    def statistics(self) -> Mapping[str, int]:
+        return {"connected": int(self.connected)}
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Owner:
+    """Writes down what a carrier tells."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, ...]] = []
+        self.packets: list[tuple[str, bytes, bytes | None]] = []
+
+    def packet_arrived(self, carrier: Carrier, peer: str, header: memoryview, payload: memoryview | None) -> None:
+        self.packets.append((peer, bytes(header), None if payload is None else bytes(payload)))
+
+    def path_opened(self, carrier: Carrier, peer: str) -> None:
+        self.log.append(("opened", peer))
+
+    def path_closed(self, carrier: Carrier, peer: str, reason: str) -> None:
+        self.log.append(("closed", peer, reason))
+
+    def path_writable(self, carrier: Carrier, peer: str) -> None:
+        self.log.append(("writable", peer))
+
+
+class Node:
+    def __init__(self, hub: MemoryHub, peer: str, clock: ManualClock, config: RelayConfig | None = None) -> None:
+        self.peer = peer
+        self.owner = Owner()
+        self.wire = MemoryWire(hub, peer)
+        self.carrier = RelayCarrier(self.owner, peer, SUBJECTS, self.wire, config=config, clock=clock)
+
+    def meet(self, peer: str, state: State = "alive", *, session: str = "s1", protocol: int = PROTOCOL_VERSION) -> None:
+        card = Card(session=session, role="trainer", protocol=protocol)
+        self.carrier.update_peer(Presence(peer=peer, card=card, state=state, host="127.0.0.1", person="p"))
+
+    def is_open(self, peer: str) -> bool:
+        return self.carrier.why_no_path(peer) == ""
+
+    @property
+    def kinds(self) -> list[str]:
+        return [entry[0] for entry in self.owner.log]
+
+
+class Pair:
+    def __init__(self, config: RelayConfig | None = None) -> None:
+        self.clock = ManualClock()
+        self.hub = MemoryHub()
+        self.alice = Node(self.hub, "ALICE", self.clock, config)
+        self.bob = Node(self.hub, "BOB", self.clock, config)
+
+    async def start(self, *, meet: bool = True) -> None:
+        for node, other in ((self.alice, self.bob), (self.bob, self.alice)):
+            await node.carrier.start()
+            if meet:
+                node.meet(other.peer)
+        self.hub.run()
+
+    def pass_time(self, seconds: float) -> None:
+        until = self.clock.now + seconds
+        while self.clock.now < until:
+            self.clock.now += 0.1
+            for node in (self.alice, self.bob):
+                node.carrier.tick()
+            self.hub.run()
+
+    def transfer(self, number: int) -> int:
+        """Send up to so many packets from alice to bob, without delivering anything in between."""
+        for sent in range(number):
+            if not self.alice.carrier.send("BOB", b"h%d" % sent, PACKET):
+                return sent
+        return number
+
+    async def close(self) -> None:
+        await self.alice.carrier.close()
+        await self.bob.carrier.close()
+
+
+@pytest.fixture
+async def pair():
+    pair = Pair()
+    yield pair
+    await pair.close()
+
+
+async def test_a_path_opens_when_both_have_heard_each_other(pair: Pair) -> None:
+    await pair.start(meet=False)
+    assert not pair.alice.carrier.send("BOB", b"h", None)
+    pair.alice.meet("BOB")
+    pair.hub.run()
+    assert not pair.alice.is_open("BOB")
+    assert pair.bob.carrier.statistics()["strangers"] >= 1
+    pair.bob.meet("ALICE")
+    pair.hub.run()
+    assert pair.alice.owner.log == [("opened", "BOB")]
+    assert pair.bob.owner.log == [("opened", "ALICE")]
+    assert pair.alice.carrier.statistics()["paths"] == 1
+
+
+async def test_in_a_large_roster_a_peer_is_greeted_when_there_is_something_to_send(pair: Pair) -> None:
+    await pair.start(meet=False)
+    for node in (pair.alice, pair.bob):
+        for number in range(RelayConfig().eager_peers):
+            node.meet(f"OTHER{number}")
+    pair.pass_time(60)
+    published = pair.hub.num_published
+    pair.alice.meet("BOB")
+    pair.bob.meet("ALICE")
+    pair.hub.run()
+    pair.alice.wire.lose()
+    pair.alice.wire.connect()
+    pair.hub.run()
+    assert pair.hub.num_published == published + RelayConfig().eager_peers  # all but bob are greeted once more
+    assert not pair.alice.is_open("BOB")
+    assert not pair.alice.carrier.send("BOB", b"h", None)
+    pair.hub.run()
+    assert pair.alice.is_open("BOB")
+    assert pair.bob.is_open("ALICE")
+    assert pair.alice.carrier.send("BOB", b"h", None)
+
+
+async def test_packets_arrive_in_order_with_and_without_payload(pair: Pair) -> None:
+    await pair.start()
+    sent: list[tuple[bytes, bytes | None]] = [
+        (b"one", None),
+        (b"", b"two"),
+        (b"three", b""),
+        (b"4" * 300, PACKET[:999]),
+    ]
+    for header, payload in sent:
+        assert pair.alice.carrier.send("BOB", header, payload)
+    pair.hub.run()
+    assert pair.bob.owner.packets == [("ALICE", header, payload) for header, payload in sent]
+    figures = pair.alice.carrier.statistics()
+    assert figures["packets_sent"] == 4
+    assert figures["bytes_sent"] == pair.bob.carrier.statistics()["bytes_received"] == 3 + 3 + 5 + 300 + 999
+
+
+async def test_a_payload_of_wide_items_is_sent_as_bytes(pair: Pair) -> None:
+    await pair.start()
+    wide = memoryview(bytearray(range(80))).cast("d")
+    assert pair.alice.carrier.send("BOB", b"h", wide)
+    pair.hub.run()
+    assert pair.bob.owner.packets == [("ALICE", b"h", bytes(range(80)))]
+
+
+async def test_an_idle_path_is_silent(pair: Pair) -> None:
+    await pair.start()
+    published = pair.hub.num_published
+    pair.pass_time(60)
+    assert pair.hub.num_published == published
+
+
+async def test_a_peer_that_is_not_there_is_greeted_ever_more_seldom(pair: Pair) -> None:
+    pair.bob.wire.connected = False
+    await pair.alice.carrier.start()
+    pair.alice.meet("BOB")
+    pair.hub.run()
+    pair.pass_time(60)
+    assert 5 <= pair.hub.num_published <= 14
+    await pair.bob.carrier.start()
+    pair.bob.meet("ALICE")
+    pair.hub.run()
+    assert pair.alice.is_open("BOB")
+
+
+async def test_in_a_large_roster_a_path_is_made_when_it_is_wanted() -> None:
+    pair = Pair(RelayConfig(eager_peers=0))
+    await pair.start()
+    pair.pass_time(30)
+    assert pair.hub.num_published == 0
+    assert not pair.alice.carrier.send("BOB", b"h", None)  # it refuses, and begins
+    pair.hub.run()
+    assert pair.alice.kinds == pair.bob.kinds == ["opened"]
+    pair.bob.wire.lose()
+    pair.bob.wire.connect()
+    pair.hub.run()
+    assert pair.alice.kinds == pair.bob.kinds == ["opened", "closed", "opened"]
+    await pair.close()
+
+
+async def test_who_wants_to_send_does_not_wait_for_a_greeting_of_long_ago(pair: Pair) -> None:
+    await pair.alice.carrier.start()
+    pair.alice.meet("BOB")
+    pair.hub.run()
+    pair.pass_time(60)  # greetings have become rare
+    await pair.bob.carrier.start()
+    pair.bob.meet("ALICE")
+    pair.hub.queue.clear()  # its own greeting gets lost
+    assert not pair.alice.carrier.send("BOB", b"h", None)
+    pair.hub.run()
+    assert pair.alice.is_open("BOB")
+
+
+async def test_the_loss_of_our_wire_closes_all_paths_and_its_return_opens_them(pair: Pair) -> None:
+    await pair.start()
+    pair.bob.wire.lose()
+    assert pair.bob.kinds == ["opened", "closed"]
+    assert "hub is lost: cut" in pair.bob.owner.log[1][2]
+    assert not pair.bob.carrier.send("ALICE", b"h", None)
+    assert pair.alice.kinds == ["opened"]  # it cannot know yet
+    pair.bob.wire.connect()
+    pair.hub.run()
+    assert pair.bob.kinds == ["opened", "closed", "opened"]
+    assert pair.alice.kinds == ["opened", "closed", "opened"]
+    assert pair.alice.carrier.send("BOB", b"h", None)
+    pair.hub.run()
+    assert pair.bob.owner.packets == [("ALICE", b"h", None)]
+
+
+async def test_a_path_that_has_gone_silent_is_closed(pair: Pair) -> None:
+    await pair.start()
+    pair.hub.wires["BOB"].connected = False  # the hub has lost it, and nobody says so
+    assert pair.alice.carrier.send("BOB", b"h", None)
+    pair.pass_time(9.5)
+    assert pair.alice.kinds == ["opened"]
+    pair.pass_time(1)
+    assert pair.alice.kinds == ["opened", "closed"]
+    pair.bob.wire.connected = True
+    pair.pass_time(11)
+    assert pair.alice.is_open("BOB")
+    assert pair.bob.is_open("ALICE")
+
+
+async def test_a_path_on_which_the_other_answers_stays_open(pair: Pair) -> None:
+    await pair.start()
+    for _ in range(20):
+        assert pair.alice.carrier.send("BOB", b"h", None)
+        pair.pass_time(3)
+    assert pair.alice.kinds == pair.bob.kinds == ["opened"]
+
+
+@pytest.mark.parametrize("state", ["dead", "left"])
+async def test_the_roster_ends_a_path(pair: Pair, state: State) -> None:
+    await pair.start()
+    pair.alice.meet("BOB", state)
+    assert pair.alice.kinds == ["opened", "closed"]
+    assert not pair.alice.carrier.send("BOB", b"h", None)
+    pair.bob.carrier.send("ALICE", b"h", None)
+    pair.hub.run()
+    assert pair.alice.owner.packets == []
+    pair.alice.meet("BOB")
+    pair.hub.run()
+    assert pair.alice.is_open("BOB")
+
+
+async def test_a_suspect_keeps_its_path_and_a_new_session_gets_a_new_one(pair: Pair) -> None:
+    await pair.start()
+    pair.alice.meet("BOB", "suspect")
+    pair.alice.meet("BOB")
+    pair.hub.run()
+    assert pair.alice.kinds == ["opened"]
+    pair.alice.meet("BOB", session="s2")
+    pair.hub.run()
+    assert pair.alice.kinds == pair.bob.kinds == ["opened", "closed", "opened"]
+
+
+async def test_a_peer_of_another_version_gets_no_path(pair: Pair) -> None:
+    await pair.start(meet=False)
+    pair.bob.meet("ALICE")
+    pair.alice.meet("BOB", protocol=PROTOCOL_VERSION + 1)
+    pair.hub.run()
+    assert not pair.alice.is_open("BOB")
+
+
+async def test_a_hub_that_takes_only_small_messages_is_not_used(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    pair.bob.wire.max_payload_bytes = 1000
+    await pair.start()
+    assert not pair.alice.is_open("BOB")
+    assert "max_payload" in caplog.text
+
+
+# Congestion and credit
+
+
+async def test_a_congested_wire_refuses_and_says_when_it_is_free(pair: Pair) -> None:
+    await pair.start()
+    pair.alice.wire.congested = True
+    assert not pair.alice.carrier.send("BOB", b"h", b"x")
+    assert pair.alice.kinds == ["opened"]
+    pair.alice.wire.relieve()
+    assert pair.alice.kinds == ["opened", "writable"]
+    pair.alice.wire.relieve()
+    assert pair.alice.kinds == ["opened", "writable"]
+
+
+async def test_a_sender_without_credit_waits_and_goes_on(pair: Pair) -> None:
+    await pair.start()
+    assert pair.transfer(1) == 0
+    pair.hub.run()
+    assert pair.alice.kinds == ["opened", "writable"]
+    sent = pair.transfer(100)
+    assert 4 <= sent <= 9  # the least budget
+    assert pair.bob.owner.packets == []
+    pair.hub.run()
+    assert len(pair.bob.owner.packets) == sent
+    assert pair.transfer(1) == 1
+    assert pair.alice.carrier.statistics()["waits_for_credit"] == 2
+
+
+async def test_unused_credit_is_given_back(pair: Pair) -> None:
+    await pair.start()
+    pair.transfer(1)
+    pair.hub.run()
+    assert pair.bob.carrier.statistics()["credited_bytes"] > 0
+    pair.pass_time(1)
+    assert pair.bob.carrier.statistics()["credited_bytes"] == 0
+    assert pair.transfer(1) == 0  # it has to ask again
+    pair.hub.run()
+    assert pair.transfer(1) == 1
+
+
+async def test_a_want_that_got_lost_is_repeated(pair: Pair) -> None:
+    await pair.start()
+    assert pair.transfer(1) == 0
+    pair.hub.queue.clear()
+    pair.pass_time(1.5)
+    assert "writable" in pair.alice.kinds
+
+
+async def test_packets_that_got_lost_do_not_use_up_credit_for_good(pair: Pair) -> None:
+    await pair.start()
+    arrived = 0
+    for _ in range(50):
+        if pair.transfer(3) == 3:
+            pair.hub.queue.popleft()  # one of three vanishes
+        pair.hub.run()
+        pair.pass_time(0.2)
+        arrived = len(pair.bob.owner.packets)
+    assert arrived >= 60
+
+
+async def test_who_ignores_credit_is_not_heard(pair: Pair) -> None:
+    await pair.start()
+    pair.transfer(1)
+    [(subject, want)] = pair.hub.queue
+    sender, receiver = int.from_bytes(want[4:8], "little"), int.from_bytes(want[8:12], "little")
+    pair.hub.queue.clear()
+    packet = encode_prefix(sender, receiver, 1, has_payload=True) + b"h" + PACKET
+    for _ in range(10):
+        pair.hub.deliver(subject, packet)
+    assert pair.bob.owner.packets == []
+    assert pair.bob.carrier.statistics()["beyond_credit"] == 10
+
+
+# Hostile bytes
+
+
+async def test_malformed_packets_are_counted_and_change_nothing(pair: Pair) -> None:
+    await pair.start()
+    subject = SUBJECTS.relay("BOB", "ALICE")
+    good = encode_prefix(1, 1, 5, has_payload=False) + b"hello"
+    wrong = [b"", b"x", good[:-1], good + b"!", b"\x00" + good[1:], good[:1] + b"\x02" + good[2:]]
+    wrong += [good[:2] + bytes([kind]) + good[3:] for kind in (0, 6, 255)]
+    wrong += [encode_control(RelayKind.CREDIT, 1, 1)[:-1], encode_control(RelayKind.CREDIT, 1, 1, flags=1)]
+    wrong += [encode_control(RelayKind.HELLO, 0, 0), encode_prefix(1, 1, 2**32 - 1, has_payload=True)]
+    for packet in wrong:
+        pair.hub.deliver(subject, packet)
+    assert pair.bob.carrier.statistics()["malformed"] == len(wrong)
+    pair.hub.deliver(subject, good)  # of no path that there is
+    assert pair.bob.carrier.statistics()["stale"] == 1
+    assert pair.bob.owner.packets == []
+    assert pair.bob.kinds == ["opened"]
+
+
+@given(st.lists(st.one_of(st.binary(max_size=60), st.binary(max_size=40).map(lambda b: b"\xa7\x01" + b)), max_size=20))
+@settings(max_examples=200, deadline=None)
+def test_no_bytes_do_harm(packets: list[bytes]) -> None:
+    import asyncio
+
+    async def run() -> None:
+        pair = Pair()
+        await pair.start()
+        for packet in packets:
+            pair.hub.deliver(SUBJECTS.relay("BOB", "ALICE"), packet)
+        pair.pass_time(30)
+        assert pair.alice.is_open("BOB")
+        assert pair.bob.is_open("ALICE")
+        assert pair.bob.owner.packets == []
+        await pair.close()
+
+    asyncio.run(run())
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_two_peers_find_each_other_again_whatever_gets_lost_or_comes_late(seed: int) -> None:
+    """Wires come and go, messages get lost or arrive late; when all is calm, both ends are open and agree."""
+    import asyncio
+
+    async def run() -> None:
+        chance = random.Random(seed)
+        pair = Pair()
+        await pair.start()
+        hub = pair.hub
+        for _ in range(100):
+            node = chance.choice((pair.alice, pair.bob))
+            match chance.randrange(6):
+                case 0 if node.wire.connected:
+                    node.wire.lose()
+                case 1 if not node.wire.connected:
+                    node.wire.connect()
+                case 2 if hub.queue:
+                    hub.queue.popleft()
+                case 3 if hub.queue:
+                    hub.queue.rotate(-chance.randrange(len(hub.queue)))
+                case 4:
+                    other = "BOB" if node is pair.alice else "ALICE"
+                    node.carrier.send(other, b"h", PACKET)
+                case _:
+                    if hub.queue:
+                        hub.deliver(*hub.queue.popleft())
+            if chance.random() < 0.1:
+                pair.clock.now += chance.random()
+                pair.alice.carrier.tick()
+                pair.bob.carrier.tick()
+        for node in (pair.alice, pair.bob):
+            if not node.wire.connected:
+                node.wire.connect()
+        hub.run()
+        for node, other in ((pair.alice, "BOB"), (pair.bob, "ALICE")):
+            node.carrier.send(other, b"last", None)  # somebody uses the path: else nobody has to notice
+        pair.pass_time(45)
+        for node, other in ((pair.alice, pair.bob), (pair.bob, pair.alice)):
+            before = len(other.owner.packets)
+            assert node.carrier.send(other.peer, b"after all", None)
+            hub.run()
+            assert other.owner.packets[before:] == [(node.peer, b"after all", None)]
+        await pair.close()
+
+    asyncio.run(run())
+
+
+async def test_after_close_nothing_is_told(pair: Pair) -> None:
+    await pair.start()
+    await pair.alice.carrier.close()
+    await pair.alice.carrier.close()
+    assert pair.alice.wire.closed
+    pair.bob.carrier.send("ALICE", b"h", None)
+    pair.hub.run()
+    pair.alice.meet("CAROL")
+    assert pair.alice.owner.packets == []
+    assert pair.alice.kinds == ["opened"]
+    assert not pair.alice.carrier.send("BOB", b"h", None)

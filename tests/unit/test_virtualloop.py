@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from potluck.testing.virtualloop import LoopClock, NothingLeftError, VirtualTimeLoop, in_virtual_time
+
+
+@in_virtual_time
+async def test_an_hour_takes_no_time() -> None:
+    clock, before = LoopClock(), time.monotonic()
+    started_at = clock.monotonic()
+    await asyncio.sleep(3600)
+    assert clock.monotonic() - started_at == pytest.approx(3600)
+    assert time.monotonic() - before < 60
+    assert LoopClock(wall_error_seconds=7200).wall() - clock.wall() == pytest.approx(7200)
+
+
+@in_virtual_time
+async def test_timers_run_in_their_order() -> None:
+    seen: list[float] = []
+
+    async def wait(seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        seen.append(seconds)
+
+    await asyncio.gather(*map(wait, (30, 1, 0.001, 500)))
+    assert seen == [0.001, 1, 30, 500]
+
+
+@in_virtual_time
+async def test_deadlines_pass() -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(10):
+            await asyncio.Event().wait()
+
+
+async def wait_for_nothing() -> None:
+    await asyncio.Event().wait()
+
+
+def test_a_test_that_would_hang_fails() -> None:
+    with pytest.raises(NothingLeftError), asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(wait_for_nothing())
+
+
+def test_a_task_left_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("potluck.testing.leaks.SETTLE_SECONDS", 0.0)
+
+    @in_virtual_time
+    async def leaves_a_task() -> None:
+        task = asyncio.create_task(asyncio.sleep(10**6), name="forgotten")
+        await asyncio.sleep(0)
+        assert not task.done()
+
+    with pytest.raises(AssertionError, match="forgotten"):
+        leaves_a_task()

@@ -1,0 +1,83 @@
+"""What benchmarks share: environments of their own for the baselines, medians, a report with its circumstances."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+HIVEMIND = "hivemind==1.1.12"
+
+
+def say(text: str) -> None:
+    """Tell the person who waits; never mixed into the JSON."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Arguments that all benchmarks have."""
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    result.add_argument("--repeats", type=int, default=5, help="how often each figure is taken; medians are reported")
+    return result
+
+
+def environment_with(name: str, requirements: Sequence[str]) -> Path:
+    """The Python of a virtual environment that has `requirements`; made on first use, beside the project's own."""
+    folder = ROOT / f".bench-{name}"
+    python = folder / "bin" / "python"
+    stamp = folder / "installed"
+    wanted = "\n".join(requirements)
+    if not (stamp.exists() and stamp.read_text() == wanted):
+        say(f"making an environment for {', '.join(requirements)} (once, some minutes)")
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", "constraints.txt"]
+        subprocess.run([*install, "torch", "setuptools<80", *requirements], cwd=ROOT, check=True, stdout=sys.stderr)
+        stamp.write_text(wanted)
+    return python
+
+
+def run_baseline(python: Path | str, script: str, *arguments: object, timeout_seconds: float = 600) -> Any:
+    """Run a script of benchmarks/baselines in another environment; its last line of output is JSON."""
+    command = [str(python), str(ROOT / "benchmarks" / "baselines" / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{script} failed with {done.returncode}:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def median_of(measure: Callable[[], float], repeats: int) -> float:
+    """The median of several measurements."""
+    return statistics.median(measure() for _ in range(repeats))
+
+
+def circumstances() -> dict[str, Any]:
+    """Where and when a figure was taken."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+    }
+
+
+def report(figures: dict[str, Any], *, as_json: bool, title: str) -> None:
+    """Print the figures with their circumstances."""
+    if as_json:
+        print(json.dumps({**figures, "circumstances": circumstances()}))
+        return
+    print(title)
+    for name, value in figures.items():
+        print(f"  {name:32} {value:.3f}" if isinstance(value, float) else f"  {name:32} {value}")
+    print("  " + ", ".join(f"{key} {value}" for key, value in circumstances().items()))

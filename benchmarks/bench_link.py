@@ -18,8 +18,8 @@ from pathlib import Path
 
 from harness import HIVEMIND, ROOT, environment_with, parser, report, run_baseline, say
 from potluck.cli.console import run
-from potluck.hub.configuration import HubConfig
-from potluck.hub.guard import GuardConfig
+from potluck.hub.guard.guard import GuardConfig
+from potluck.hub.server.configuration import HubConfig
 from potluck.run.host import Host, HostConfig
 
 WAYS = {

@@ -30,13 +30,13 @@ from potluck import tasks
 from potluck.cli.console import run
 from potluck.errors import AccessError, RetryableError
 from potluck.hub.address import HubAddress
-from potluck.hub.configuration import HubConfig
 from potluck.hub.connection import HubConnection
-from potluck.hub.guard import GuardConfig
+from potluck.hub.guard.guard import GuardConfig
+from potluck.hub.guard.lobby import Application
 from potluck.hub.joinlink import JoinLink, fetch_address
-from potluck.hub.lobby import Application
-from potluck.hub.natsconnection import ConnectionConfig, NatsConnection
+from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
 from potluck.hub.presence import Beacon, Card
+from potluck.hub.server.configuration import HubConfig
 from potluck.hub.subjects import Subjects
 from potluck.messages import encode
 from potluck.peer.admission import be_admitted

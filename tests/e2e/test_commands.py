@@ -14,8 +14,8 @@ import pytest
 from commandline import PATIENCE_SECONDS, RUN, Party, Terminal, until_event
 
 import potluck
-from potluck.hub.certificate import prepare_certificates
-from potluck.hub.serverprocess import find_binary
+from potluck.hub.server.certificate import prepare_certificates
+from potluck.hub.server.process import find_binary
 from potluck.testing.ports import unused_tcp_port
 from potluck.testing.processes import Children
 

@@ -13,9 +13,9 @@ import json
 import sys
 from pathlib import Path
 
-from potluck.hub.configuration import ClusterConfig, HubConfig
-from potluck.hub.guard import Guard, GuardConfig
-from potluck.hub.server import EmbeddedHub
+from potluck.hub.guard.guard import Guard, GuardConfig
+from potluck.hub.server.configuration import ClusterConfig, HubConfig
+from potluck.hub.server.embedded import EmbeddedHub
 
 RUN = "bakery"
 

@@ -11,10 +11,10 @@ from typing import Any
 import zmq
 
 from potluck.hub.presence import Card, Presence, State
-from potluck.link.addresses import Interface
-from potluck.link.direct import DirectCarrier, DirectConfig
-from potluck.link.directpath import PathConfig
-from potluck.link.sockets import SocketSettings
+from potluck.link.direct.addresses import Interface
+from potluck.link.direct.carrier import DirectCarrier, DirectConfig
+from potluck.link.direct.path import PathConfig
+from potluck.link.direct.sockets import SocketSettings
 from potluck.testing.polling import poll_until
 
 DEADLINE_SECONDS = 60.0

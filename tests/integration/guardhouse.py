@@ -8,16 +8,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from potluck.hub.configuration import HubConfig
 from potluck.hub.connection import Entry
-from potluck.hub.guard import Guard, GuardConfig
+from potluck.hub.guard.guard import Guard, GuardConfig
+from potluck.hub.guard.lobby import Answer, Application
+from potluck.hub.guard.member import Scopes
+from potluck.hub.guard.organise import Organiser
 from potluck.hub.keys import HubKeys, new_seed, public_key
-from potluck.hub.lobby import Answer, Application
-from potluck.hub.member import Scopes
-from potluck.hub.natsconnection import ConnectionConfig, NatsConnection
-from potluck.hub.organise import Organiser
+from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
 from potluck.hub.presence import Beacon, Card, CardAnswer, Presence
-from potluck.hub.server import EmbeddedHub
+from potluck.hub.server.configuration import HubConfig
+from potluck.hub.server.embedded import EmbeddedHub
 from potluck.hub.subjects import Subjects
 from potluck.messages import decode, encode
 from potluck.testing.polling import poll_until

@@ -13,7 +13,7 @@ import sys
 
 import zmq
 
-from potluck.link.greeting import Hello, LinkKeys, Welcome, answer_to, new_nonce, pack, unpack, welcome_to
+from potluck.link.direct.greeting import Hello, LinkKeys, Welcome, answer_to, new_nonce, pack, unpack, welcome_to
 
 FRAME = zmq.Frame(bytes(256 * 1024), copy=False)
 NUM_PARTS = 40_000  # ten gigabytes in one message; here they are the same bytes each time

@@ -12,7 +12,7 @@ from pathlib import Path
 from potluck.errors import RetryableError
 from potluck.hub.address import HubAddress
 from potluck.hub.keys import public_key
-from potluck.hub.natsconnection import NatsConnection
+from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.presence import Beacon, Card
 from potluck.hub.subjects import Subjects
 from potluck.messages import encode

@@ -14,8 +14,8 @@ from relaynodes import DEADLINE_SECONDS, node
 
 from potluck.hub.address import HubAddress
 from potluck.hub.keys import public_key
-from potluck.link.relay import RelayConfig
-from potluck.link.relaycredit import CreditConfig
+from potluck.link.relay.carrier import RelayConfig
+from potluck.link.relay.credit import CreditConfig
 from potluck.testing.plainhub import PlainUser
 
 PAUSE_EVERY_BYTES = 32 * 1024 * 1024

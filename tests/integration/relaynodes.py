@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from potluck.hub.address import HubAddress
-from potluck.hub.bulkwire import BulkWire, BulkWireConfig
-from potluck.hub.permissions import bulk_permissions
+from potluck.hub.bulk.wire import BulkWire, BulkWireConfig
+from potluck.hub.guard.permissions import bulk_permissions
 from potluck.hub.presence import Card, Presence
 from potluck.hub.subjects import Subjects
 from potluck.link.carrier import Carrier
-from potluck.link.relay import RelayCarrier, RelayConfig
+from potluck.link.relay.carrier import RelayCarrier, RelayConfig
 from potluck.testing.plainhub import PlainUser
 from potluck.testing.polling import poll_until
 

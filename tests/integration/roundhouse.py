@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from potluck.hub.address import HubAddress
-from potluck.hub.configuration import HubConfig
-from potluck.hub.guard import GuardConfig
-from potluck.hub.member import Scopes
-from potluck.hub.natsconnection import NatsConnection
-from potluck.hub.organise import Organiser
+from potluck.hub.guard.guard import GuardConfig
+from potluck.hub.guard.member import Scopes
+from potluck.hub.guard.organise import Organiser
+from potluck.hub.nats.connection import NatsConnection
+from potluck.hub.server.configuration import HubConfig
 from potluck.hub.subjects import Subjects
 from potluck.run.host import Host, HostConfig
 

@@ -12,13 +12,13 @@ from typing import Any
 import zmq
 
 from potluck.clock import Clock
-from potluck.hub.configuration import HubConfig
-from potluck.hub.guard import GuardConfig
+from potluck.hub.guard.guard import GuardConfig
+from potluck.hub.guard.organise import Organiser
+from potluck.hub.guard.presencecore import PresenceConfig
 from potluck.hub.joinlink import JoinLink, fetch_address
 from potluck.hub.keys import HubKeys
-from potluck.hub.natsconnection import NatsConnection
-from potluck.hub.organise import Organiser
-from potluck.hub.presencecore import PresenceConfig
+from potluck.hub.nats.connection import NatsConnection
+from potluck.hub.server.configuration import HubConfig
 from potluck.hub.subjects import Subjects
 from potluck.peer.identity import Identity
 from potluck.peer.roster import RosterEvent

@@ -13,10 +13,10 @@ import uvloop
 
 from potluck.errors import ConfigurationError
 from potluck.hub.address import HubAddress
-from potluck.hub.bulkconnection import BulkLimits
-from potluck.hub.bulkwire import BulkWire, BulkWireConfig
-from potluck.hub.certificate import prepare_certificates
-from potluck.hub.permissions import bulk_permissions
+from potluck.hub.bulk.connection import BulkLimits
+from potluck.hub.bulk.wire import BulkWire, BulkWireConfig
+from potluck.hub.guard.permissions import bulk_permissions
+from potluck.hub.server.certificate import prepare_certificates
 from potluck.hub.subjects import Subjects
 from potluck.testing.plainhub import PlainHub, PlainUser, TlsFiles
 from potluck.testing.polling import poll_until

@@ -26,10 +26,10 @@ from potluck.clock import SystemClock
 from potluck.errors import PotluckError, RetryableError
 from potluck.hub.address import HubAddress
 from potluck.hub.connection import Entry
+from potluck.hub.guard.member import Scopes
+from potluck.hub.guard.organise import Organiser
 from potluck.hub.keys import HubKeys
-from potluck.hub.member import Scopes
-from potluck.hub.natsconnection import NatsConnection
-from potluck.hub.organise import Organiser
+from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.subjects import Subjects
 from potluck.link.links import Incoming
 from potluck.messages import Message, decode

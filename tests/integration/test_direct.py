@@ -15,7 +15,7 @@ import uvloop
 from directpeers import DEADLINE_SECONDS, Peer, Recorder, direct_config, entry, introduce, open_peer, rekeyed, send_all
 
 from potluck.errors import ConfigurationError
-from potluck.link.greeting import LinkKeys
+from potluck.link.direct.greeting import LinkKeys
 from potluck.testing.polling import poll_until
 from potluck.testing.processes import Children
 

@@ -10,8 +10,8 @@ from potluck.testing.processes import Children
 # ends the process: "Assertion failed: !_io_error".
 PROGRAM = """
 import time, zmq
-from potluck.link.greeting import LinkKeys
-from potluck.link.sockets import SocketSettings, bind, connect, make_context, make_dialler, make_listener
+from potluck.link.direct.greeting import LinkKeys
+from potluck.link.direct.sockets import SocketSettings, bind, connect, make_context, make_dialler, make_listener
 
 settings = SocketSettings(heartbeat_seconds=0.1, trusted_lan=True)
 ours, theirs = LinkKeys.generate(), LinkKeys.generate()

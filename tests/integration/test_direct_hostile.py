@@ -17,7 +17,7 @@ import pytest
 import zmq
 from directpeers import DEADLINE_SECONDS, Peer, direct_config, entry, introduce, open_peer, send_all
 
-from potluck.link.greeting import (
+from potluck.link.direct.greeting import (
     CONTROL_MARK,
     DATA_MARK,
     Hello,

@@ -25,13 +25,13 @@ from rawmember import RawMember
 
 from potluck.errors import ConfigurationError, NotAdmittedError, PermissionDeniedError, ProtocolError
 from potluck.hub.connection import Delivery, Entry
-from potluck.hub.guard import Guard
-from potluck.hub.lobby import Answer, Application, waiting_subject
-from potluck.hub.member import Member, Policy, Scopes
-from potluck.hub.natsconnection import NatsConnection
-from potluck.hub.organise import Organiser
+from potluck.hub.guard.guard import Guard
+from potluck.hub.guard.lobby import Answer, Application, waiting_subject
+from potluck.hub.guard.member import Member, Policy, Scopes
+from potluck.hub.guard.organise import Organiser
+from potluck.hub.guard.presencecore import PresenceConfig
+from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.presence import Beacon, Presence
-from potluck.hub.presencecore import PresenceConfig
 from potluck.messages import decode, encode
 from potluck.testing.polling import poll_until
 from potluck.testing.processes import Children

@@ -17,14 +17,14 @@ from guardhouse import RUN, SUBJECTS, beacon, hand_in_card, knock
 
 from potluck.errors import RetryableError
 from potluck.hub.address import HubAddress
-from potluck.hub.configuration import ClusterConfig, HubConfig
-from potluck.hub.guard import Guard, GuardConfig
+from potluck.hub.guard.guard import Guard, GuardConfig
+from potluck.hub.guard.lobby import Application
+from potluck.hub.guard.organise import Organiser
 from potluck.hub.keys import new_seed, public_key
-from potluck.hub.lobby import Application
-from potluck.hub.natsconnection import NatsConnection
-from potluck.hub.organise import Organiser
+from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.presence import Presence
-from potluck.hub.server import EmbeddedHub
+from potluck.hub.server.configuration import ClusterConfig, HubConfig
+from potluck.hub.server.embedded import EmbeddedHub
 from potluck.messages import decode
 from potluck.testing.polling import poll_until
 from potluck.testing.ports import unused_tcp_port

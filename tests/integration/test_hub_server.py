@@ -25,12 +25,12 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from potluck.errors import ConfigurationError, FatalError, HubUnavailableError
-from potluck.hub import folderlock
-from potluck.hub.configuration import ACCOUNT, MAX_RELAY_PAYLOAD_BYTES, ClusterConfig, HubConfig
 from potluck.hub.keys import new_seed
-from potluck.hub.natslink import Credentials, NatsLink
-from potluck.hub.server import EmbeddedHub
-from potluck.hub.serverprocess import find_binary
+from potluck.hub.nats.link import Credentials, NatsLink
+from potluck.hub.server import folderlock
+from potluck.hub.server.configuration import ACCOUNT, MAX_RELAY_PAYLOAD_BYTES, ClusterConfig, HubConfig
+from potluck.hub.server.embedded import EmbeddedHub
+from potluck.hub.server.process import find_binary
 from potluck.testing.polling import poll_until
 from potluck.testing.ports import unused_tcp_port
 from potluck.testing.processes import Children
@@ -205,7 +205,7 @@ async def test_a_server_that_dies_is_noticed_with_its_last_words(start: Start) -
 
 
 async def test_a_server_that_does_not_listen_to_reason_is_killed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("potluck.hub.server.STOP_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("potluck.hub.server.embedded.STOP_TIMEOUT_SECONDS", 0.2)
     hub = await start()
     pid = hub.pid
     os.kill(pid, signal.SIGSTOP)
@@ -313,7 +313,7 @@ async def test_a_port_that_is_taken_at_the_last_moment_is_replaced(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody else listens between our look and the server's start: it is the server who notices."""
-    from potluck.hub import server
+    from potluck.hub.server import embedded as server
 
     picked = []
     with listening() as taken:
@@ -454,7 +454,7 @@ async def test_a_binary_that_fails_is_quoted(tmp_path: Path, script: str, words:
 
 
 async def test_a_server_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("potluck.hub.server.START_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr("potluck.hub.server.embedded.START_TIMEOUT_SECONDS", 0.5)
     binary = tmp_path / "nats-server"
     binary.write_text('#!/bin/sh\n[ "$3" = -t ] && exit 0\necho "still thinking"\nexec sleep 600\n')
     binary.chmod(0o755)
@@ -486,8 +486,8 @@ async def test_a_start_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from potluck.hub.configuration import HubConfig
-from potluck.hub.server import EmbeddedHub
+from potluck.hub.server.configuration import HubConfig
+from potluck.hub.server.embedded import EmbeddedHub
 
 async def main() -> None:
     hub = EmbeddedHub(HubConfig(folder=Path(sys.argv[1]), run="my-run", host="127.0.0.1"))

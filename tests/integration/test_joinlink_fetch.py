@@ -15,10 +15,10 @@ import pytest
 import uvloop
 
 from potluck.errors import CertificateError, HubUnavailableError
-from potluck.hub.certificate import prepare_certificates
-from potluck.hub.configuration import HubConfig
 from potluck.hub.joinlink import JoinLink, fetch_address
-from potluck.hub.server import EmbeddedHub
+from potluck.hub.server.certificate import prepare_certificates
+from potluck.hub.server.configuration import HubConfig
+from potluck.hub.server.embedded import EmbeddedHub
 from potluck.testing.ports import unused_tcp_port
 
 PATIENCE_SECONDS = 60.0

@@ -24,13 +24,13 @@ from potluck.errors import (
     NotAdmittedError,
     RetryableError,
 )
-from potluck.hub import natswatch
 from potluck.hub.address import HubAddress
-from potluck.hub.certificate import prepare_certificates
 from potluck.hub.connection import Delivery, Entry
-from potluck.hub.linkkeeper import KeeperConfig
-from potluck.hub.natsconnection import ConnectionConfig, NatsConnection
-from potluck.hub.permissions import Permissions
+from potluck.hub.guard.permissions import Permissions
+from potluck.hub.nats import watch as natswatch
+from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
+from potluck.hub.nats.keeper import KeeperConfig
+from potluck.hub.server.certificate import prepare_certificates
 from potluck.hub.stores import STORES, StoreDefinition, ensure_store, ensure_stores
 from potluck.hub.subjects import Subjects
 from potluck.testing.gate import Gate
@@ -636,7 +636,7 @@ async def test_what_only_coordinators_write_cannot_be_emptied_by_a_header(hub: P
 async def test_the_mark_of_a_deletion_goes_by_itself_and_nobody_is_told_twice(
     hub: PlainHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("potluck.hub.natsstore.DELETED_FOR_SECONDS", 1)
+    monkeypatch.setattr("potluck.hub.nats.store.DELETED_FOR_SECONDS", 1)
     async with connected(hub.address()) as alice:
         await ensure_store(alice, SUBJECTS, TABLE)
         store = alice.store("table")

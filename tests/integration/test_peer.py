@@ -29,7 +29,7 @@ from potluck.errors import (
     ProtocolError,
     RetryableError,
 )
-from potluck.hub.guard import Guard
+from potluck.hub.guard.guard import Guard
 from potluck.link.links import Incoming
 from potluck.messages import Message
 from potluck.run.peer import Peer, PeerConfig

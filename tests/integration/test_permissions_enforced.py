@@ -13,7 +13,7 @@ from rawmember import RawMember
 
 from potluck.errors import PermissionDeniedError
 from potluck.hub.connection import Delivery
-from potluck.hub.natsconnection import NatsConnection
+from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.stores import STORES, readable_stores
 from potluck.testing.polling import poll_until
 

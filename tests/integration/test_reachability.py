@@ -10,9 +10,9 @@ import pytest
 from directpeers import DEADLINE_SECONDS, Peer, direct_config, open_peer
 
 from potluck.errors import ConfigurationError, ProtocolError
-from potluck.link.addresses import Endpoint, local_interfaces
-from potluck.link.greeting import LinkKeys
-from potluck.link.reachability import (
+from potluck.link.direct.addresses import Endpoint, local_interfaces
+from potluck.link.direct.greeting import LinkKeys
+from potluck.link.direct.reachability import (
     NO_ANSWER,
     DialBackAnswer,
     DialBackDesk,

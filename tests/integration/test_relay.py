@@ -16,11 +16,11 @@ from relaynodes import DEADLINE_SECONDS, SUBJECTS, Node, member, node, presence
 
 from potluck.clock import SystemClock
 from potluck.hub.address import HubAddress
-from potluck.hub.bulkwire import BulkWire
-from potluck.hub.certificate import prepare_certificates
+from potluck.hub.bulk.wire import BulkWire
+from potluck.hub.server.certificate import prepare_certificates
 from potluck.link.links import Incoming, Links
-from potluck.link.relay import RelayCarrier
-from potluck.link.relaycredit import CreditConfig
+from potluck.link.relay.carrier import RelayCarrier
+from potluck.link.relay.credit import CreditConfig
 from potluck.messages import Message
 from potluck.testing.plainhub import PlainHub, PlainUser, TlsFiles
 from potluck.testing.polling import poll_until

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigurationError
-from potluck.link.addresses import (
+from potluck.link.direct.addresses import (
     MAX_ADDRESSES,
     Endpoint,
     Interface,

@@ -18,8 +18,8 @@ from potluck.errors import (
     SeatsTakenError,
 )
 from potluck.hub.connection import Delivery
-from potluck.hub.lobby import Answer, Application, RefusalCode, waiting_subject
-from potluck.hub.permissions import lobby_permissions
+from potluck.hub.guard.lobby import Answer, Application, RefusalCode, waiting_subject
+from potluck.hub.guard.permissions import lobby_permissions
 from potluck.hub.subjects import Subjects
 from potluck.messages import decode, encode
 from potluck.peer import admission

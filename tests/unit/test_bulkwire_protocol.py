@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.errors import ProtocolError
-from potluck.hub import bulkprotocol, websocketframes
-from potluck.hub.bulkprotocol import LEAST_WINDOW_BYTES, MAX_LINE_BYTES, RECORD_BYTES, HubReader, publication
+from potluck.hub.bulk import protocol as bulkprotocol
+from potluck.hub.bulk import websocket as websocketframes
+from potluck.hub.bulk.protocol import LEAST_WINDOW_BYTES, MAX_LINE_BYTES, RECORD_BYTES, HubReader, publication
+from potluck.hub.bulk.websocket import ByteStream, FrameReader, UpgradeReader
 from potluck.hub.keys import Signer, new_seed, verify
-from potluck.hub.websocketframes import ByteStream, FrameReader, UpgradeReader
 
 LIMIT_BYTES = 64 * 1024
 Event = tuple[Any, ...]

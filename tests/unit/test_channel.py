@@ -11,14 +11,14 @@ import pytest
 
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.hub.presence import State
-from potluck.link.budget import Ledger, ReceiveBudget
-from potluck.link.channel import Channel
+from potluck.link.channel.budget import Ledger, ReceiveBudget
+from potluck.link.channel.channel import Channel
+from potluck.link.channel.inbox import ChannelBrokenError, Delivery
+from potluck.link.channel.pace import INITIAL_WINDOW_BYTES, Pace
+from potluck.link.channel.packet import ACK_NOW, PACKET_BYTES, Kind, Packet, decode
+from potluck.link.channel.receipt import Receipt
 from potluck.link.counters import Counters, PeerStatistics
-from potluck.link.inbox import ChannelBrokenError, Delivery
 from potluck.link.limits import BULK_RESERVE_BYTES, INITIAL_CREDIT_BYTES, KIB, MIB, LinkConfig
-from potluck.link.pace import INITIAL_WINDOW_BYTES, Pace
-from potluck.link.packet import ACK_NOW, PACKET_BYTES, Kind, Packet, decode
-from potluck.link.receipt import Receipt
 from potluck.testing.linknode import LinkNode, presence_of
 from potluck.testing.memorycarrier import Conditions, MemoryCarrier, MemoryNetwork
 from potluck.testing.virtualclock import VirtualClock

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from potluck.hub.connections import REMEMBER_CLOSED_SECONDS, Connection, Connections
-from potluck.hub.presencecore import ConnectionId
+from potluck.hub.guard.connections import REMEMBER_CLOSED_SECONDS, Connection, Connections
+from potluck.hub.guard.presencecore import ConnectionId
 
 ANN, BOB = "U" + "A" * 55, "U" + "B" * 55
 

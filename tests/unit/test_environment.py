@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.hub.member import SERVICES
+from potluck.hub.guard.member import SERVICES
 from potluck.peer import environment
 
 
@@ -56,4 +56,4 @@ def test_the_environment_is_read_in_one_module_only() -> None:
         for path in source.rglob("*.py")
         if "testing" not in path.parts and "os.environ" in path.read_text()
     }
-    assert readers == {"peer/environment.py", "hub/serverprocess.py"}  # the latter passes it on to the server
+    assert readers == {"peer/environment.py", "hub/server/process.py"}  # the latter passes it on to the server

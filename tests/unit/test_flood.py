@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from potluck.errors import ConfigurationError
-from potluck.link.flood import CURVE_BYTES, FloodGuard, FloodLimits, consumed_bytes
+from potluck.link.direct.flood import CURVE_BYTES, FloodGuard, FloodLimits, consumed_bytes
 from potluck.testing.polling import poll_until_sync
 from potluck.testing.virtualclock import VirtualClock
 

@@ -8,7 +8,7 @@ import pytest
 from cryptography import x509
 
 from potluck.errors import ConfigurationError
-from potluck.hub.certificate import HubCertificates, ca_hash, der_hash, prepare_certificates
+from potluck.hub.server.certificate import HubCertificates, ca_hash, der_hash, prepare_certificates
 
 DAY_SECONDS = 24 * 3600
 NOW = 1_800_000_000.0

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from potluck.errors import ConfigurationError
-from potluck.hub.certificate import HubCertificates
-from potluck.hub.configuration import (
+from potluck.hub.keys import HubKeys
+from potluck.hub.server.certificate import HubCertificates
+from potluck.hub.server.configuration import (
     ACCOUNT,
     MAX_PAYLOAD_BYTES,
     ClusterConfig,
@@ -17,7 +18,6 @@ from potluck.hub.configuration import (
     render,
     render_accounts,
 )
-from potluck.hub.keys import HubKeys
 
 KEYS = HubKeys.create()
 PORTS = HubPorts(client=4222, monitoring=8222, websocket=8443, cluster=6222)

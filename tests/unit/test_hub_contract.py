@@ -18,9 +18,9 @@ from potluck.errors import (
     RevisionConflictError,
 )
 from potluck.hub.connection import Delivery, Entry, HubConnection
-from potluck.hub.linkkeeper import KeeperConfig
-from potluck.hub.natsconnection import ConnectionConfig, NatsConnection
-from potluck.hub.permissions import Permissions
+from potluck.hub.guard.permissions import Permissions
+from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
+from potluck.hub.nats.keeper import KeeperConfig
 from potluck.hub.stores import StoreDefinition, ensure_store
 from potluck.hub.subjects import Subjects
 from potluck.testing.gate import Gate

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from potluck.errors import ConfigurationError
-from potluck.hub.configuration import ClusterConfig, HubConfig, HubPorts
-from potluck.hub.ports import PortBusyError, load_ports, pick_ports, save_ports
+from potluck.hub.server.configuration import ClusterConfig, HubConfig, HubPorts
+from potluck.hub.server.ports import PortBusyError, load_ports, pick_ports, save_ports
 
 
 def config(folder: Path, **changes) -> HubConfig:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from potluck.errors import ConfigurationError
-from potluck.hub.huggingface import MAX_BODY_BYTES, TokenFailure, TokenOwner, check_base_url, whoami
+from potluck.hub.guard.huggingface import MAX_BODY_BYTES, TokenFailure, TokenOwner, check_base_url, whoami
 
 ALICE = {"type": "user", "name": "alice", "orgs": [{"name": "bakers", "roleInOrg": "admin"}], "isPro": False}
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigurationError
-from potluck.hub.invite import Invite, after_return, after_use, check, invite_id, new_invite
-from potluck.hub.member import Scopes
+from potluck.hub.guard.invite import Invite, after_return, after_use, check, invite_id, new_invite
+from potluck.hub.guard.member import Scopes
 from potluck.messages import decode, encode
 
 NOW = 1_700_000_000.0

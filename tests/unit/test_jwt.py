@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ProtocolError
-from potluck.hub import callout
-from potluck.hub.connections import read_user_name, user_name
-from potluck.hub.jwt import MAX_TOKEN_BYTES, decode_base64, decode_token, encode_token
+from potluck.hub.guard import callout
+from potluck.hub.guard.connections import read_user_name, user_name
+from potluck.hub.guard.jwt import MAX_TOKEN_BYTES, decode_base64, decode_token, encode_token
+from potluck.hub.guard.permissions import Permissions
+from potluck.hub.guard.presencecore import ConnectionId
 from potluck.hub.keys import Signer, new_seed
-from potluck.hub.permissions import Permissions
-from potluck.hub.presencecore import ConnectionId
 
 NOW = 1_700_000_000.0
 SERVER, ACCOUNT, PEER = Signer(new_seed("account")), Signer(new_seed("account")), Signer(new_seed("user"))

@@ -26,13 +26,13 @@ from potluck.errors import (
     ProtocolError,
     RetryableError,
 )
-from potluck.hub.bulkwire import BulkWire
+from potluck.hub.bulk.wire import BulkWire
 from potluck.hub.presence import Card, Presence, State
 from potluck.hub.subjects import Subjects
-from potluck.link.direct import DirectCarrier, DirectConfig
+from potluck.link.direct.carrier import DirectCarrier, DirectConfig
 from potluck.link.limits import KIB, MIB, STREAM_ITEM_BYTES, LinkConfig
 from potluck.link.links import Incoming, Links, Receipt, Stream
-from potluck.link.relay import RelayCarrier
+from potluck.link.relay.carrier import RelayCarrier
 from potluck.messages import Message
 from potluck.testing.memorycarrier import MemoryCarrier, MemoryNetwork
 from potluck.testing.plainhub import PlainHub, PlainUser

@@ -17,10 +17,7 @@ from hypothesis import strategies as st
 from potluck.clock import SystemClock
 from potluck.errors import ProtocolError
 from potluck.hub.presence import Presence, State
-from potluck.link.envelope import Envelope, Role, encode_envelope
-from potluck.link.limits import INITIAL_CREDIT_BYTES, KIB, MIB, LinkConfig
-from potluck.link.links import Links, Stream
-from potluck.link.packet import (
+from potluck.link.channel.packet import (
     BULK,
     HEADER_BYTES,
     MAX_CHARGE_BYTES,
@@ -32,7 +29,10 @@ from potluck.link.packet import (
     encode_manifest,
     session_tag,
 )
-from potluck.link.receipt import Receipt
+from potluck.link.channel.receipt import Receipt
+from potluck.link.envelope import Envelope, Role, encode_envelope
+from potluck.link.limits import INITIAL_CREDIT_BYTES, KIB, MIB, LinkConfig
+from potluck.link.links import Links, Stream
 from potluck.messages import Message, encode
 from potluck.testing.linknode import KINDS, LinkNode, presence_of
 from potluck.testing.memorycarrier import Conditions, MemoryCarrier, MemoryNetwork

@@ -9,7 +9,7 @@ import pytest
 
 from potluck.errors import AccessError, DeadlineExceededError, HubUnavailableError, NotAdmittedError
 from potluck.hub.connection import Delivery, Entry
-from potluck.hub.permissions import Permissions
+from potluck.hub.guard.permissions import Permissions
 from potluck.hub.stores import STORES
 from potluck.testing.memoryhub import MemoryHub
 from potluck.testing.virtualclock import VirtualClock

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ProtocolError
-from potluck.link.packet import (
+from potluck.link.channel.packet import (
     ACK_NOW,
     BULK,
     GAP,

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
@@ -107,6 +107,7 @@ def groups(draw: st.DrawFn, largest: int = 12) -> list[Member]:
 
 @settings(max_examples=400, deadline=None)
 @given(members=groups())
+@example([member("client", MB, MB), member("client", MB, MB), member("aux", 2 * MB, 1.75 * MB)])
 def test_the_time_is_the_optimum_of_the_linear_program(members: list[Member]) -> None:
     model = RoundModel(members, contribution_bytes=1)
     reducers = np.array([m.reduces for m in members])

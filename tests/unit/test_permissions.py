@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.hub.member import Scopes
-from potluck.hub.permissions import Permissions, permissions_for
+from potluck.hub.guard.member import Scopes
+from potluck.hub.guard.permissions import Permissions, permissions_for
 from potluck.hub.stores import STORES, readable_stores
 from potluck.hub.subjects import Subjects
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from potluck.errors import ConfigurationError
+from potluck.hub.guard.presencecore import ConnectionId, PresenceConfig, PresenceCore, RosterChange, Standing
 from potluck.hub.presence import Card, Presence
-from potluck.hub.presencecore import ConnectionId, PresenceConfig, PresenceCore, RosterChange, Standing
 from potluck.testing.virtualclock import VirtualClock
 
 ANN, BOB = "U" + "A" * 55, "U" + "B" * 55

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.link.pulse import Pulse
-from potluck.link.sockets import SocketSettings
+from potluck.link.direct.pulse import Pulse
+from potluck.link.direct.sockets import SocketSettings
 from potluck.testing.virtualclock import VirtualClock
 
 SETTINGS = SocketSettings(heartbeat_seconds=5.0, silence_seconds=30.0)

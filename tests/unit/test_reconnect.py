@@ -5,9 +5,9 @@ import random
 import pytest
 
 from potluck.errors import ConfigurationError
-from potluck.hub.linkkeeper import KeeperConfig
-from potluck.hub.natsconnection import ConnectionConfig
-from potluck.hub.reconnect import MAX_LEARNT, Backoff, ServerPool
+from potluck.hub.nats.connection import ConnectionConfig
+from potluck.hub.nats.keeper import KeeperConfig
+from potluck.hub.nats.reconnect import MAX_LEARNT, Backoff, ServerPool
 
 A, B, C = "tls://a:4222", "tls://b:4222", "tls://c:4222"
 WEB_A, WEB_B = "wss://a:443", "wss://b:443"

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from potluck.hub.errands import Errands
-from potluck.hub.invite import new_invite
-from potluck.hub.member import Ban, Member, Policy, Scopes, ban_key
+from potluck.hub.guard.errands import Errands
+from potluck.hub.guard.invite import new_invite
+from potluck.hub.guard.member import Ban, Member, Policy, Scopes, ban_key
+from potluck.hub.guard.presencecore import ConnectionId, PresenceConfig, PresenceCore, RosterChange, Standing
+from potluck.hub.guard.registry import POLICY_KEY, Registry
+from potluck.hub.guard.rosterwriter import RosterWriter
 from potluck.hub.presence import Card, Presence
-from potluck.hub.presencecore import ConnectionId, PresenceConfig, PresenceCore, RosterChange, Standing
-from potluck.hub.registry import POLICY_KEY, Registry
-from potluck.hub.rosterwriter import RosterWriter
 from potluck.messages import decode, encode
 from potluck.testing.memoryhub import MemoryHub
 from potluck.testing.polling import poll_until

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigurationError
-from potluck.link.relaycredit import KIB, MIB, RESERVE_BYTES, Allowance, CreditConfig, InboundBudget
+from potluck.link.relay.credit import KIB, MIB, RESERVE_BYTES, Allowance, CreditConfig, InboundBudget
 
 PACKET_BYTES = 512 * KIB
 CONFIG = CreditConfig()

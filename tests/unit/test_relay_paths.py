@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.hub.bulkwire import WireEvents
+from potluck.hub.bulk.wire import WireEvents
 from potluck.hub.presence import Card, Presence, State
 from potluck.hub.subjects import Subjects
 from potluck.link.carrier import Buffer, Carrier
-from potluck.link.packet import HUB_PAYLOAD_BYTES
-from potluck.link.relay import RelayCarrier, RelayConfig
-from potluck.link.relaypacket import RelayKind, encode_control, encode_prefix
+from potluck.link.channel.packet import HUB_PAYLOAD_BYTES
+from potluck.link.relay.carrier import RelayCarrier, RelayConfig
+from potluck.link.relay.packet import RelayKind, encode_control, encode_prefix
 from potluck.messages import PROTOCOL_VERSION
 
 SUBJECTS = Subjects("test")

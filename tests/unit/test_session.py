@@ -16,8 +16,8 @@ from potluck.errors import (
     NotAdmittedError,
 )
 from potluck.hub.connection import Delivery
-from potluck.hub.member import Scopes
-from potluck.hub.permissions import main_permissions
+from potluck.hub.guard.member import Scopes
+from potluck.hub.guard.permissions import main_permissions
 from potluck.hub.presence import Beacon, Card, CardAnswer, Presence, State
 from potluck.hub.subjects import Subjects
 from potluck.messages import decode, encode

@@ -44,10 +44,10 @@ def host(
     """
     from potluck.cli import console
     from potluck.cli.folders import run_folder
-    from potluck.hub.configuration import MAX_PAYLOAD_BYTES, HubConfig, render_accounts
-    from potluck.hub.guard import GuardConfig
+    from potluck.hub.guard.guard import GuardConfig
+    from potluck.hub.guard.member import Policy
     from potluck.hub.keys import HubKeys
-    from potluck.hub.member import Policy
+    from potluck.hub.server.configuration import MAX_PAYLOAD_BYTES, HubConfig, render_accounts
     from potluck.hub.subjects import check_run_name
     from potluck.peer import environment
     from potluck.run.host import Host, HostConfig
@@ -129,7 +129,7 @@ def _announce(host: Host, as_json: bool) -> None:
 
 def _own_addresses(listen: str) -> tuple[str, ...]:
     """What to put into the link when nobody says: the address this machine listens on, or its own on the network."""
-    from potluck.link.addresses import local_interfaces
+    from potluck.link.direct.addresses import local_interfaces
 
     if listen not in ("0.0.0.0", "::"):
         return (listen,)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
+    from potluck.hub.guard.lobby import Answer
     from potluck.hub.joinlink import JoinLink
-    from potluck.hub.lobby import Answer
     from potluck.peer.identity import Identity
     from potluck.peer.session import HubChange
     from potluck.run.peer import Peer, PeerConfig

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from potluck.hub.organise import Organiser
+    from potluck.hub.guard.organise import Organiser
     from potluck.run.hostrecord import HostRecord
 
 T = TypeVar("T")
@@ -61,8 +61,8 @@ def invite(
     import msgspec
 
     from potluck.cli import console
+    from potluck.hub.guard.member import Scopes
     from potluck.hub.joinlink import JoinLink
-    from potluck.hub.member import Scopes
     from potluck.hub.presence import Role
 
     async def work(organiser: Organiser, record: HostRecord) -> None:
@@ -243,9 +243,9 @@ def _ask(run: str, folder: Path | None, work: Callable[[Organiser, HostRecord], 
     where, record = hosted_run(run, folder)
 
     from potluck.hub.address import HubAddress
+    from potluck.hub.guard.organise import Organiser
     from potluck.hub.keys import HubKeys
-    from potluck.hub.natsconnection import NatsConnection
-    from potluck.hub.organise import Organiser
+    from potluck.hub.nats.connection import NatsConnection
     from potluck.hub.subjects import Subjects
 
     keys = HubKeys.load_or_create(where / "identity")

@@ -7,19 +7,9 @@ What others use:
     presence.py      card, beacon, and the guard's word on a peer
     keys.py, privatefiles.py                keys and signatures; files that nobody else may read
 
-The server that `potluck host` starts:
-    configuration.py, certificate.py, ports.py, folderlock.py   what it is made of, and that there is one per folder
-    server.py, serverprocess.py, launcher.py                    the process
-
-The guard, who decides:
-    guard.py         the driver; door.py, lobbydesk.py, organiserdesk.py, presencekeeper.py do its parts
-    lobby.py, invite.py, member.py, huggingface.py, permissions.py, presencecore.py, connections.py   decisions (pure)
-    callout.py, jwt.py, hubsystem.py, registry.py, rosterwriter.py, ratelimit.py, errands.py          how they are made
-    organise.py      what organisers ask for
-
-The two connections of a peer:
-    natsconnection.py   control, on nats-py; below it natslink.py, natswire.py, natswebsocket.py, linkkeeper.py,
-                        reconnect.py, and above it natsrequests.py, natssubscription.py, dispatch.py, natsstore.py,
-                        natswatch.py, watchledger.py, jetstream.py
-    bulkwire.py         packets that find no direct way; bulkconnection.py, bulkprotocol.py, websocketframes.py
+And what is behind it:
+    server/          the nats-server that `potluck host` starts
+    guard/           decides who may do what, and says who is there
+    nats/            a process's connection for control: messages, requests, stores
+    bulk/            its connection for packets that find no direct way
 """

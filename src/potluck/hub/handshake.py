@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from potluck.errors import CertificateError, HubUnavailableError
-from potluck.hub.configuration import host_port
+from potluck.hub.server.configuration import host_port
 
 _GOODBYE_SECONDS = 1.0
 

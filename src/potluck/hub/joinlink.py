@@ -23,9 +23,9 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from potluck.errors import CertificateError, ConfigurationError, HubUnavailableError, LinkFormatError
 from potluck.hub.address import HubAddress
-from potluck.hub.certificate import CA_HASH_CHARACTERS, der_hash
-from potluck.hub.configuration import check_host, host_port
 from potluck.hub.handshake import look_by_tcp, look_by_websocket, unverified_context
+from potluck.hub.server.certificate import CA_HASH_CHARACTERS, der_hash
+from potluck.hub.server.configuration import check_host, host_port
 from potluck.hub.subjects import check_run_name
 
 _Look = Callable[[str, int, ssl.SSLContext | None], Awaitable[list[bytes]]]

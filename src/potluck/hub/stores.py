@@ -16,7 +16,7 @@ import msgspec
 
 from potluck.errors import ConfigurationError, DeadlineExceededError, HubUnavailableError
 from potluck.hub.connection import HubConnection
-from potluck.hub.jetstream import STREAM_NAME_IN_USE, JetStreamError, decode_answer
+from potluck.hub.nats.jetstream import STREAM_NAME_IN_USE, JetStreamError, decode_answer
 from potluck.hub.subjects import Subjects
 from potluck.messages import MAX_MESSAGE_BYTES
 

@@ -23,13 +23,13 @@ from potluck.clock import Clock
 from potluck.errors import ConfigurationError, PeerUnreachableError, ProtocolError
 from potluck.hub.presence import Presence
 from potluck.link.carrier import Buffer, Carrier
+from potluck.link.channel.inbox import Delivery
+from potluck.link.channel.receipt import Receipt
 from potluck.link.counters import Counters, LinkStatistics
 from potluck.link.dispatch import Arrived, Dispatcher, Handler, Incoming
 from potluck.link.envelope import Envelope, Role, as_views, decode_envelope, encode_envelope, encode_message
-from potluck.link.inbox import Delivery
 from potluck.link.limits import MIB, LinkConfig
 from potluck.link.peerlink import PeerLink
-from potluck.link.receipt import Receipt
 from potluck.link.requests import Requests
 from potluck.link.selflink import SelfDelivery, SelfLink
 from potluck.link.sendqueue import SendQueue

@@ -14,16 +14,16 @@ from typing import Protocol
 
 from potluck.clock import Clock
 from potluck.errors import PeerUnreachableError, ProtocolError
-from potluck.link.budget import Ledger, ReceiveBudget
 from potluck.link.carrier import Buffer, Carrier
-from potluck.link.channel import Channel
+from potluck.link.channel.budget import Ledger, ReceiveBudget
+from potluck.link.channel.channel import Channel
+from potluck.link.channel.inbox import ChannelBrokenError, Delivery
+from potluck.link.channel.pace import Pace
+from potluck.link.channel.packet import LOADED, MAX_GENERATION, Kind, Packet, session_tag
+from potluck.link.channel.receipt import Receipt
 from potluck.link.counters import Counters, PeerStatistics
-from potluck.link.inbox import ChannelBrokenError, Delivery
 from potluck.link.limits import LinkConfig
-from potluck.link.pace import Pace
-from potluck.link.packet import LOADED, MAX_GENERATION, Kind, Packet, session_tag
 from potluck.link.paths import Paths
-from potluck.link.receipt import Receipt
 from potluck.link.speed import SpeedMeter, Transfer
 
 DEAF_SECONDS = 1.0  # a peer that repeats itself elsewhere for so long does not hear us where we answer

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from potluck.link.channel.outbox import message_bytes
+from potluck.link.channel.receipt import Receipt
 from potluck.link.counters import Counters, PeerStatistics
-from potluck.link.outbox import message_bytes
-from potluck.link.receipt import Receipt
 
 
 class SelfDelivery:

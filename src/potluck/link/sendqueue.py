@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from potluck.errors import DeadlineExceededError, PeerUnreachableError
-from potluck.link.outbox import message_bytes
-from potluck.link.receipt import Receipt
+from potluck.link.channel.outbox import message_bytes
+from potluck.link.channel.receipt import Receipt
 
 
 class Queue(Protocol):

@@ -17,9 +17,9 @@ from types import TracebackType
 
 from potluck.errors import ConfigurationError, DeadlineExceededError, PeerError, ProtocolError
 from potluck.link.carrier import Buffer
+from potluck.link.channel.receipt import Receipt
 from potluck.link.envelope import MAX_REASON_CHARACTERS, Envelope, Post, Role, Tell, as_views
 from potluck.link.limits import STREAM_ITEM_BYTES, LinkConfig
-from potluck.link.receipt import Receipt
 from potluck.messages import Message
 
 ITEM_OVERHEAD_BYTES = 256

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from potluck.errors import ConfigurationError, PeerError, PeerUnreachableError, ProtocolError, RetryableError
-from potluck.link.budget import ReceiveBudget
 from potluck.link.carrier import Buffer
+from potluck.link.channel.budget import ReceiveBudget
 from potluck.link.dispatch import Arrived
 from potluck.link.envelope import Envelope, Post, Role, Tell, as_views, encode_message, tag_of
 from potluck.link.limits import STREAM_ITEM_BYTES, LinkConfig

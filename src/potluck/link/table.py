@@ -5,11 +5,11 @@ from __future__ import annotations
 from potluck.clock import Clock
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.hub.presence import Presence
-from potluck.link.budget import ReceiveBudget
 from potluck.link.carrier import Carrier
+from potluck.link.channel.budget import ReceiveBudget
+from potluck.link.channel.packet import decode, session_tag
 from potluck.link.counters import Counters
 from potluck.link.limits import LinkConfig
-from potluck.link.packet import decode, session_tag
 from potluck.link.peerlink import LinkOwner, PeerLink
 from potluck.link.speed import SpeedMeter
 from potluck.link.waitingroom import WaitingRoom

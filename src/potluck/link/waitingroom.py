@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from potluck.link.channel.packet import Packet
 from potluck.link.limits import LinkConfig
-from potluck.link.packet import Packet
 
 
 class WaitingRoom:

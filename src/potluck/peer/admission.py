@@ -24,7 +24,7 @@ from potluck.errors import (
     SeatsTakenError,
 )
 from potluck.hub.connection import Delivery, HubConnection
-from potluck.hub.lobby import TRY_LATER, Answer, Application, waiting_subject
+from potluck.hub.guard.lobby import TRY_LATER, Answer, Application, waiting_subject
 from potluck.hub.subjects import Subjects
 from potluck.messages import decode, encode
 from potluck.peer.session import Connector

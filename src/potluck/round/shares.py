@@ -182,8 +182,9 @@ def _first_time(model: RoundModel, reducers: Mask, lower: Floats) -> float:
     def total(index: int) -> float:
         return float(np.maximum(lower, model.upper(times[index], reducers)).sum())
 
-    # At the last kink every reducer could take all.
-    reached = bisect_left(range(len(times) - 1), 1.0, key=total)
+    # At the last kink every reducer could take all. A hair below 1 is 1: else rounding makes the kink at which a share
+    # becomes whole look too early, and a later one, where nothing changes any more, is taken for it.
+    reached = bisect_left(range(len(times) - 1), 1.0 - 1e-12, key=total)
     if reached == 0:
         return float(times[0])
     before, after = total(reached - 1), total(reached)

@@ -16,18 +16,18 @@ from urllib.parse import urlsplit
 
 from potluck.errors import ConfigurationError, FatalError
 from potluck.hub.address import HubAddress
-from potluck.hub.certificate import ca_hash
-from potluck.hub.configuration import HubConfig
-from potluck.hub.guard import Guard, GuardConfig
-from potluck.hub.invite import invite_id
+from potluck.hub.guard.guard import Guard, GuardConfig
+from potluck.hub.guard.invite import invite_id
+from potluck.hub.guard.member import Scopes
+from potluck.hub.guard.organise import Organiser
 from potluck.hub.joinlink import JoinLink, fetch_address
 from potluck.hub.keys import HubKeys
-from potluck.hub.member import Scopes
-from potluck.hub.natsconnection import NatsConnection
-from potluck.hub.organise import Organiser
-from potluck.hub.server import EmbeddedHub
+from potluck.hub.nats.connection import NatsConnection
+from potluck.hub.server.certificate import ca_hash
+from potluck.hub.server.configuration import HubConfig
+from potluck.hub.server.embedded import EmbeddedHub
 from potluck.hub.subjects import Subjects
-from potluck.link.addresses import local_interfaces
+from potluck.link.direct.addresses import local_interfaces
 from potluck.peer.identity import Identity
 from potluck.run.hostrecord import HostRecord, read_record, write_record
 from potluck.run.peer import Peer, PeerConfig

@@ -20,19 +20,19 @@ from potluck import tasks
 from potluck.clock import Clock, SystemClock
 from potluck.errors import AccessError, ConfigurationError
 from potluck.hub.address import HubAddress
-from potluck.hub.bulkwire import BulkWire, BulkWireConfig
-from potluck.hub.linkkeeper import KeeperConfig
-from potluck.hub.lobby import Answer, Application
-from potluck.hub.natsconnection import ConnectionConfig, NatsConnection
+from potluck.hub.bulk.wire import BulkWire, BulkWireConfig
+from potluck.hub.guard.lobby import Answer, Application
+from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
+from potluck.hub.nats.keeper import KeeperConfig
 from potluck.hub.presence import Card, Role
 from potluck.hub.subjects import Subjects
-from potluck.link.addresses import default_listen, local_interfaces
-from potluck.link.direct import DirectCarrier, DirectConfig
+from potluck.link.direct.addresses import default_listen, local_interfaces
+from potluck.link.direct.carrier import DirectCarrier, DirectConfig
+from potluck.link.direct.reachability import ReachabilityConfig
+from potluck.link.direct.sockets import SocketSettings
 from potluck.link.limits import LinkConfig
 from potluck.link.links import Links
-from potluck.link.reachability import ReachabilityConfig
-from potluck.link.relay import RelayCarrier
-from potluck.link.sockets import SocketSettings
+from potluck.link.relay.carrier import RelayCarrier
 from potluck.peer import environment
 from potluck.peer.admission import be_admitted, why_refused
 from potluck.peer.identity import Identity

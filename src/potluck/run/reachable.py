@@ -15,10 +15,9 @@ from collections.abc import Callable
 from potluck import tasks
 from potluck.errors import PotluckError
 from potluck.hub.presence import Presence
-from potluck.link.addresses import MAX_ADDRESSES, Endpoint, announceable, local_interfaces, resolve
-from potluck.link.direct import DirectCarrier
-from potluck.link.links import Incoming, Links
-from potluck.link.reachability import (
+from potluck.link.direct.addresses import MAX_ADDRESSES, Endpoint, announceable, local_interfaces, resolve
+from potluck.link.direct.carrier import DirectCarrier
+from potluck.link.direct.reachability import (
     DIAL_BACK_SECONDS,
     DialBackAnswer,
     DialBackDesk,
@@ -27,6 +26,7 @@ from potluck.link.reachability import (
     ReachabilityConfig,
     decide,
 )
+from potluck.link.links import Incoming, Links
 from potluck.peer.roster import RosterEvent
 from potluck.peer.session import Session
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 from potluck.errors import PeerUnreachableError
 from potluck.hub.presence import Card, Presence, State
-from potluck.link.inbox import Delivery
+from potluck.link.channel.inbox import Delivery
+from potluck.link.channel.receipt import Receipt
 from potluck.link.limits import LinkConfig
 from potluck.link.peerlink import PeerLink
-from potluck.link.receipt import Receipt
 from potluck.link.table import LinkTable
 from potluck.testing.memorycarrier import MemoryCarrier, MemoryNetwork
 from potluck.testing.virtualclock import Timer, VirtualClock

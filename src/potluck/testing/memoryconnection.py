@@ -16,9 +16,9 @@ from potluck.errors import (
     PermissionDeniedError,
 )
 from potluck.hub.connection import Handler
-from potluck.hub.dispatch import BACKLOG_BYTES, BACKLOG_MESSAGES, DispatchCounts, Dispatcher
+from potluck.hub.guard.permissions import Permissions
+from potluck.hub.nats.dispatch import BACKLOG_BYTES, BACKLOG_MESSAGES, DispatchCounts, Dispatcher
 from potluck.hub.patterns import check_pattern, check_subject, covers
-from potluck.hub.permissions import Permissions
 from potluck.hub.subjects import Subjects
 from potluck.testing.memorystore import MemoryStore, MemoryWatch
 

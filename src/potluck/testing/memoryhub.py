@@ -23,8 +23,8 @@ from potluck.errors import (
     AccessError,
     HubUnavailableError,
 )
+from potluck.hub.guard.permissions import Permissions
 from potluck.hub.patterns import covers
-from potluck.hub.permissions import Permissions
 from potluck.hub.stores import STORES, StoreDefinition
 from potluck.hub.subjects import Subjects
 from potluck.testing.memoryconnection import MemoryConnection, MemoryReply, MemorySubscription

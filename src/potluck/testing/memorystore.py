@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from potluck.errors import PermissionDeniedError, RevisionConflictError
 from potluck.hub.connection import Entry
+from potluck.hub.nats.ledger import WatchLedger
 from potluck.hub.stores import DELETED_FOR_SECONDS, check_key, check_prefix, check_ttl
-from potluck.hub.watchledger import WatchLedger
 
 if TYPE_CHECKING:
     from potluck.testing.memoryconnection import MemoryConnection

@@ -1,6 +1,6 @@
 """A bare nats-server on this machine, with a fixed list of users: for tests of the hub connection alone.
 
-The real hub (potluck.hub.server) asks a guard whom to let in; this one has no guard, so that a connection can be
+The real hub (hub/server/embedded.py) asks a guard whom to let in; this one has no guard, so that a connection can be
 tested without. It can be killed, frozen, started again on the same ports, and told to throw a user out.
 """
 
@@ -17,8 +17,8 @@ from typing import Self
 import nkeys
 
 from potluck.hub.address import HubAddress
-from potluck.hub.permissions import Permissions
-from potluck.hub.serverprocess import find_binary
+from potluck.hub.guard.permissions import Permissions
+from potluck.hub.server.process import find_binary
 from potluck.testing.ports import unused_tcp_port
 from potluck.testing.processes import ManagedProcess
 

@@ -1,0 +1,18 @@
+"""The guard: decides who may do what, and tells everyone who is there.
+
+    guard.py         the driver, of which door.py (connections), lobbydesk.py (newcomers), organiserdesk.py (orders) and
+                     presencekeeper.py (the roster) do their parts
+    organise.py      what organisers ask for, from their side
+
+Decisions (pure):
+    lobby.py, invite.py, member.py, permissions.py   who gets in, with which rights
+    presencecore.py, connections.py                  who is there
+    ratelimit.py                                     how often somebody may try
+
+How they are carried out:
+    callout.py, jwt.py                 the server's question about a connection, and the answer
+    hubsystem.py                       who is connected; cutting a connection
+    huggingface.py                     whose token it is
+    registry.py, rosterwriter.py       the records, in the hub's stores
+    errands.py                         work on the side
+"""

@@ -1,0 +1,371 @@
+"""The guard: decides who may do what, and tells everyone who is there.
+
+    door.py            which connections the hub lets in (auth callout)
+    lobbydesk.py       applications: invites, tokens, waiting
+    organiserdesk.py   what organisers ask for
+    presencekeeper.py  who is there: cards, beacons and connections in, the roster out
+    registry.py        the records that all of this is decided by
+    hubsystem.py       the hub's events and lists of connections
+
+A guard keeps nothing of its own that matters: records and roster are in the hub's stores. So it can be restarted while
+members go on, and several can run on a cluster. Questions that one answer is enough for go to one of them (a queue);
+what concerns the roster all of them hear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from potluck.clock import Clock, SystemClock
+from potluck.errors import ConfigurationError
+from potluck.hub.address import HubAddress
+from potluck.hub.connection import Delivery, Subscription
+from potluck.hub.guard import callout, huggingface
+from potluck.hub.guard.connections import Connections
+from potluck.hub.guard.door import Door, DoorLimits
+from potluck.hub.guard.errands import Errands
+from potluck.hub.guard.hubsystem import HubSystem
+from potluck.hub.guard.lobby import MAX_APPLICATION_BYTES, Answer, waiting_subject
+from potluck.hub.guard.lobbydesk import LobbyDesk
+from potluck.hub.guard.member import ROLES, Member, Policy, Scopes, person_of_key
+from potluck.hub.guard.organiserdesk import OrganiserDesk
+from potluck.hub.guard.presencecore import PresenceConfig, PresenceCore
+from potluck.hub.guard.presencekeeper import PresenceKeeper
+from potluck.hub.guard.ratelimit import RateLimit
+from potluck.hub.guard.registry import Registry
+from potluck.hub.guard.rosterwriter import RosterWriter
+from potluck.hub.keys import HubKeys, Signer
+from potluck.hub.nats.connection import NatsConnection
+from potluck.hub.presence import Presence
+from potluck.hub.server.configuration import ACCOUNT
+from potluck.hub.stores import ensure_stores, readable_stores
+from potluck.hub.subjects import PEER_ID, Subjects, check_run_name
+from potluck.messages import encode
+
+logger = logging.getLogger(__name__)
+
+QUEUE = "guard"
+MAX_TASKS = 1024  # questions worked on at once; past it they go unanswered, and whoever asked asks again
+MAX_READ_BYTES = 1024
+READABLE = frozenset(store.name for store in readable_stores())
+LOBBY_BURST = 20  # messages of one stranger at once, and then one a second; who sends more is cut off
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardConfig:
+    """What a person can choose about a guard."""
+
+    run: str
+    """The run's name."""
+
+    policy: Policy = field(default_factory=Policy)
+    """Whom the run lets in at its first start; later, what organisers set holds."""
+
+    presence: PresenceConfig = field(default_factory=PresenceConfig)
+    """How long silence may last."""
+
+    limits: DoorLimits = field(default_factory=DoorLimits)
+    """How many connections there may be."""
+
+    huggingface_url: str = huggingface.DEFAULT_BASE_URL
+    """Who is asked about tokens."""
+
+    huggingface_timeout_seconds: float = 8.0
+    """How long that may take; an applicant waits meanwhile."""
+
+    account: str = ACCOUNT
+    """The NATS account of the run."""
+
+    replicas: int = 1
+    """On how many servers of a cluster each store is kept: 1, 3 or 5."""
+
+    def __post_init__(self) -> None:
+        check_run_name(self.run)
+        huggingface.check_base_url(self.huggingface_url)
+        if self.huggingface_timeout_seconds <= 0:
+            raise ConfigurationError(f"huggingface_timeout_seconds is {self.huggingface_timeout_seconds}: more than 0")
+        if self.replicas not in (1, 3, 5):
+            raise ConfigurationError(f"{self.replicas} replicas: a majority needs an odd number, 1, 3 or 5")
+
+
+class Guard:
+    """One guard of one run."""
+
+    def __init__(self, config: GuardConfig, keys: HubKeys, address: HubAddress, *, clock: Clock | None = None) -> None:
+        self._config = config
+        self._keys = keys
+        self._address = address
+        self._clock = clock or SystemClock()
+        self._subjects = Subjects(config.run)
+        self._lobby_rate = RateLimit(burst=LOBBY_BURST, per_second=1.0, clock=self._clock)
+        self._connections = Connections()
+        self._core = PresenceCore(config.presence, self._clock)
+        self._compare_wanted = asyncio.Event()
+        self._subscriptions: list[Subscription] = []
+        self._errands = Errands(MAX_TASKS)
+        self._counts: Counter[str] = Counter()
+        self._hub: NatsConnection | None = None
+        self._system_hub: NatsConnection | None = None
+        self._registry: Registry | None = None
+        self._writer: RosterWriter | None = None
+
+    async def start(self) -> None:
+        """Connect, load the records and the roster, and begin to answer. On failure everything is released again."""
+        try:
+            await self._connect()
+            await self._begin()
+        except BaseException:
+            await self.stop()
+            raise
+        logger.info("the guard of %s answers", self._config.run)
+
+    async def stop(self) -> None:
+        """Answer no more; members stay connected. Calling it twice does no harm."""
+        await self._errands.close()
+        for subscription in self._subscriptions:
+            await subscription.cancel()
+        self._subscriptions = []
+        if self._writer is not None:
+            await self._writer.stop()
+        if self._registry is not None:
+            await self._registry.stop()
+        for connection in (self._system_hub, self._hub):
+            if connection is not None:
+                await connection.close()
+
+    def statistics(self) -> Mapping[str, int | float]:
+        """Counters since the start, and how things stand now."""
+        if self._writer is None or self._registry is None:
+            return dict(self._counts)
+        return {
+            **self._counts,
+            **self._errands.counts,
+            **{f"door_{name}": count for name, count in self._door.counts.items()},
+            **{f"lobby_{name}": count for name, count in self._lobby.counts.items()},
+            **{f"organise_{name}": count for name, count in self._organisers.counts.items()},
+            **self._keeper.counts,
+            "stray_beacons": self._core.num_stray_beacons,
+            "roster_writes": self._writer.num_writes,
+            "roster_conflicts": self._writer.num_conflicts,
+            "invalid_records": self._registry.num_invalid() + self._writer.num_invalid,
+            "invalid_events": self._system.num_invalid,
+            "connections": len(self._connections),
+            "roster": len(self._core),
+            "members": len(self._registry.members),
+            "waiting": len(self._registry.waiting()),
+            "tasks": len(self._errands),
+        }
+
+    # Beginning
+
+    async def _connect(self) -> None:
+        config, clock = self._config, self._clock
+        self._hub = await NatsConnection.connect(
+            self._address, seed=self._keys.guard_seed, run=config.run, name="guard", on_connected=self._came_back
+        )
+        self._system_hub = await NatsConnection.connect(
+            self._address, seed=self._keys.system_seed, run=config.run, name="guard", on_connected=self._came_back
+        )
+        await ensure_stores(self._hub, self._subjects, config.replicas)
+        self._registry = registry = Registry(self._hub, self._errands.spawn)
+        self._writer = RosterWriter(self._hub.store("roster"), self._core)
+        self._system = HubSystem(self._system_hub, config.account, clock)
+        self._door = Door(
+            registry,
+            self._connections,
+            subjects=self._subjects,
+            account=config.account,
+            signer=Signer(self._keys.account_seed),
+            limits=config.limits,
+            clock=clock,
+        )
+        self._lobby = LobbyDesk(registry, self._connections, self._door, self._check_token, clock)
+        self._keeper = PresenceKeeper(
+            self._core,
+            self._writer,
+            registry,
+            self._connections,
+            self._system,
+            self._door,
+            limits=config.limits,
+            clock=clock,
+            spawn=self._errands.spawn,
+        )
+        self._organisers = OrganiserDesk(registry, self, clock)
+
+    async def _begin(self) -> None:
+        if self._hub is None or self._registry is None or self._writer is None:
+            raise AssertionError("the guard is not connected")
+        await self._registry.start(self._config.policy)
+        await self._registry.members.create(self._keys.organiser_public, self._organiser_record())
+        await self._writer.start()
+        await self._system.follow(self._keeper.opened, self._keeper.closed)
+        await self._keeper.compare_connections()
+        self._core.was_deaf()
+        every = self._subjects.every_peer
+        await self._listen(every("card"), self._on_card)
+        await self._listen(every("beacon"), self._on_beacon)
+        await self._listen(every("leave"), self._on_leave)
+        await self._listen(every("ask") + ".*", self._on_ask, QUEUE)
+        await self._listen(every("read") + ".*", self._on_read, QUEUE)
+        await self._listen(every("organise") + ".*", self._on_organise, QUEUE)
+        await self._listen(every("lobby"), self._on_lobby, QUEUE)
+        await self._listen(callout.SUBJECT, self._on_callout, QUEUE)
+        keeper = self._keeper
+        self._errands.keep_running(lambda: keeper.tick_forever(self._hears_hub), "presence ticks")
+        self._errands.keep_running(lambda: keeper.compare_forever(self._compare_wanted), "connection lists")
+
+    async def _listen(self, subject: str, handler: Callable[[Delivery], None], queue: str = "") -> None:
+        if self._hub is None:
+            raise AssertionError("the guard is not connected")
+        self._subscriptions.append(await self._hub.subscribe(subject, handler, queue=queue))
+
+    def _organiser_record(self) -> Member:
+        peer = self._keys.organiser_public
+        scopes = Scopes(roles=ROLES, coordinates=True, trusted=True, organiser=True)
+        return Member(
+            peer=peer,
+            person=person_of_key(peer),
+            scopes=scopes,
+            name="organiser",
+            admitted_at=self._clock.wall(),
+            admitted_by="host",
+        )
+
+    def _came_back(self) -> None:
+        """One of our connections was away: what was not heard meanwhile counts for nothing."""
+        self._counts["reconnects"] += 1
+        self._core.was_deaf()
+        self._compare_wanted.set()
+
+    def _hears_hub(self) -> bool:
+        connections = (self._hub, self._system_hub)
+        return all(connection is not None and connection.is_connected for connection in connections)
+
+    # What arrives. The handlers return at once; what takes longer becomes a task.
+
+    def _on_callout(self, delivery: Delivery) -> None:
+        self._errands.spawn(self._answer_callout(delivery))
+
+    async def _answer_callout(self, delivery: Delivery) -> None:
+        answer = await self._door.answer(delivery.payload)
+        if answer is not None:
+            await delivery.respond(answer)
+
+    def _on_lobby(self, delivery: Delivery) -> None:
+        peer = self._sender(delivery)
+        if peer is None:
+            return
+        if len(delivery.payload) > MAX_APPLICATION_BYTES or not self._lobby_rate.take(peer):
+            # No limit of the hub's own holds for one connection, so those who flood the lobby have to be cut off.
+            self._counts["lobby_floods"] += 1
+            self._keeper.cut(self._connections.of_peer(peer, "lobby"), "it floods the lobby")
+            return
+        self._errands.spawn(self._answer_application(delivery, peer))
+
+    async def _answer_application(self, delivery: Delivery, peer: str) -> None:
+        await self._respond(delivery, peer, encode(await self._lobby.answer(peer, delivery.payload)))
+
+    def _on_card(self, delivery: Delivery) -> None:
+        if (peer := self._sender(delivery)) is not None:
+            self._errands.spawn(self._answer_card(delivery, peer))
+
+    async def _answer_card(self, delivery: Delivery, peer: str) -> None:
+        await self._respond(delivery, peer, encode(await self._keeper.card(peer, delivery.payload)))
+
+    def _on_beacon(self, delivery: Delivery) -> None:
+        if (peer := self._sender(delivery)) is not None:
+            self._keeper.beacon(peer, delivery.payload)
+
+    def _on_leave(self, delivery: Delivery) -> None:
+        if (peer := self._sender(delivery)) is not None:
+            self._errands.spawn(self._answer_leave(delivery, peer))
+
+    async def _answer_leave(self, delivery: Delivery, peer: str) -> None:
+        await self._respond(delivery, peer, encode(await self._keeper.leave(peer, delivery.payload)))
+
+    def _on_ask(self, delivery: Delivery) -> None:
+        peer = self._sender(delivery)
+        if peer is None:
+            return
+        if delivery.subject.rpartition(".")[2] != "time":
+            self._counts["unknown_questions"] += 1
+            return
+        self._errands.spawn(self._respond(delivery, peer, encode(self._clock.wall())))
+
+    def _on_read(self, delivery: Delivery) -> None:
+        if (peer := self._sender(delivery)) is not None:
+            self._errands.spawn(self._forward_read(delivery, peer))
+
+    async def _forward_read(self, delivery: Delivery, peer: str) -> None:
+        """Have the hub send entries of a store straight to the sender's inbox.
+
+        Members may not ask JetStream themselves: it answers wherever a request says, so a member could have entries
+        published on subjects, and written to stores, that are closed to it.
+        """
+        store = delivery.subject.rpartition(".")[2]
+        if self._hub is None or store not in READABLE or len(delivery.payload) > MAX_READ_BYTES:
+            self._counts["refused_reads"] += 1
+        elif self._is_own_inbox(delivery, peer):
+            self._counts["reads"] += 1
+            subject = f"$JS.API.DIRECT.GET.{self._subjects.stream(store)}"
+            await self._hub.forward(subject, delivery.payload, reply=delivery.reply)
+
+    def _on_organise(self, delivery: Delivery) -> None:
+        if (peer := self._sender(delivery)) is not None:
+            self._errands.spawn(self._answer_organiser(delivery, peer))
+
+    async def _answer_organiser(self, delivery: Delivery, peer: str) -> None:
+        verb = delivery.subject.rpartition(".")[2]
+        answer = await self._organisers.answer(peer, verb, delivery.payload)
+        await self._respond(delivery, peer, encode(answer))
+
+    def _sender(self, delivery: Delivery) -> str | None:
+        """Who published: the token after the kind of message. The hub has checked it."""
+        peer = delivery.subject.split(".", 4)[3]
+        if PEER_ID.fullmatch(peer):
+            return peer
+        self._counts["invalid_senders"] += 1
+        return None
+
+    async def _respond(self, delivery: Delivery, peer: str, payload: bytes) -> None:
+        """Answer to the sender's own inbox and nowhere else.
+
+        The hub does not check where a sender wants its answer. The guard may publish anywhere, so without this it could
+        be made to speak on a subject that the sender may not use.
+        """
+        if self._is_own_inbox(delivery, peer):
+            await delivery.respond(payload)
+
+    def _is_own_inbox(self, delivery: Delivery, peer: str) -> bool:
+        if not delivery.reply:
+            return False
+        if delivery.reply.startswith(f"{Subjects.inbox(peer)}."):
+            return True
+        self._counts["misdirected_replies"] += 1
+        return False
+
+    # What the organisers' desk needs
+
+    def presence_of(self, peer: str) -> Presence | None:
+        """What the roster says of a peer."""
+        return self._core.get(peer)
+
+    async def tell_waiting(self, peer: str, answer: Answer) -> None:
+        """Tell a peer in the lobby what was decided; if it is not there, it learns it when it comes again."""
+        if self._hub is None:
+            raise AssertionError("the guard is not connected")
+        await self._hub.publish(waiting_subject(peer), encode(answer))
+
+    async def cut_banned(self, target: str) -> int:
+        """Cut the live connections of a banned peer or person; how many there were."""
+        return await self._keeper.cut_banned(target)
+
+    async def _check_token(self, token: str) -> huggingface.TokenAnswer:
+        return await huggingface.whoami(
+            token, base_url=self._config.huggingface_url, timeout_seconds=self._config.huggingface_timeout_seconds
+        )

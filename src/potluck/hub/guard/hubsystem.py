@@ -1,0 +1,206 @@
+"""The hub's system account: who connects and disconnects, who is connected, and cutting a connection.
+
+All servers of a cluster share the system account: events come from each of them, and each can be asked by its id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from datetime import datetime
+from typing import TypeVar
+
+import msgspec
+
+from potluck.clock import Clock
+from potluck.errors import PotluckError, ProtocolError, RetryableError
+from potluck.hub.connection import Delivery, HubConnection, Subscription
+from potluck.hub.guard.connections import Connection, read_user_name
+from potluck.hub.guard.presencecore import ConnectionId
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_SECONDS = 2.0
+PAGE_LENGTH = 1000
+MAX_PAGES = 100
+MAX_EVENT_BYTES = 64 * 1024
+MAX_ANSWER_BYTES = 8 * 1024 * 1024
+
+
+class _Server(msgspec.Struct):
+    id: str
+
+
+class _Client(msgspec.Struct):
+    id: int
+    user: str = ""
+    host: str = ""
+    start: str = ""
+
+
+class _Event(msgspec.Struct):
+    server: _Server
+    client: _Client
+    reason: str = ""
+
+
+class _Listed(msgspec.Struct):
+    cid: int
+    authorized_user: str = ""
+    ip: str = ""
+    start: str = ""
+
+
+class _List(msgspec.Struct):
+    connections: list[_Listed] = []
+    total: int = 0
+
+
+class _ListAnswer(msgspec.Struct):
+    server: _Server
+    data: _List | None = None
+
+
+class _Route(msgspec.Struct):
+    remote_id: str = ""
+
+
+class _Routes(msgspec.Struct):
+    routes: list[_Route] = []
+
+
+class _RoutesAnswer(msgspec.Struct):
+    server: _Server
+    data: _Routes | None = None
+
+
+J = TypeVar("J")
+
+
+class HubSystem:
+    """One connection in the system account."""
+
+    def __init__(self, connection: HubConnection, account: str, clock: Clock) -> None:
+        self._connection = connection
+        self._account = account
+        self._clock = clock
+        self._subscriptions: list[Subscription] = []
+        self.num_invalid = 0
+
+    async def follow(self, opened: Callable[[Connection], None], closed: Callable[[ConnectionId, str], None]) -> None:
+        """Call `opened` and `closed` (with the server's reason) as peers connect and disconnect."""
+
+        def connect_event(delivery: Delivery) -> None:
+            event = self._read(_Event, delivery.payload, MAX_EVENT_BYTES)
+            if event is not None and (connection := self._connection_of(event)) is not None:
+                opened(connection)
+
+        def disconnect_event(delivery: Delivery) -> None:
+            event = self._read(_Event, delivery.payload, MAX_EVENT_BYTES)
+            if event is not None and read_user_name(event.client.user) is not None:
+                closed(ConnectionId(event.server.id, event.client.id), event.reason)
+
+        prefix = f"$SYS.ACCOUNT.{self._account}"
+        self._subscriptions = [
+            await self._connection.subscribe(f"{prefix}.CONNECT", connect_event),
+            await self._connection.subscribe(f"{prefix}.DISCONNECT", disconnect_event),
+        ]
+
+    async def list_connections(self) -> tuple[list[Connection], set[str]]:
+        """All connections of peers, and which servers answered. RetryableError when none did."""
+        servers = await self._servers()
+        lists = await asyncio.gather(*(self._list(server) for server in servers), return_exceptions=True)
+        connections: list[Connection] = []
+        answered: set[str] = set()
+        for server, listed in zip(servers, lists, strict=True):
+            if isinstance(listed, PotluckError):
+                logger.debug("server %s did not list its connections: %s", server, listed)
+            elif isinstance(listed, BaseException):
+                raise listed
+            else:
+                connections += listed
+                answered.add(server)
+        return connections, answered
+
+    async def kick(self, connection_id: ConnectionId) -> bool:
+        """Cut a connection; False when the server did not say that it did."""
+        subject = f"$SYS.REQ.SERVER.{connection_id.server}.KICK"
+        payload = msgspec.json.encode({"cid": connection_id.number})
+        try:
+            await self._connection.request(subject, payload, timeout_seconds=TIMEOUT_SECONDS)
+        except RetryableError as error:
+            logger.warning("connection %d could not be cut: %s", connection_id.number, error)
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Follow no more. Calling it twice does no harm."""
+        for subscription in self._subscriptions:
+            await subscription.cancel()
+        self._subscriptions = []
+
+    async def _servers(self) -> list[str]:
+        """The ids of all servers: the first that answers, and those that it has routes to."""
+        data = await self._connection.request("$SYS.REQ.SERVER.PING.ROUTEZ", b"", timeout_seconds=TIMEOUT_SECONDS)
+        answer = self._read(_RoutesAnswer, data, MAX_ANSWER_BYTES)
+        if answer is None:
+            raise RetryableError("the hub's answer about its servers cannot be read: try again")
+        routes = answer.data.routes if answer.data is not None else []
+        return list(dict.fromkeys([answer.server.id, *(route.remote_id for route in routes if route.remote_id)]))
+
+    async def _list(self, server: str) -> list[Connection]:
+        """The connections of one server, page by page."""
+        found: list[Connection] = []
+        for page in range(MAX_PAGES):
+            options = {"auth": True, "acc": self._account, "limit": PAGE_LENGTH, "offset": page * PAGE_LENGTH}
+            data = await self._connection.request(
+                f"$SYS.REQ.SERVER.{server}.CONNZ", msgspec.json.encode(options), timeout_seconds=TIMEOUT_SECONDS
+            )
+            answer = self._read(_ListAnswer, data, MAX_ANSWER_BYTES)
+            if answer is None or answer.data is None:
+                raise ProtocolError(f"server {server} sent a list of connections that cannot be read")
+            for each in answer.data.connections:
+                connection = self._make(server, each.cid, each.authorized_user, each.ip, each.start)
+                if connection is not None:
+                    found.append(connection)
+            if (page + 1) * PAGE_LENGTH >= answer.data.total:
+                break
+        return found
+
+    def _connection_of(self, event: _Event) -> Connection | None:
+        client = event.client
+        return self._make(event.server.id, client.id, client.user, client.host, client.start)
+
+    def _make(self, server: str, number: int, user: str, host: str, start: str) -> Connection | None:
+        """A connection of a peer; None for those of the guard itself."""
+        named = read_user_name(user)
+        if named is None:
+            return None
+        peer, lane, session = named
+        return Connection(
+            id=ConnectionId(server, number),
+            peer=peer,
+            lane=lane,
+            session=session,
+            host=host,
+            opened_at=_seconds(start),
+            seen_at=self._clock.monotonic(),
+        )
+
+    def _read(self, kind: type[J], data: bytes, limit_bytes: int) -> J | None:
+        if len(data) <= limit_bytes:
+            try:
+                return msgspec.json.decode(data, type=kind)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                logger.warning("the hub told something that cannot be read: %s", error)
+        self.num_invalid += 1
+        return None
+
+
+def _seconds(text: str) -> float:
+    """A server's time stamp as seconds since 1970; 0 for what is not one."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return 0.0

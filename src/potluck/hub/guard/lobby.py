@@ -1,0 +1,382 @@
+"""The lobby: the one place where invites, tokens and waiting are handled.
+
+A stranger may do one thing in the hub: send an `Application` to its own lobby subject. The guard gathers the `Facts`
+and `decide` (pure) says what follows; the guard carries it out and tells the stranger by an `Answer`. Whoever has to
+wait stays connected: the answer to its request comes on `_INBOX.PEER.lobby` when an organiser has decided.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgspec
+
+from potluck.hub.guard import invite as invites
+from potluck.hub.guard.huggingface import TokenAnswer, TokenOwner
+from potluck.hub.guard.invite import MAX_SECRET_CHARACTERS, Invite
+from potluck.hub.guard.member import (
+    MAX_NAME_CHARACTERS,
+    MAX_NOTE_CHARACTERS,
+    AccessRequest,
+    Ban,
+    Member,
+    Policy,
+    Scopes,
+    known_service,
+    parse_version,
+    person_of_key,
+    seats_for,
+)
+from potluck.hub.presence import Role
+from potluck.hub.subjects import Subjects
+from potluck.messages import PROTOCOL_VERSION, Message
+
+MAX_APPLICATION_BYTES = 4096
+MAX_TOKEN_CHARACTERS = 512
+
+RefusalCode = Literal[
+    "unknown_invite",
+    "expired",
+    "revoked",
+    "used_up",
+    "role",
+    "banned",
+    "denied",
+    "seats",
+    "version_too_old",
+    "version_too_new",
+    "bad_token",
+    "not_listed",
+    "token_service_down",
+    "too_many_tries",
+    "hub_busy",
+    "closed",
+    "malformed",
+]
+
+TRY_LATER: frozenset[str] = frozenset({"seats", "token_service_down", "too_many_tries", "hub_busy", "closed"})
+
+
+class Application(Message, frozen=True, kw_only=True):
+    """What somebody says who wants in. At most one of `invite` and `token` is looked at, the invite first."""
+
+    role: Role
+    invite: str = ""  # the invite's secret
+    token: str = ""  # a Hugging Face token: checked, never kept
+    name: str = ""
+    service: str = "local"
+    version: str = ""
+    protocol: int = PROTOCOL_VERSION
+    message: str = ""  # to the organisers
+
+    def __post_init__(self) -> None:
+        limits = {
+            "invite": MAX_SECRET_CHARACTERS,
+            "token": MAX_TOKEN_CHARACTERS,
+            "name": MAX_NAME_CHARACTERS,
+            "service": MAX_NAME_CHARACTERS,
+            "version": MAX_NAME_CHARACTERS,
+            "message": MAX_NOTE_CHARACTERS,
+        }
+        for field, limit in limits.items():
+            if len(getattr(self, field)) > limit:
+                raise ValueError(f"{field} has more than {limit} characters")
+
+    def __repr__(self) -> str:
+        """Without the secrets: this ends up in logs."""
+        return f"Application(role={self.role!r}, service={self.service!r}, version={self.version!r})"
+
+
+class Answer(Message, frozen=True, kw_only=True):
+    """What the guard says to an application: in, wait, or no."""
+
+    status: Literal["admitted", "waiting", "refused"]
+    code: RefusalCode | Literal[""] = ""  # why not
+    message: str = ""  # the same in plain words, with what to do about it
+    retry_after_seconds: float | None = None  # set when it may go better later
+    place: int = 0  # in the waiting list, from 1
+    role: Role = "trainer"
+    scopes: Scopes | None = None  # once admitted
+    person: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """All that a decision depends on, gathered by the guard."""
+
+    peer: str
+    host: str
+    now: float  # hub time
+    policy: Policy
+    bans: tuple[Ban, ...] = ()  # of this peer, of its person, and of the invite's or token's person
+    member: Member | None = None
+    invite: Invite | None = None  # the one that the application's secret belongs to
+    token: TokenAnswer | None = None  # None: not asked (yet)
+    request: AccessRequest | None = None  # its own, if it has asked before
+    place: int = 0  # of its own request
+    num_waiting: int = 0
+    seats_taken: int = 0  # live peers of the same person and service, this one not counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admit:
+    """Write the member record, then let it in."""
+
+    member: Member
+    invite_id: str = ""  # the invite of which a use must be counted first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Write the request, unless it stands there already, and let it wait."""
+
+    request: AccessRequest
+    place: int
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    """Say no, and why."""
+
+    code: RefusalCode
+    message: str
+    retry_after_seconds: float | None = None
+
+
+Decision = Admit | Wait | Refuse
+
+
+def waiting_subject(peer: str) -> str:
+    """Where the guard tells a waiting peer what was decided."""
+    return f"{Subjects.inbox(peer)}.lobby"
+
+
+def needs_token_check(application: Application, member: Member | None, policy: Policy) -> bool:
+    """Whether the decision depends on whose token it is."""
+    if not application.token or application.invite or policy.token_holders == "refused":
+        return False
+    return member is None or application.role not in member.scopes.roles
+
+
+def person_for(application: Application, facts: Facts) -> str:
+    """Whose peer the applicant is, as far as is known: seats and bans count by this."""
+    if facts.invite is not None and facts.invite.person and application.invite:
+        return facts.invite.person
+    if isinstance(facts.token, TokenOwner):
+        return facts.token.person
+    if facts.member is not None:
+        return facts.member.person
+    return person_of_key(facts.peer)
+
+
+def with_person(facts: Facts, *, bans: tuple[Ban, ...], seats_taken: int) -> Facts:
+    """The facts, completed by what depends on whose peer the applicant is."""
+    return replace(facts, bans=bans, seats_taken=seats_taken)
+
+
+def decide(application: Application, facts: Facts) -> Decision:
+    """Who gets in. The order of the questions is the order in which a person would want to hear the answers."""
+    if facts.bans:
+        return banned(facts.bans[0])
+    if refusal := _check_version(application, facts.policy):
+        return refusal
+    member = facts.member
+    if member is not None and application.role in member.scopes.roles:
+        return _readmit(application, member, facts)
+    if application.invite:
+        return _by_invite(application, facts)
+    if application.token and facts.policy.token_holders != "refused":
+        return _by_token(application, facts)
+    if member is not None:
+        return _role_refused(member.scopes)
+    return _wait(application, facts, otherwise=None)
+
+
+def admitted(member: Member) -> Answer:
+    """The answer to somebody who is a member now."""
+    return Answer(status="admitted", role=member.role, scopes=member.scopes, person=member.person)
+
+
+def waiting(place: int) -> Answer:
+    """The answer to somebody who is in the list now."""
+    return Answer(status="waiting", place=place, message="an organiser has to let you in; stay connected")
+
+
+def refused(refusal: Refuse) -> Answer:
+    """The answer to somebody who does not get in."""
+    return Answer(
+        status="refused",
+        code=refusal.code,
+        message=refusal.message,
+        retry_after_seconds=refusal.retry_after_seconds,
+    )
+
+
+def denied(reason: str) -> Refuse:
+    """What an organiser's no means to the peer."""
+    return Refuse(code="denied", message=f"an organiser has turned the request down{_because(reason)}")
+
+
+def banned(ban: Ban) -> Refuse:
+    """What a ban means to the peer."""
+    return Refuse(code="banned", message=f"an organiser has banned {ban.target}{_because(ban.reason)}")
+
+
+def invite_refused(verdict: invites.Verdict, scopes: Scopes) -> Refuse:
+    """What is wrong with an invite, in plain words."""
+    if verdict == "role":
+        return _role_refused(scopes)
+    messages: dict[invites.Verdict, str] = {
+        "unknown_invite": "this hub does not know the invite: check that the whole join link was copied",
+        "expired": "the invite has expired: ask an organiser for a new one",
+        "revoked": "an organiser has revoked the invite: ask for a new one",
+        "used_up": "the invite has let in as many peers as it may: ask an organiser for a new one",
+    }
+    if verdict == "valid":
+        raise AssertionError("a valid invite is no reason to refuse")
+    return Refuse(code=verdict, message=messages[verdict])
+
+
+def _check_version(application: Application, policy: Policy) -> Refuse | None:
+    if application.protocol < PROTOCOL_VERSION or _is_older(application.version, policy.minimum_version):
+        wanted = policy.minimum_version or f"one with protocol {PROTOCOL_VERSION}"
+        return Refuse(
+            code="version_too_old",
+            message=f"this run needs potluck {wanted} or newer, yours is {application.version or 'older'}: update it",
+        )
+    if application.protocol > PROTOCOL_VERSION:
+        return Refuse(
+            code="version_too_new",
+            message=f"the hub speaks protocol {PROTOCOL_VERSION} and you speak {application.protocol}: "
+            "ask an organiser to update the host, or install an older potluck",
+        )
+    return None
+
+
+def _is_older(version: str, minimum: str) -> bool:
+    if not minimum:
+        return False
+    try:
+        return parse_version(version) < parse_version(minimum)
+    except ValueError:  # what they say is no version at all
+        return True
+
+
+def _readmit(application: Application, member: Member, facts: Facts) -> Decision:
+    updated = msgspec.structs.replace(
+        member,
+        role=application.role,
+        service=known_service(application.service),
+        name=application.name or member.name,
+    )
+    return _seated(Admit(member=updated), facts)
+
+
+def _by_invite(application: Application, facts: Facts) -> Decision:
+    verdict = invites.check(facts.invite, application.invite, application.role, facts.now)
+    invite = facts.invite
+    if verdict != "valid" or invite is None:
+        return invite_refused(verdict, invite.scopes if invite is not None else Scopes())
+    member = _new_member(application, facts, scopes=invite.scopes, admitted_by=f"invite:{invite.id}")
+    return _seated(Admit(member=member, invite_id=invite.id), facts)
+
+
+def _by_token(application: Application, facts: Facts) -> Decision:
+    answer, policy = facts.token, facts.policy
+    if answer is None:
+        raise AssertionError("a token that matters is checked before the decision")
+    if not isinstance(answer, TokenOwner):
+        code: RefusalCode = "bad_token" if answer.kind == "bad_token" else "token_service_down"
+        return Refuse(code=code, message=answer.message, retry_after_seconds=answer.retry_after_seconds)
+    listed = answer.user in policy.users or not set(answer.organisations).isdisjoint(policy.organisations)
+    if policy.token_holders != "anyone" and not listed:
+        return _wait(application, facts, otherwise=_not_listed(answer.user))
+    if application.role not in policy.token_scopes.roles:
+        return _wait(application, facts, otherwise=_role_refused(policy.token_scopes))
+    member = _new_member(application, facts, scopes=policy.token_scopes, admitted_by="huggingface")
+    return _seated(Admit(member=member), facts)
+
+
+def _seated(admit: Admit, facts: Facts) -> Decision:
+    """Admit, if the person has a seat left on this service."""
+    member = admit.member
+    limit = seats_for(member.scopes, facts.policy, member.service)
+    if limit is None or facts.seats_taken < limit:
+        return admit
+    return Refuse(
+        code="seats",
+        message=f"{member.person} runs {facts.seats_taken} peers on {member.service} already, and the run allows "
+        f"{limit}: stop one of them first",
+        retry_after_seconds=30.0,
+    )
+
+
+def _wait(application: Application, facts: Facts, *, otherwise: Refuse | None) -> Decision:
+    """To the waiting list, if the run has one with room; else `otherwise`, or that the run is closed."""
+    request, policy = facts.request, facts.policy
+    if request is not None and request.denied:
+        return denied(request.reason)
+    if request is not None:
+        return Wait(request=request, place=facts.place, is_new=False)
+    if not policy.waiting_list:
+        closed = "this run lets in only those with an invite: ask an organiser for one"
+        return otherwise or Refuse(code="closed", message=closed)
+    if facts.num_waiting >= policy.max_waiting:
+        full = f"{facts.num_waiting} others are waiting to be let in and the list is full: try again later"
+        return Refuse(code="closed", message=full, retry_after_seconds=300.0)
+    new = AccessRequest(
+        peer=facts.peer,
+        person=person_for(application, facts),
+        role=application.role,
+        service=known_service(application.service),
+        name=application.name,
+        message=application.message,
+        host=facts.host,
+        version=application.version,
+        asked_at=facts.now,
+    )
+    return Wait(request=new, place=facts.num_waiting + 1, is_new=True)
+
+
+def _new_member(application: Application, facts: Facts, *, scopes: Scopes, admitted_by: str) -> Member:
+    """The record of somebody who was let in; a member who got in by something wider keeps what it had."""
+    if facts.member is not None:
+        scopes = merged(facts.member.scopes, scopes)
+    return Member(
+        peer=facts.peer,
+        person=person_for(application, facts),
+        scopes=scopes,
+        role=application.role,
+        service=known_service(application.service),
+        name=application.name,
+        admitted_at=facts.now,
+        admitted_by=admitted_by,
+    )
+
+
+def merged(first: Scopes, second: Scopes) -> Scopes:
+    """What both allow together; of two limits on seats the second holds."""
+    return Scopes(
+        roles=tuple(dict.fromkeys(first.roles + second.roles)),
+        coordinates=first.coordinates or second.coordinates,
+        trusted=first.trusted or second.trusted,
+        organiser=first.organiser or second.organiser,
+        seats=first.seats | second.seats,
+    )
+
+
+def _role_refused(scopes: Scopes) -> Refuse:
+    allowed = ", ".join(scopes.roles)
+    return Refuse(code="role", message=f"you may join this run only as {allowed}: choose that with --role")
+
+
+def _not_listed(user: str) -> Refuse:
+    return Refuse(
+        code="not_listed", message=f"the Hugging Face user {user} is not on this run's list: ask an organiser"
+    )
+
+
+def _because(reason: str) -> str:
+    return f" ({reason})" if reason else ""

@@ -1,0 +1,170 @@
+"""Who gets in: the keys of the roster, and nobody else.
+
+ZeroMQ asks a handler inside the process (ZAP) about every connection that comes in, before its first message. The
+answer gives the connection a name of its own, `NUMBER KEY`, that ZeroMQ then writes on each of its messages as
+`User-Id`. The sender is known by that, never by the routing id, which a hostile peer may choose.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils import z85
+
+from potluck.clock import Clock
+from potluck.link.direct.addresses import parse_ip, reach_of
+from potluck.link.direct.greeting import is_key
+from potluck.link.direct.loopsocket import LoopSocket, Parts
+
+ZAP_ADDRESS = "inproc://zeromq.zap.01"
+ZAP_DOMAIN = b"potluck"
+ZAP_PARTS = 7  # version, request id, domain, address, identity, mechanism, and for CURVE the key
+
+# A peer that reconnects more often than this is broken or hostile: a burst, then one a second.
+BURST_CONNECTIONS = 20
+CONNECTIONS_PER_SECOND = 1.0
+MAX_PROBES = 16
+MAX_BANNED = 1024  # the oldest ban is forgotten first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A session of a peer that may connect."""
+
+    peer: str
+    session: str
+    key: str
+
+
+@dataclass(slots=True)
+class _Pace:
+    tokens: float
+    refilled_at: float
+
+
+class Admission:
+    """The table of keys that may connect, and the count of those that may not."""
+
+    def __init__(self, clock: Clock, *, plain: bool = False) -> None:
+        """`plain`: trusted-LAN mode, where connections have no key and only near addresses may connect."""
+        self.counts: Counter[str] = Counter()
+        self._clock = clock
+        self._plain = plain
+        self._by_key: dict[str, Member] = {}
+        self._by_peer: dict[str, Member] = {}
+        self._banned: dict[str, Member] = {}  # by key
+        self._probes: dict[str, float] = {}  # key → until when
+        self._pace: dict[str, _Pace] = {}
+        self._last_number = 0
+
+    def admit(self, member: Member) -> bool:
+        """Let this session of a peer in, and no earlier one. False when it is banned or its key cannot be used."""
+        if member.key in self._banned:
+            self.withdraw(member.peer)
+            return False
+        owner = self._by_key.get(member.key)
+        if not is_key(member.key) or (owner is not None and owner.peer != member.peer):
+            self.counts["unusable_keys"] += 1  # a key that is another peer's would let one speak for the other
+            self.withdraw(member.peer)
+            return False
+        if self._by_peer.get(member.peer) != member:
+            self.withdraw(member.peer)
+            self._by_key[member.key] = self._by_peer[member.peer] = member
+        return True
+
+    def withdraw(self, peer: str) -> None:
+        """Let this peer in no more."""
+        member = self._by_peer.pop(peer, None)
+        if member is not None:
+            del self._by_key[member.key]
+            self._pace.pop(member.key, None)
+
+    def ban(self, peer: str) -> None:
+        """Keep the present session of this peer out; a restarted peer has another key and may come again."""
+        member = self._by_peer.get(peer)
+        if member is not None:
+            while len(self._banned) >= MAX_BANNED:
+                del self._banned[next(iter(self._banned))]
+            self._banned[member.key] = member
+            self.withdraw(peer)
+
+    def invite_probe(self, key: str, *, seconds: float) -> None:
+        """Let this key connect for a while, as a probe of reachability that may say nothing else."""
+        now = self._clock.monotonic()
+        self._probes = {probe: until for probe, until in self._probes.items() if until > now}
+        while len(self._probes) >= MAX_PROBES:
+            del self._probes[next(iter(self._probes))]
+        self._probes[key] = now + seconds
+
+    def member(self, key: str) -> Member | None:
+        """Whose key this is, if it may connect."""
+        return self._by_key.get(key)
+
+    def is_probe(self, key: str) -> bool:
+        """Whether this key is a probe's that was invited."""
+        return self._probes.get(key, 0.0) > self._clock.monotonic()
+
+    def name_connection(self, *, address: str, mechanism: str, key: str) -> str | None:
+        """The name of a connection that may come in, or None when it may not."""
+        reason = self._refusal(address, mechanism, key)
+        if reason is not None:
+            self.counts[f"refused_{reason}"] += 1
+            return None
+        self.counts["admitted"] += 1
+        self._last_number += 1
+        return f"{self._last_number} {key}"
+
+    def _refusal(self, address: str, mechanism: str, key: str) -> str | None:
+        if mechanism != ("NULL" if self._plain else "CURVE"):
+            return "mechanism"
+        if self._plain:
+            ip = parse_ip(address)
+            return "far_address" if ip is None or reach_of(ip) == "public" else None
+        if self.is_probe(key):
+            return None
+        if key in self._by_key:
+            return None if self._within_pace(key) else "too_often"
+        return "banned_key" if key in self._banned else "unknown_key"
+
+    def _within_pace(self, key: str) -> bool:
+        now = self._clock.monotonic()
+        pace = self._pace.setdefault(key, _Pace(BURST_CONNECTIONS, now))
+        pace.tokens = min(BURST_CONNECTIONS, pace.tokens + (now - pace.refilled_at) * CONNECTIONS_PER_SECOND)
+        pace.refilled_at = now
+        if pace.tokens < 1.0:
+            return False
+        pace.tokens -= 1.0
+        return True
+
+
+def key_of(connection_name: str) -> str:
+    """The key that a connection proved; empty in trusted-LAN mode, where it proved none yet."""
+    return connection_name.partition(" ")[2]
+
+
+class AdmissionDesk:
+    """Answers ZeroMQ's questions from the table; must stand before any socket listens."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admission: Admission) -> None:
+        self._admission = admission
+        socket = context.socket(zmq.REP)
+        socket.linger = 0
+        socket.bind(ZAP_ADDRESS)
+        self._socket = LoopSocket(socket, on_message=self._answer, max_parts=ZAP_PARTS)
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._socket.close()
+
+    def _answer(self, parts: Parts, surplus_parts: int) -> None:
+        fields = [part.bytes for part in parts]
+        name = None
+        if len(fields) >= ZAP_PARTS - 1 and not surplus_parts and fields[0] == b"1.0" and fields[2] == ZAP_DOMAIN:
+            address, mechanism = fields[3].decode("ascii", "replace"), fields[5].decode("ascii", "replace")
+            key = z85.encode(fields[6]).decode("ascii") if mechanism == "CURVE" and len(fields[6]) == 32 else ""
+            name = self._admission.name_connection(address=address, mechanism=mechanism, key=key)
+        request_id = fields[1] if len(fields) > 1 else b""
+        status, text = (b"200", b"") if name is not None else (b"400", b"not in the roster")
+        self._socket.send([b"1.0", request_id, status, text, (name or "").encode("ascii"), b""])

@@ -1,0 +1,348 @@
+"""The path to one peer: who dials whom, when, at which address, and which connection stays.
+
+Any peer with addresses can be dialled by anybody; one connection serves both directions. Where both could dial, the one
+with the smaller id does so first and the other only when nothing came for a while. When two connections were made at
+once, both sides keep the one dialled by the smaller id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+
+from potluck.clock import Clock
+from potluck.errors import ConfigurationError
+from potluck.link.direct.addresses import Endpoint
+from potluck.link.direct.admission import Member
+from potluck.link.direct.dialling import Dial
+from potluck.link.direct.flood import FloodGuard
+from potluck.link.direct.greeting import Hello, LinkKeys, new_nonce
+from potluck.link.direct.listening import Incoming
+from potluck.link.direct.loopsocket import Outgoing, Parts
+from potluck.link.direct.pulse import ASK_MARK
+from potluck.link.direct.sockets import Context, SocketSettings
+
+logger = logging.getLogger(__name__)
+
+Line = Dial | Incoming  # a connection, whoever dialled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathConfig:
+    """How patiently a peer dials."""
+
+    dial_timeout_seconds: float = 5.0
+    """How long one address may take, from the first packet to the end of the greeting."""
+
+    yield_seconds: float = 2.0
+    """How long the peer with the larger id waits for the other to dial."""
+
+    first_backoff_seconds: float = 0.25
+    """Wait before dialling again when all addresses failed; doubles each time. Short at first, since a peer that has
+    just joined is often refused only until the other has read the roster."""
+
+    longest_backoff_seconds: float = 60.0
+    """Longest wait before dialling again."""
+
+    steady_seconds: float = 5.0
+    """A path that lasted so long was no failed attempt when it breaks."""
+
+    def __post_init__(self) -> None:
+        for name in ("dial_timeout_seconds", "first_backoff_seconds", "longest_backoff_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)} must be positive")
+        for name in ("yield_seconds", "steady_seconds"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)} must not be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Station:
+    """What all paths of one carrier share."""
+
+    peer: str
+    session: str
+    listens: bool  # others can dial this peer
+    config: PathConfig
+    settings: SocketSettings
+    keys: LinkKeys
+    context: Context
+    guard: FloodGuard
+    clock: Clock
+    counts: Counter[str]
+
+
+class PathOwner(Protocol):
+    """What a path tells its carrier."""
+
+    def opened(self, path: DirectPath) -> None:
+        """Packets can be sent."""
+        ...
+
+    def closed(self, path: DirectPath, reason: str) -> None:
+        """Packets cannot be sent any more."""
+        ...
+
+    def writable(self, path: DirectPath) -> None:
+        """There is room again, for somebody who was refused."""
+        ...
+
+    def received(self, path: DirectPath, parts: Parts, surplus_parts: int) -> None:
+        """A message came, hostile until checked."""
+        ...
+
+    def flooded(self, path: DirectPath) -> None:
+        """The peer sent bytes without end that form no message."""
+        ...
+
+
+class DirectPath:
+    """The path to one session of one peer."""
+
+    def __init__(self, owner: PathOwner, station: Station, member: Member, *, wanted: bool) -> None:
+        """`wanted`: dial as soon as there are addresses; else once somebody wants to send."""
+        self.member = member
+        self.line: Line | None = None  # open
+        self.held: list[Outgoing] | None = None  # one packet that found no room
+        self.refused = False  # somebody waits for room
+        self.offences = 0
+        self.heard_at = 0.0
+        self.asked_at: float | None = None
+        self.last_failure = ""
+        self.addresses: list[Endpoint] = []
+        self._owner = owner
+        self._station = station
+        self._wanted = wanted
+        self._dial: Dial | None = None  # under way
+        self._timer: asyncio.TimerHandle | None = None
+        self._next_address = 0
+        self._failed_rounds = 0  # how often in a row all addresses failed
+        self._opened_at = 0.0
+        self._stopped = False
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def peer(self) -> str:
+        """Whom this path leads to."""
+        return self.member.peer
+
+    def set_addresses(self, addresses: list[Endpoint]) -> None:
+        """Where the peer may be dialled, the best first."""
+        if addresses != self.addresses:
+            self.addresses = addresses
+            self._failed_rounds = 0
+            self._stop_dialling()
+        if self._wanted and self._idle:
+            self._dial_after(0.0 if self._dials_first else self._station.config.yield_seconds)
+
+    def want(self) -> None:
+        """Somebody has something to send."""
+        self._wanted = True
+        if self._idle:
+            self._dial_after(0.0)
+
+    def accepts(self) -> bool:
+        """Whether a connection that the peer has dialled is wanted."""
+        if self._station.peer > self.peer:
+            return True
+        if isinstance(self.line, Dial):
+            # It dials although our connection stands: it did so before it knew, or its side of it is broken.
+            return self._station.clock.monotonic() - self._opened_at > self._station.config.steady_seconds
+        return self._dial is None or not self._dial.proven
+
+    def adopt(self, line: Line) -> None:
+        """Use this connection from now on, and hang up any other."""
+        self._stop_dialling()
+        if self.line is not None:
+            self.line.close()
+            self._forget_line("replaced by a newer connection")
+        if self._stopped or self.line is not None:  # by what the owner did on hearing that
+            line.close()
+            return
+        self.line = line
+        self.last_failure = ""
+        self._opened_at = self.heard_at = self._station.clock.monotonic()
+        self.asked_at = None
+        self._station.counts["paths_opened"] += 1
+        self._owner.opened(self)
+
+    def lose(self, line: Line, reason: str) -> None:
+        """A connection broke: if it was in use, tell, and dial again."""
+        if self.line is not line:
+            return
+        line.close()
+        if reason == "flood":
+            self._owner.flooded(self)
+            return
+        if self._station.clock.monotonic() - self._opened_at >= self._station.config.steady_seconds:
+            self._failed_rounds = 0
+        self._forget_line(reason)
+        if self._idle:
+            if self._dials_first:
+                self._dial_later()
+            else:
+                self._dial_after(self._station.config.yield_seconds)
+
+    def stop(self, reason: str, *, linger_milliseconds: int = 0) -> None:
+        """Hang up for good; the owner is told if the path was open, unless there is no reason."""
+        self._stopped = True
+        self._stop_dialling()
+        if self.line is not None:
+            self.line.close(linger_milliseconds=linger_milliseconds)
+            if reason:
+                self._forget_line(reason)
+
+    # Packets
+
+    def send(self, parts: list[Outgoing]) -> bool:
+        """Hand over one message; False when there is no room, or no path."""
+        if self.line is None:
+            self.want()
+            return False
+        if self.held is not None:
+            self.refused = True
+            return False
+        try:
+            if not self.line.send(parts):
+                self.held = parts
+        except zmq.ZMQError as error:
+            # Not told from inside the caller's own call.
+            self._loop.call_soon(self.lose, self.line, f"cannot send: {error.strerror}")
+            return False
+        return True
+
+    def send_held(self) -> None:
+        """Try again to hand over the packet that found no room."""
+        if self.held is None or self.line is None:
+            return
+        try:
+            if not self.line.send(self.held):
+                return
+        except zmq.ZMQError as error:
+            self.lose(self.line, f"cannot send: {error.strerror}")
+            return
+        self.held = None
+        if self.refused:
+            self.refused = False
+            self._owner.writable(self)
+
+    def ask(self) -> None:
+        """Ask whether the connection still works."""
+        self.signal(ASK_MARK)
+
+    def signal(self, mark: bytes) -> None:
+        """Send one byte, if there is room: where there is none, packets will tell."""
+        if self.line is None:
+            return
+        try:
+            self.line.send([mark])
+        except zmq.ZMQError as error:
+            self._loop.call_soon(self.lose, self.line, f"cannot send: {error.strerror}")
+
+    # What a dial tells
+
+    def dial_opened(self, dial: Dial) -> None:
+        """Our dial succeeded."""
+        self._dial = None
+        self.adopt(dial)
+
+    def dial_ended(self, dial: Dial, reason: str) -> None:
+        """Our dial failed, or the path over it broke."""
+        if self._dial is dial:
+            self._dial = None
+            self._note_failure(dial.endpoint, reason)
+            self._dial_next()
+        else:
+            self.lose(dial, reason)
+
+    def dial_message(self, dial: Dial, parts: Parts, surplus_parts: int) -> None:
+        """A message on a connection that we dialled."""
+        if self.line is dial:
+            self._owner.received(self, parts, surplus_parts)
+
+    def dial_served(self, dial: Dial) -> None:
+        """There may be room again."""
+        if self.line is dial:
+            self.send_held()
+
+    # Dialling
+
+    @property
+    def _dials_first(self) -> bool:
+        return self._station.peer < self.peer or not self._station.listens
+
+    @property
+    def _idle(self) -> bool:
+        return self.line is None and self._dial is None and self._timer is None and not self._stopped
+
+    def _dial_after(self, seconds: float) -> None:
+        if self.addresses:
+            self._next_address = 0
+            self._timer = self._loop.call_later(seconds, self._dial_next)
+
+    def _dial_later(self) -> None:
+        config = self._station.config
+        delay = min(config.longest_backoff_seconds, config.first_backoff_seconds * 2 ** min(self._failed_rounds, 16))
+        self._failed_rounds += 1
+        self._dial_after(delay * random.uniform(0.5, 1.0))
+
+    def _dial_next(self) -> None:
+        """Try the next address; after the last, start over later."""
+        self._timer = None
+        while self._next_address < len(self.addresses):
+            endpoint = self.addresses[self._next_address]
+            self._next_address += 1
+            self._station.counts["dials"] += 1
+            try:
+                self._dial = self._make_dial(endpoint)
+            except zmq.ZMQError as error:  # out of sockets or descriptors
+                self._note_failure(endpoint, error.strerror)
+            else:
+                return
+        self._dial_later()
+
+    def _make_dial(self, endpoint: Endpoint) -> Dial:
+        station = self._station
+        hello = Hello(
+            peer=station.peer,
+            session=station.session,
+            key=station.keys.link_key,
+            to=self.member.key,
+            nonce=new_nonce(),
+        )
+        return Dial(
+            self,
+            station.context,
+            station.settings,
+            station.keys,
+            station.guard,
+            endpoint=endpoint,
+            hello=hello,
+            timeout_seconds=station.config.dial_timeout_seconds,
+        )
+
+    def _stop_dialling(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._dial is not None:
+            self._dial.close()
+            self._dial = None
+
+    def _note_failure(self, endpoint: Endpoint, reason: str) -> None:
+        self._station.counts["dials_failed"] += 1
+        self.last_failure = f"{endpoint}: {reason}"
+        logger.debug("no direct path to %s by %s", self.peer, self.last_failure)
+
+    def _forget_line(self, reason: str) -> None:
+        self.line = None
+        self.held = None
+        self.refused = False
+        self._station.counts["paths_closed"] += 1
+        self._owner.closed(self, reason)

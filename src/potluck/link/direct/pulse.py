@@ -1,0 +1,62 @@
+"""Whether a silent connection still leads to somebody.
+
+ZeroMQ has heartbeats for this. They are off: libzmq 4.3.5 aborts the whole process when a heartbeat falls due on a
+connection that was lost while its queue was full (libzmq issues 3937 and 4364), and any peer can bring that about. So
+here a connection that has been silent for a while is asked by a message of one byte, and answers by another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Generic, Protocol, TypeVar
+
+from potluck.clock import Clock
+from potluck.link.direct.sockets import SocketSettings
+
+ASK = 2  # first and only byte of a question; greeting.py has 0 and 1
+ANSWER = 3
+ASK_MARK, ANSWER_MARK = bytes([ASK]), bytes([ANSWER])
+PAUSE_SECONDS = 1.0
+
+
+class Line(Protocol):
+    """An open connection, as far as its pulse is concerned."""
+
+    heard_at: float  # monotonic: when it was opened, or the last message came
+    asked_at: float | None  # monotonic: when it was last asked in this silence
+
+    def ask(self) -> None:
+        """Send a question, if there is room."""
+        ...
+
+
+L = TypeVar("L", bound=Line)
+
+
+class Pulse(Generic[L]):
+    """Looks after all connections of one carrier."""
+
+    def __init__(self, settings: SocketSettings, clock: Clock) -> None:
+        self._every_seconds = settings.heartbeat_seconds
+        self._silence_seconds = settings.silence_seconds
+        self._clock = clock
+        self._checked_at = clock.monotonic()
+
+    def check(self, lines: Iterable[L]) -> list[L]:
+        """Ask the silent ones; return those that have been silent for too long. To be called often."""
+        now = self._clock.monotonic()
+        was_paused = now - self._checked_at > PAUSE_SECONDS
+        self._checked_at = now
+        lost: list[L] = []
+        for line in lines:
+            if was_paused:  # we slept ourselves: what came meanwhile is not read yet
+                line.heard_at = now
+            silent_seconds = now - line.heard_at
+            if silent_seconds < self._every_seconds:
+                line.asked_at = None
+            elif line.asked_at is not None and silent_seconds >= self._silence_seconds + self._every_seconds:
+                lost.append(line)
+            elif line.asked_at is None or now - line.asked_at >= self._every_seconds:
+                line.asked_at = now
+                line.ask()
+        return lost

@@ -1,0 +1,165 @@
+"""How the ZeroMQ sockets of direct links are set up: keys, limits, queues and timeouts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from potluck.errors import ConfigurationError
+from potluck.link.direct.addresses import Endpoint
+from potluck.link.direct.admission import ZAP_DOMAIN
+from potluck.link.direct.flood import CURVE_BYTES
+from potluck.link.direct.greeting import LinkKeys, decode_key
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Socket = zmq.Socket[bytes]
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SocketSettings:
+    """Limits and timeouts of every socket; those who want to talk to each other need the same `trusted_lan`."""
+
+    trusted_lan: bool = False
+    """Send in the clear, three times as fast, and only to near addresses. Off unless asked for."""
+
+    max_payload_bytes: int = 1 * MIB
+    """Largest payload of a packet, either way."""
+
+    max_header_bytes: int = 512 * 1024
+    """Largest header of a packet, either way."""
+
+    queued_to_send: int = 32
+    """How many packets for one peer wait in ZeroMQ; they stay in the sender's own buffers meanwhile."""
+
+    queued_received: int = 16
+    """How many packets of one peer wait in ZeroMQ until they are taken; its memory, and so a hostile peer's share."""
+
+    io_threads: int = 1
+    """Threads that encrypt and move bytes; a connection stays on one of them."""
+
+    handshake_seconds: float = 10.0
+    """How long a connection may take to prove its key."""
+
+    heartbeat_seconds: float = 5.0
+    """How often a silent connection is tried."""
+
+    silence_seconds: float = 30.0
+    """A connection from which nothing came for so long after the first trial is given up."""
+
+    backlog: int = 128
+    """How many connections may wait to be accepted."""
+
+    max_sockets: int = 4096
+    """Most ZeroMQ sockets of one carrier; each dialled peer takes three."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_payload_bytes",
+            "max_header_bytes",
+            "queued_to_send",
+            "queued_received",
+            "io_threads",
+            "backlog",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("handshake_seconds", "heartbeat_seconds", "silence_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)} must be positive")
+        if self.max_sockets < 16:
+            raise ConfigurationError(f"max_sockets={self.max_sockets} must be at least 16")
+
+    @property
+    def held_bytes(self) -> int:
+        """Most that ZeroMQ can rightly hold of one peer: its queue full, one packet each before and behind it."""
+        return (self.queued_received + 2) * (self.max_payload_bytes + self.max_header_bytes) + MIB
+
+
+def make_context(settings: SocketSettings) -> Context:
+    """A context of one carrier."""
+    context: Context = zmq.Context(settings.io_threads)
+    context.set(zmq.MAX_SOCKETS, settings.max_sockets)
+    return context
+
+
+async def terminate(context: Context) -> None:
+    """End the context's threads; that waits for lingering packets, so not on the loop's own thread."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def work() -> None:
+        context.destroy()  # which also closes what was forgotten, and would else be waited for without end
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever waited
+            loop.call_soon_threadsafe(ended.set_result, None)
+
+    thread = threading.Thread(target=work, name="potluck-zmq-term")
+    thread.start()
+    await asyncio.shield(ended)
+    thread.join()
+
+
+def make_listener(context: Context, settings: SocketSettings, keys: LinkKeys) -> Socket:
+    """The socket that others connect to; bind it with `bind`."""
+    socket = _make_socket(context, zmq.ROUTER, settings, keys)
+    socket.router_mandatory = True  # an unknown or full peer is an error here, where it would be silence
+    socket.zap_domain = ZAP_DOMAIN
+    socket.backlog = settings.backlog
+    if not settings.trusted_lan:
+        socket.curve_server = True
+    return socket
+
+
+def make_dialler(context: Context, settings: SocketSettings, keys: LinkKeys, their_key: str, timeout: float) -> Socket:
+    """A socket for one connection to one address; it does not connect again by itself."""
+    decode_key(their_key)
+    socket = _make_socket(context, zmq.DEALER, settings, keys)
+    socket.reconnect_ivl = -1  # each connection is greeted and watched from its start, so every dial is a new socket
+    socket.connect_timeout = max(1, int(timeout * 1000))
+    if not settings.trusted_lan:
+        socket.curve_serverkey = their_key.encode("ascii")
+    return socket
+
+
+def bind(socket: Socket, addresses: Sequence[str]) -> tuple[Endpoint, ...]:
+    """Listen on each address (port 0: any free one) and say where that is."""
+    bound = []
+    for address in addresses:
+        endpoint = Endpoint.parse(address, lowest_port=0)
+        socket.ipv6 = endpoint.ip.version == 6
+        try:
+            socket.bind(str(endpoint))
+        except zmq.ZMQError as error:
+            raise ConfigurationError(
+                f"cannot listen on {address}: {error.strerror}. Choose another port or interface with --listen, "
+                "port 0 for any free one, or join with --client-mode"
+            ) from error
+        last_endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+        bound.append(Endpoint.parse(bytes(last_endpoint).decode("ascii"), lowest_port=0))
+    return tuple(bound)
+
+
+def connect(socket: Socket, endpoint: Endpoint) -> None:
+    """Begin to connect."""
+    socket.ipv6 = endpoint.ip.version == 6
+    socket.connect(str(endpoint))
+
+
+def _make_socket(context: Context, kind: int, settings: SocketSettings, keys: LinkKeys) -> Socket:
+    socket = context.socket(kind)
+    socket.linger = 0
+    if not settings.trusted_lan:
+        socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+    socket.sndhwm, socket.rcvhwm = settings.queued_to_send, settings.queued_received
+    largest = max(settings.max_payload_bytes, settings.max_header_bytes)
+    socket.maxmsgsize = largest + 1 + CURVE_BYTES  # of one part, as it is on the wire
+    socket.handshake_ivl = int(settings.handshake_seconds * 1000)
+    # No heartbeats of ZeroMQ's own: see pulse.py.
+    socket.tcp_maxrt = int(settings.silence_seconds * 1000)  # bytes that nobody acknowledges for so long
+    return socket

@@ -1,0 +1,7 @@
+"""The relayed way between two peers: packets through the hub, where no direct path can be had.
+
+carrier.py       the whole: all relayed paths of this process, on one bulk wire (hub/bulk/wire.py)
+path.py          the path to one peer
+credit.py        who may have how much on its way
+packet.py        what relays say to each other, as bytes
+"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -346,10 +347,19 @@ def test_parts_are_consecutive_chunks() -> None:
 def test_small_rounds_have_small_chunks() -> None:
     small = (Run(codec=CodecSpec(name="float16"), elements=1_000_000),)
     large = (Run(codec=CodecSpec(name="float16"), elements=25_000_000),)
-    assert fitting_chunk_bytes(small, 8) == 62_500
-    assert fitting_chunk_bytes(small, 64) == SMALLEST_CHUNK_BYTES
-    assert fitting_chunk_bytes(large, 4) == DEFAULT_CHUNK_BYTES
-    assert fitting_chunk_bytes((), 0) == SMALLEST_CHUNK_BYTES
+    megabyte = 1e6
+    assert fitting_chunk_bytes(small, 8, 10 * megabyte) == 62_500
+    assert fitting_chunk_bytes(small, 64, 1 * megabyte) == SMALLEST_CHUNK_BYTES
+    assert fitting_chunk_bytes(large, 4, 100 * megabyte) == DEFAULT_CHUNK_BYTES
+    assert fitting_chunk_bytes((), 0, 1 * megabyte) == SMALLEST_CHUNK_BYTES
+
+
+def test_a_chunk_is_worth_its_message_and_no_burden_for_the_slowest_line() -> None:
+    small = (Run(codec=CodecSpec(name="float16"), elements=1_000_000),)
+    assert fitting_chunk_bytes(small, 8, 50e6) == 200_000
+    assert fitting_chunk_bytes(small, 8, math.inf) == DEFAULT_CHUNK_BYTES
+    assert fitting_chunk_bytes(small, 1, 100e3) == 50_000
+    assert fitting_chunk_bytes(small, 1, 1.0) == SMALLEST_CHUNK_BYTES
 
 
 def test_hostile_runs_are_refused_before_anything_is_made() -> None:

@@ -24,6 +24,8 @@ DEFAULT_CHUNK_BYTES = 512 * 1024
 SMALLEST_CHUNK_BYTES = 32 * 1024
 LARGEST_CHUNK_BYTES = 16 * 1024 * 1024
 CHUNKS_PER_REDUCER = 4  # so that a reducer adds up one chunk while the next arrives and the last leaves
+LEAST_CHUNK_SECONDS = 0.004  # a message costs each end about 0.2 ms of work: it should be worth that on the line
+MOST_CHUNK_SECONDS = 0.5  # on the slowest line, or a slow sender looks like a stalled one
 
 MAX_CHUNKS = 1 << 20
 MAX_RUNS = 64
@@ -109,10 +111,12 @@ def encoded_bytes(runs: Sequence[Run]) -> int:
     return sum(codec_for(run.codec).encoded_bytes(run.elements) for run in runs)
 
 
-def fitting_chunk_bytes(runs: Sequence[Run], num_reducers: int) -> int:
-    """Chunks small enough that each reducer has several, and no smaller than what is worth a message."""
+def fitting_chunk_bytes(runs: Sequence[Run], num_reducers: int, slowest_bytes_per_second: float) -> int:
+    """Chunks small enough that each reducer has several, and neither too small nor too large for the slowest line."""
     wanted = encoded_bytes(runs) // max(1, CHUNKS_PER_REDUCER * num_reducers)
-    return max(SMALLEST_CHUNK_BYTES, min(DEFAULT_CHUNK_BYTES, wanted))
+    least = min(slowest_bytes_per_second * LEAST_CHUNK_SECONDS, DEFAULT_CHUNK_BYTES)
+    most = min(slowest_bytes_per_second * MOST_CHUNK_SECONDS, DEFAULT_CHUNK_BYTES)
+    return max(SMALLEST_CHUNK_BYTES, int(min(max(wanted, least), most)))
 
 
 def _cut(runs: Sequence[Run], sizes: Sequence[int]) -> Iterator[Chunk]:

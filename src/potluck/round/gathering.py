@@ -7,7 +7,6 @@ named in the plan with the reason, and so learns it from the commit.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,14 +15,13 @@ from functools import lru_cache
 from potluck.errors import ConfigurationError, RetryableError
 from potluck.hub.presence import Presence
 from potluck.round.aggregators import AggregatorSpec, cap_weights
-from potluck.round.chunks import SMALLEST_CHUNK_BYTES, ChunkGrid, Run, encoded_bytes, fitting_chunk_bytes
+from potluck.round.chunks import ChunkGrid, Run, encoded_bytes, fitting_chunk_bytes
 from potluck.round.partition import Partition, PartitionConfig, partition, round_shares
 from potluck.round.plan import MAX_MEMBERS, MEAN, Part, Participant, Plan, Ready, RoundKey
 from potluck.round.shares import Member, known_speeds
 from potluck.round.trigger import ReadySender
 
 READY_SECONDS = 3.5  # members repeat it each second; who has not for so long is not ready any more
-CHUNK_SECONDS = 0.5  # a chunk should not take longer on the slowest line, or a slow sender looks like a stalled one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +162,7 @@ class Gathering:
             plan=plan,
             predicted_seconds=predicted_seconds,
             is_measured=any(member.upload_bytes_per_second for member in members),
-            chunk_seconds=chunk_bytes * len({part.reducer for part in parts}) / _slowest_upload(members),
+            chunk_seconds=chunk_bytes * len({part.reducer for part in parts}) / self._slowest_upload(members),
         )
 
     def _members(self, candidates: list[Candidate]) -> list[Member]:
@@ -199,7 +197,7 @@ class Gathering:
         """The size of a chunk, who reduces which, and how long it should take."""
         shared = _shares(tuple(members), encoded_bytes(runs), self.config.partition)
         used = sum(1 for share in shared.shares if share > 0)
-        chunk_bytes = _chunk_bytes(runs, used, members)
+        chunk_bytes = fitting_chunk_bytes(runs, used, self._slowest_upload(members))
         grid = ChunkGrid(runs=runs, chunk_bytes=chunk_bytes)
         ranges = grid.parts(round_shares(shared.shares, len(grid)))
         parts = tuple(
@@ -208,6 +206,10 @@ class Gathering:
             if len(chunks)
         )
         return chunk_bytes, parts, shared.predicted_seconds
+
+    def _slowest_upload(self, members: list[Member]) -> float:
+        speeds = [member.upload_bytes_per_second for member in members if member.sends]
+        return min(known_speeds(speeds, self.config.partition.default_bytes_per_second))
 
     def _deadline_seconds(self, predicted_seconds: float) -> float:
         wanted = 10.0 + 5.0 * predicted_seconds
@@ -242,13 +244,3 @@ def _common_layout(candidates: Iterable[Candidate]) -> tuple[str, tuple[Run, ...
     if not weights:
         raise RetryableError("nobody is ready to contribute: a round needs at least one trainer with values")
     return min(weights, key=lambda layout: (-weights[layout], layout[0]))
-
-
-def _chunk_bytes(runs: tuple[Run, ...], num_reducers: int, members: list[Member]) -> int:
-    fitting = fitting_chunk_bytes(runs, num_reducers)
-    return max(SMALLEST_CHUNK_BYTES, int(min(fitting, _slowest_upload(members) * CHUNK_SECONDS)))
-
-
-def _slowest_upload(members: list[Member]) -> float:
-    speeds = known_speeds([member.upload_bytes_per_second for member in members if member.sends], math.inf)
-    return min(speeds, default=math.inf)

@@ -31,7 +31,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return result
 
 
-def environment_with(name: str, requirements: Sequence[str]) -> Path:
+def environment_with(name: str, requirements: Sequence[str], *, torch: bool = True) -> Path:
     """The Python of a virtual environment that has `requirements`; made on first use, beside the project's own."""
     folder = ROOT / f".bench-{name}"
     python = folder / "bin" / "python"
@@ -41,7 +41,8 @@ def environment_with(name: str, requirements: Sequence[str]) -> Path:
         say(f"making an environment for {', '.join(requirements)} (once, some minutes)")
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", "constraints.txt"]
-        subprocess.run([*install, "torch", "setuptools<80", *requirements], cwd=ROOT, check=True, stdout=sys.stderr)
+        common = ["torch", "setuptools<80"] if torch else []
+        subprocess.run([*install, *common, *requirements], cwd=ROOT, check=True, stdout=sys.stderr)
         stamp.write_text(wanted)
     return python
 

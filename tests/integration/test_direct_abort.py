@@ -9,16 +9,21 @@ from potluck.testing.processes import Children
 # A peer fills our queue, which nobody reads for a moment, and hangs up. With ZeroMQ's own heartbeats, the next of them
 # ends the process: "Assertion failed: !_io_error".
 PROGRAM = """
-import time, zmq
-from potluck.link.direct.greeting import LinkKeys
+import threading, time, zmq
+from potluck.link.direct.admission import ZAP_ADDRESS
+from potluck.link.direct.greeting import Caller, LinkKeys
 from potluck.link.direct.sockets import SocketSettings, bind, connect, make_context, make_dialler, make_listener
 
 settings = SocketSettings(heartbeat_seconds=0.1, trusted_lan=True)
-ours, theirs = LinkKeys.generate(), LinkKeys.generate()
+caller = Caller(LinkKeys.generate(), LinkKeys.generate().link_key, plain=True)
 here, there = make_context(settings), make_context(settings)
-listener = make_listener(here, settings, ours)
+desk = here.socket(zmq.REP)  # lets everybody in
+desk.bind(ZAP_ADDRESS)
+threading.Thread(target=lambda: desk.send_multipart(
+    [b"1.0", desk.recv_multipart()[1], b"200", b"", b"somebody", b""]), daemon=True).start()
+listener = make_listener(here, settings)
 [endpoint] = bind(listener, ["tcp://127.0.0.1:0"])
-dialler = make_dialler(there, settings, theirs, ours.link_key, 5.0)
+dialler = make_dialler(there, settings, caller, 5.0)
 dialler.sndtimeo = 1000
 connect(dialler, endpoint)
 num_sent = 0

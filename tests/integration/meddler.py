@@ -17,7 +17,8 @@ class Meddler:
         self.recorded: list[tuple[bytearray, bytearray]] = []  # by connection, forward and backward
         self.change_at: tuple[int, int] | None = None  # direction and byte
         self.num_changed = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.may_pass = asyncio.Event()  # while it is not set, nothing is read: both sides run into a wall
+        self.may_pass.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass one connection on."""
@@ -37,6 +38,7 @@ class Meddler:
     ) -> None:
         with suppress(ConnectionError):
             while data := await reader.read(65536):
+                await self.may_pass.wait()
                 start = len(record)
                 record += data
                 if self.change_at is not None and self.change_at[0] == direction:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import uvloop
 from directpeers import DEADLINE_SECONDS, Peer, Recorder, direct_config, entry, introduce, open_peer, rekeyed, send_all
+from meddler import meddler
 
 from potluck.errors import ConfigurationError
 from potluck.link.direct.greeting import LinkKeys
@@ -64,18 +65,27 @@ def test_packets_travel_both_ways_on_either_kind_of_loop(run, plain):
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["from the dialler", "to the dialler"])
 async def test_a_sender_that_is_too_fast_is_refused_and_told_when_there_is_room(reverse, plain):
-    async with open_peer("a", direct_config(plain=plain)) as a, open_peer("b", direct_config(plain=plain)) as b:
-        introduce(a, b)
+    async with (
+        open_peer("a", direct_config(plain=plain)) as a,
+        open_peer("b", direct_config(plain=plain)) as b,
+        meddler(b.carrier.bound[0].port) as (middle, address),
+    ):
+        introduce(b, a)
+        a.carrier.update_peer(a.presence())
+        a.carrier.update_peer(b.presence(addresses=[address]))
         await a.until_open("b")
         await b.until_open("a")
+        middle.may_pass.clear()
         sender, receiver = (b, a) if reverse else (a, b)
         payloads = [bytearray(os.urandom(512 * 1024)) for _ in range(4)]
         packets = [(number.to_bytes(4, "big"), payloads[number % 4]) for number in range(200)]
         num_sent = 0
         while num_sent < 200 and sender.carrier.send(receiver.name, *packets[num_sent]):
-            num_sent += 1  # meanwhile nobody reads: sender and receiver share this loop
+            num_sent += 1
+            await asyncio.sleep(0)
         assert num_sent < 200
         assert not sender.carrier.send(receiver.name, *packets[num_sent])
+        middle.may_pass.set()
         await poll_until(lambda: sender.events.writable == [receiver.name], DEADLINE_SECONDS, "room")
         await send_all(sender, receiver.name, packets[num_sent:])
         await receiver.until_received(200)

@@ -27,7 +27,7 @@ from potluck.messages import PROTOCOL_VERSION
 logger = logging.getLogger(__name__)
 
 SLAB_BYTES = 512 * 1024 + TAG_BYTES  # for the largest packets that links send
-MOST_SLABS_KEPT = 16
+MOST_SLABS_KEPT = 36  # a little more than one path's queue is long, so that one path at a time finds enough
 ALWAYS_COUNTED = ("packets_sent", "bytes_sent", "packets_received", "bytes_received", "malformed", "shut_out")
 
 

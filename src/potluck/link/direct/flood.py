@@ -1,9 +1,9 @@
 """A guard against floods that ZeroMQ itself does not stop.
 
-ZeroMQ gathers all parts of a message before it shows us the first, and its queue limits count whole messages. So a
-member could send one message without end and fill our memory, unseen. This guard compares, for each TCP connection,
+ZeroMQ gathers all parts of a message before it shows us the first, and its queue has no limit (sockets.py says why). So
+a member could send without end and fill our memory, unseen. This guard compares, for each TCP connection,
 the bytes that the kernel received with those that reached us: what lies between is held by ZeroMQ. A connection that
-makes it hold more than full queues can explain is shut down.
+makes it hold more than any link would send unasked is shut down.
 
 It also bounds the connections that have not greeted yet: their number, their time, and their bytes.
 
@@ -41,7 +41,7 @@ class FloodLimits:
     """What a connection may cost."""
 
     held_bytes: int
-    """Most that ZeroMQ may hold for a peer that has greeted: its queue full of the largest packets, and some."""
+    """Most that ZeroMQ may hold for a peer that has greeted: more than links let anybody have on its way."""
 
     ungreeted_bytes: int = 64 * 1024
     """Most that a connection may send before it has greeted; handshake and greeting need about 2 KiB."""

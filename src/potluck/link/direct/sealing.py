@@ -99,7 +99,8 @@ class Sealed:
         sealed = part.buffer
         opened = sealed[:-TAG_BYTES]
         try:
-            cipher.aead.decrypt_into(cipher.nonce(), sealed, associated, opened)  # in its own place
+            # In its own place, as OpenSSL allows. Where the tag is wrong, what stands there is thrown away unread.
+            cipher.aead.decrypt_into(cipher.nonce(), sealed, associated, opened)
         except InvalidTag:
             raise ProtocolError("a part does not open: it was changed, or is not the next one") from None
         return opened

@@ -114,9 +114,7 @@ async def open_peer(
 ) -> AsyncIterator[Peer]:
     """A peer that accepts connections on loopback, unless configured otherwise."""
     recorder = events if events is not None else Recorder()
-    carrier = DirectCarrier(
-        peer=name, session=session, events=recorder, config=config or direct_config(), interfaces=interfaces
-    )
+    carrier = DirectCarrier(peer=name, events=recorder, config=config or direct_config(), interfaces=interfaces)
     try:
         carrier.start()
         yield Peer(name, carrier, recorder, session)

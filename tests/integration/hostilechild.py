@@ -1,6 +1,6 @@
 """A member that turns hostile, in a process of its own: real keys, real greeting, then a flood.
 
-It speaks raw ZeroMQ. Arguments: ROLE PEER SESSION KEY SECRET THEIR_KEY ADDRESS, where ROLE is
+It speaks raw ZeroMQ. Arguments: ROLE KEY SECRET THEIR_KEY ADDRESS, where ROLE is
 
     dialler    connects to ADDRESS, greets, then sends one message of ten gigabytes
     ungreeted  connects to ADDRESS and sends such a message without greeting
@@ -13,7 +13,8 @@ import sys
 
 import zmq
 
-from potluck.link.direct.greeting import Hello, LinkKeys, Welcome, answer_to, new_nonce, pack, unpack, welcome_to
+from potluck.link.direct.admission import ZAP_ADDRESS
+from potluck.link.direct.greeting import KNOCK, READY, Answerer, Caller, LinkKeys
 
 FRAME = zmq.Frame(bytes(256 * 1024), copy=False)
 NUM_PARTS = 40_000  # ten gigabytes in one message; here they are the same bytes each time
@@ -32,43 +33,51 @@ def flood(socket: zmq.Socket[bytes], to: bytes | None = None) -> None:
     print("flood ended")
 
 
-def dial(keys: LinkKeys, their_key: str, address: str) -> zmq.Socket[bytes]:
+def listen(keys: LinkKeys, their_key: str, address: str) -> None:
+    """Let one connection in, greet it, and flood it."""
+    context = zmq.Context.instance()
+    desk = context.socket(zmq.REP)
+    desk.bind(ZAP_ADDRESS)
+    socket = context.socket(zmq.ROUTER)
+    socket.linger = 0
+    socket.plain_server = True
+    socket.bind(address)
+    print("listening", socket.last_endpoint.decode())
+    _, request_id, *_, password = desk.recv_multipart()
+    desk.send_multipart([b"1.0", request_id, b"200", b"", b"victim", b""])
+    answerer = Answerer(keys, their_key, password, plain=False)
+    routing_id, knock = socket.recv_multipart()
+    assert knock == KNOCK
+    welcome, _, incoming = answerer.welcome()
+    socket.send_multipart([routing_id, welcome])
+    assert incoming.open(socket.recv_multipart()[1]) == READY
+    print("greeted")
+    flood(socket, routing_id)
+
+
+def dial(keys: LinkKeys, their_key: str, address: str, *, greets: bool) -> None:
+    """Connect, greet or not, and flood."""
+    caller = Caller(keys, their_key, plain=False)
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.linger = 0
     socket.reconnect_ivl = -1
-    socket.curve_serverkey = their_key.encode()
-    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+    socket.plain_username, socket.plain_password = caller.username, caller.password
     socket.connect(address)
-    return socket
+    if greets:
+        socket.send(KNOCK)
+        outgoing, _ = caller.answer(socket.recv())
+        socket.send(outgoing.seal(READY))
+        print("greeted")
+    flood(socket)
 
 
 def main() -> None:
-    role, peer, session, key, secret, their_key, address = sys.argv[1:]
+    role, key, secret, their_key, address = sys.argv[1:]
     keys = LinkKeys(key.encode(), secret.encode())
     if role == "listener":
-        socket = zmq.Context.instance().socket(zmq.ROUTER)
-        socket.linger = 0
-        socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
-        socket.bind(address)
-        print("listening", socket.last_endpoint.decode())
-        routing_id, frame = socket.recv_multipart()
-        hello = unpack(memoryview(frame))
-        assert isinstance(hello, Hello)
-        socket.send_multipart([routing_id, pack(welcome_to(hello, keys))])
-        socket.recv_multipart()
-        print("greeted")
-        flood(socket, routing_id)
-        return
-    socket = dial(keys, their_key, address)
-    if role == "dialler":
-        hello = Hello(peer=peer, session=session, key=key, to=their_key, nonce=new_nonce())
-        socket.send(pack(hello))
-        welcome = unpack(memoryview(socket.recv()))
-        assert isinstance(welcome, Welcome)
-        socket.send(pack(answer_to(hello, welcome, keys)))
-        print("greeted")
-    flood(socket)
+        listen(keys, their_key, address)
+    else:
+        dial(keys, their_key, address, greets=role == "dialler")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def endpoints(request: DialBackRequest) -> list[Endpoint]:
     return [Endpoint.parse(address) for address in request.addresses]
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["curve", "plain"])
+@pytest.mark.parametrize("plain", [False, True], ids=["sealed", "plain"])
 async def test_a_peer_that_listens_is_reached_with_its_own_key(plain):
     async with open_peer("a", direct_config(plain=plain)) as a:
         request = request_of(a, plain=plain)
@@ -58,7 +58,7 @@ async def test_a_peer_that_listens_is_reached_with_its_own_key(plain):
         assert a.events.paths == []  # a probe is no peer
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["curve", "plain"])
+@pytest.mark.parametrize("plain", [False, True], ids=["sealed", "plain"])
 async def test_somebody_else_at_the_address_does_not_count(plain):
     async with open_peer("a", direct_config(plain=plain)) as a:
         request = request_of(a, plain=plain, key=LinkKeys.generate().link_key)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from potluck.errors import ConfigurationError
-from potluck.link.direct.flood import CURVE_BYTES, FloodGuard, FloodLimits, consumed_bytes
+from potluck.link.direct.flood import FloodGuard, FloodLimits, consumed_bytes
 from potluck.testing.polling import poll_until_sync
 from potluck.testing.virtualclock import VirtualClock
 
@@ -102,8 +102,8 @@ def test_delivered_messages_are_no_flood_however_many(guard, lines):
     guard.welcome(wire)
     wire.greeted = True
     for _ in range(50):
-        lines[0].bring(50_000 + CURVE_BYTES + 9)
-        guard.delivered(wire, 50_000)
+        lines[0].bring(50_000 + 9 + 200 + 2)  # a part of each of ZMTP's two kinds
+        wire.delivered([bytes(50_000), bytes(200)])
         guard.check()
     assert not wire.closed
 
@@ -112,7 +112,7 @@ def test_nobody_saves_up_an_allowance(guard, lines):
     wire = guard.opened(lines[0].fd, incoming=True)
     guard.welcome(wire)
     wire.greeted = True
-    guard.delivered(wire, 10_000_000)  # more than came: as if its bytes had been counted too high
+    wire.delivered([bytes(10_000_000)])  # more than came: as if its bytes had been counted too high
     guard.check()
     lines[0].bring(150_000)
     guard.check()

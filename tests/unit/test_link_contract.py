@@ -104,7 +104,7 @@ class DirectStack:
 
     async def equip(self, links: Links, name: str, session: str) -> dict[str, Any]:
         config = DirectConfig(listen=("tcp://127.0.0.1:0",))
-        carrier = DirectCarrier(peer=name, session=session, events=links, config=config)
+        carrier = DirectCarrier(peer=name, events=links, config=config)
         carrier.start()
         links.add_carrier(carrier)
         return {"link_key": carrier.link_key, "addresses": tuple(str(bound) for bound in carrier.bound)}

@@ -76,6 +76,7 @@ class Arrived:
 class _Registration:
     kind: type[Message]
     handler: Handler[Any]
+    is_async: bool  # asked once, not with each message
 
 
 def _raiser(error: Exception) -> Handler[Any]:
@@ -92,7 +93,7 @@ class _PeerWork:
 
     def __init__(self) -> None:
         self.num_started = 0
-        self.waiting: deque[tuple[Handler[Any], Arrived, Message]] = deque()
+        self.waiting: deque[tuple[_Registration, Arrived, Message]] = deque()
 
 
 class Dispatcher:
@@ -111,7 +112,7 @@ class Dispatcher:
         tag = tag_of(kind)
         if tag in self._registrations:
             raise ConfigurationError(f"messages of kind {tag} have a handler already: give the new kind another tag")
-        self._registrations[tag] = _Registration(kind, handler)
+        self._registrations[tag] = _Registration(kind, handler, inspect.iscoroutinefunction(handler))
 
     def take(self, arrived: Arrived) -> None:
         """A message or a request has come; messages of one peer come here in order."""
@@ -128,27 +129,30 @@ class Dispatcher:
             arrived.counters.malformed += 1
             self._refuse(arrived, error)
             return
-        self._queue(arrived, registration.handler, message)
+        self._queue(arrived, registration, message)
 
     def _refuse(self, arrived: Arrived, error: ProtocolError) -> None:
         if arrived.envelope.role == Role.REQUEST:
             # Answered like any other, within the same limits: whoever asks nonsense and takes no answer must wait.
-            self._queue(arrived, _raiser(error), Message())
+            self._queue(arrived, _Registration(Message, _raiser(error), is_async=False), Message())
         else:
             arrived.release()
 
-    def _queue(self, arrived: Arrived, handler: Handler[Any], message: Message) -> None:
-        work = self._work.setdefault(arrived.sender, _PeerWork())
-        work.waiting.append((handler, arrived, message))
+    def _queue(self, arrived: Arrived, registration: _Registration, message: Message) -> None:
+        work = self._work.get(arrived.sender)
+        if work is None:
+            work = self._work[arrived.sender] = _PeerWork()
+        work.waiting.append((registration, arrived, message))
         self._start(arrived.sender, work)
 
     def _start(self, sender: str, work: _PeerWork) -> None:
         while work.waiting and work.num_started < self._max_handlers and not self._closed:
-            handler, arrived, message = work.waiting.popleft()
+            registration, arrived, message = work.waiting.popleft()
+            handler = registration.handler
             is_request = arrived.envelope.role == Role.REQUEST
             patience = arrived.envelope.seconds if is_request else None
             incoming = Incoming(sender, message, arrived.frames, patience, arrived.release)
-            if is_request or inspect.iscoroutinefunction(handler) or work.num_started:
+            if is_request or registration.is_async or work.num_started:
                 # Tasks start in the order in which they are made; so a plain handler behind them becomes one too.
                 work.num_started += 1
                 self._spawn(self._run(handler, incoming, arrived, work))
@@ -163,7 +167,7 @@ class Dispatcher:
         except Exception:  # noqa: BLE001 - the application's handler must not stop the link; logged and counted
             self._log_failure(arrived)
         else:
-            if inspect.isawaitable(result):
+            if result is not None and inspect.isawaitable(result):
                 work.num_started += 1
                 self._spawn(self._run(lambda _: result, incoming, arrived, work))
                 return

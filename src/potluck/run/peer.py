@@ -132,7 +132,6 @@ class Peer:
         self.links = Links(identity.peer_id, session_id, self.clock, config.links)
         self.direct = DirectCarrier(
             peer=identity.peer_id,
-            session=session_id,
             events=self.links,
             config=DirectConfig(listen=self._listen(), sockets=SocketSettings(trusted_lan=config.trusted_lan)),
             clock=self.clock,

@@ -87,11 +87,7 @@ class Packet:
     ack_age_seconds: float
     inline: memoryview
     payload: memoryview
-
-    @property
-    def charge_bytes(self) -> int:
-        """What this packet costs in credit."""
-        return len(self.inline) + len(self.payload) + PACKET_OVERHEAD_BYTES
+    charge_bytes: int  # what this packet costs in credit
 
 
 def session_tag(peer: str, session: str) -> int:
@@ -186,6 +182,7 @@ def decode(header: memoryview, payload: memoryview | None) -> Packet:
         ack_age_microseconds / 1e6,
         inline,
         body,
+        inline_bytes + payload_bytes + PACKET_OVERHEAD_BYTES,
     )
 
 

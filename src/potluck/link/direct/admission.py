@@ -1,8 +1,12 @@
 """Who gets in: the keys of the roster, and nobody else.
 
-ZeroMQ asks a handler inside the process (ZAP) about every connection that comes in, before its first message. The
-answer gives the connection a name of its own, `NUMBER KEY`, that ZeroMQ then writes on each of its messages as
-`User-Id`. The sender is known by that, never by the routing id, which a hostile peer may choose.
+ZeroMQ asks a handler inside the process (ZAP) about every connection that comes in, before its first message. What it
+hands over are the credentials: a link key, and a handshake message that proves it (greeting.py). The answer gives the
+connection a name of its own, `NUMBER KEY`, that ZeroMQ then writes on each of its messages as `User-Id`. The sender is
+known by that, never by the routing id, which a hostile peer may choose.
+
+A handshake message that was overheard proves its key as well as the first time, so those that were used are remembered
+and refused. Who gets a very old one past that gains a connection that cannot finish its greeting.
 """
 
 from __future__ import annotations
@@ -11,22 +15,26 @@ from collections import Counter
 from dataclasses import dataclass
 
 import zmq
-from zmq.utils import z85
 
 from potluck.clock import Clock
+from potluck.errors import ProtocolError
 from potluck.link.direct.addresses import parse_ip, reach_of
-from potluck.link.direct.greeting import is_key
+from potluck.link.direct.greeting import Answerer, LinkKeys, ephemeral_of, is_key
 from potluck.link.direct.loopsocket import LoopSocket, Parts
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"potluck"
-ZAP_PARTS = 7  # version, request id, domain, address, identity, mechanism, and for CURVE the key
+ZAP_PARTS = 8  # version, request id, domain, address, identity, mechanism, username, password
+MECHANISM = "PLAIN"
 
 # A peer that reconnects more often than this is broken or hostile: a burst, then one a second.
 BURST_CONNECTIONS = 20
 CONNECTIONS_PER_SECOND = 1.0
 MAX_PROBES = 16
 MAX_BANNED = 1024  # the oldest ban is forgotten first
+MAX_USED = 4096  # handshake messages that are remembered, for so long
+USED_SECONDS = 3600.0
+MAX_WAITING = 128  # connections that were let in and have not knocked yet; the flood guard allows fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +55,19 @@ class _Pace:
 class Admission:
     """The table of keys that may connect, and the count of those that may not."""
 
-    def __init__(self, clock: Clock, *, plain: bool = False) -> None:
-        """`plain`: trusted-LAN mode, where connections have no key and only near addresses may connect."""
+    def __init__(self, clock: Clock, keys: LinkKeys, *, plain: bool = False) -> None:
+        """`keys` are this peer's own. `plain`: trusted-LAN mode, where only near addresses may connect."""
         self.counts: Counter[str] = Counter()
         self._clock = clock
+        self._keys = keys
         self._plain = plain
         self._by_key: dict[str, Member] = {}
         self._by_peer: dict[str, Member] = {}
         self._banned: dict[str, Member] = {}  # by key
         self._probes: dict[str, float] = {}  # key → until when
         self._pace: dict[str, _Pace] = {}
+        self._used: dict[bytes, float] = {}  # ephemeral key → until when it is remembered, the oldest first
+        self._waiting: dict[str, Answerer] = {}  # by the connection's name, the oldest first
         self._last_number = 0
 
     def admit(self, member: Member) -> bool:
@@ -106,27 +117,52 @@ class Admission:
         """Whether this key is a probe's that was invited."""
         return self._probes.get(key, 0.0) > self._clock.monotonic()
 
-    def name_connection(self, *, address: str, mechanism: str, key: str) -> str | None:
+    def name_connection(self, *, address: str, mechanism: str, username: bytes, password: bytes) -> str | None:
         """The name of a connection that may come in, or None when it may not."""
+        key = username.decode("ascii", "replace")
         reason = self._refusal(address, mechanism, key)
-        if reason is not None:
+        answerer = None
+        if reason is None:
+            try:
+                answerer = Answerer(self._keys, key, password, plain=self._plain)
+            except ProtocolError:
+                reason = "bad_proof"
+            else:
+                reason = self._refusal_of_proven(key, ephemeral_of(password))
+        if answerer is None or reason is not None:
             self.counts[f"refused_{reason}"] += 1
             return None
         self.counts["admitted"] += 1
         self._last_number += 1
-        return f"{self._last_number} {key}"
+        name = f"{self._last_number} {key}"
+        while len(self._waiting) >= MAX_WAITING:
+            del self._waiting[next(iter(self._waiting))]
+        self._waiting[name] = answerer
+        return name
+
+    def answerer(self, name: str) -> Answerer | None:
+        """Who goes on with the greeting of a connection that was let in; once."""
+        return self._waiting.pop(name, None)
 
     def _refusal(self, address: str, mechanism: str, key: str) -> str | None:
-        if mechanism != ("NULL" if self._plain else "CURVE"):
+        if mechanism != MECHANISM:
             return "mechanism"
         if self._plain:
             ip = parse_ip(address)
-            return "far_address" if ip is None or reach_of(ip) == "public" else None
-        if self.is_probe(key):
+            if ip is None or reach_of(ip) == "public":
+                return "far_address"
+        if key in self._by_key or self.is_probe(key):
             return None
-        if key in self._by_key:
-            return None if self._within_pace(key) else "too_often"
         return "banned_key" if key in self._banned else "unknown_key"
+
+    def _refusal_of_proven(self, key: str, ephemeral: bytes) -> str | None:
+        now = self._clock.monotonic()
+        while self._used and (len(self._used) >= MAX_USED or next(iter(self._used.values())) <= now):
+            del self._used[next(iter(self._used))]
+        if ephemeral in self._used:
+            return "replay"
+        self._used[ephemeral] = now + USED_SECONDS
+        return None if key not in self._by_key or self._within_pace(key) else "too_often"
 
     def _within_pace(self, key: str) -> bool:
         now = self._clock.monotonic()
@@ -140,7 +176,7 @@ class Admission:
 
 
 def key_of(connection_name: str) -> str:
-    """The key that a connection proved; empty in trusted-LAN mode, where it proved none yet."""
+    """The key that a connection proved."""
     return connection_name.partition(" ")[2]
 
 
@@ -161,10 +197,14 @@ class AdmissionDesk:
     def _answer(self, parts: Parts, surplus_parts: int) -> None:
         fields = [part.bytes for part in parts]
         name = None
-        if len(fields) >= ZAP_PARTS - 1 and not surplus_parts and fields[0] == b"1.0" and fields[2] == ZAP_DOMAIN:
-            address, mechanism = fields[3].decode("ascii", "replace"), fields[5].decode("ascii", "replace")
-            key = z85.encode(fields[6]).decode("ascii") if mechanism == "CURVE" and len(fields[6]) == 32 else ""
-            name = self._admission.name_connection(address=address, mechanism=mechanism, key=key)
+        if len(fields) > 5 and not surplus_parts and fields[0] == b"1.0" and fields[2] == ZAP_DOMAIN:
+            username, password = fields[6:] if len(fields) == ZAP_PARTS else (b"", b"")
+            name = self._admission.name_connection(
+                address=fields[3].decode("ascii", "replace"),
+                mechanism=fields[5].decode("ascii", "replace"),
+                username=username,
+                password=password,
+            )
         request_id = fields[1] if len(fields) > 1 else b""
         status, text = (b"200", b"") if name is not None else (b"400", b"not in the roster")
         self._socket.send([b"1.0", request_id, status, text, (name or "").encode("ascii"), b""])

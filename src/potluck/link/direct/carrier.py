@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import zmq
-
 from potluck.clock import Clock, SystemClock
 from potluck.errors import ConfigurationError
 from potluck.hub.presence import Presence
@@ -19,17 +17,17 @@ from potluck.link.direct.admission import Admission, Member
 from potluck.link.direct.flood import FloodGuard, FloodLimits, warn_if_missing
 from potluck.link.direct.greeting import DATA, DATA_MARK, LinkKeys
 from potluck.link.direct.listening import Incoming, Listener
-from potluck.link.direct.loopsocket import Outgoing, Parts
+from potluck.link.direct.noise import TAG_BYTES
 from potluck.link.direct.path import DirectPath, PathConfig, Station
 from potluck.link.direct.pulse import ANSWER, ANSWER_MARK, ASK, Pulse
+from potluck.link.direct.sealing import Opened, Slabs
 from potluck.link.direct.sockets import SocketSettings, make_context, terminate
 from potluck.messages import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 
-# ZeroMQ reads small parts into one buffer of 8 KiB that lives until the last of them is gone: whoever keeps one keeps
-# all. So parts of up to that size are copied out; larger ones have memory of their own.
-SHARED_BUFFER_BYTES = 8192
+SLAB_BYTES = 512 * 1024 + TAG_BYTES  # for the largest packets that links send
+MOST_SLABS_KEPT = 36  # a little more than one path's queue is long, so that one path at a time finds enough
 ALWAYS_COUNTED = ("packets_sent", "bytes_sent", "packets_received", "bytes_received", "malformed", "shut_out")
 
 
@@ -77,7 +75,6 @@ class DirectCarrier:
         self,
         *,
         peer: str,
-        session: str,
         events: CarrierEvents,
         config: DirectConfig,
         clock: Clock | None = None,
@@ -89,25 +86,25 @@ class DirectCarrier:
         self._interfaces = local_interfaces() if interfaces is None else interfaces
         self._own_host = ""
         clock = clock or SystemClock()
-        plain = config.sockets.trusted_lan
-        self._admission = Admission(clock, plain=plain)
+        keys = LinkKeys.generate()
+        self._admission = Admission(clock, keys, plain=config.sockets.trusted_lan)
         limits = FloodLimits(held_bytes=config.sockets.held_bytes, ungreeted_seconds=config.sockets.handshake_seconds)
         self._station = Station(
             peer=peer,
-            session=session,
             listens=bool(config.listen),
             config=config.paths,
             settings=config.sockets,
-            keys=LinkKeys.generate(),
+            keys=keys,
             context=make_context(config.sockets),
-            guard=FloodGuard(limits, clock, encrypted=not plain),
+            guard=FloodGuard(limits, clock),
+            slabs=Slabs(slab_bytes=SLAB_BYTES, most_kept=MOST_SLABS_KEPT),
             clock=clock,
             counts=Counter(),
         )
         self._pulse: Pulse[DirectPath] = Pulse(config.sockets, clock)
         self._paths: dict[str, DirectPath] = {}
         self._presences: dict[str, Presence] = {}
-        self._congested: set[DirectPath] = set()  # those that hold a packet for a connection on the listening socket
+        self._congested: set[DirectPath] = set()  # those that hold a packet; one that dialled sees to it itself too
         self._listener: Listener | None = None
         self._check_timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -132,7 +129,7 @@ class DirectCarrier:
         warn_if_missing()
         station = self._station
         if self._config.listen:
-            listener = Listener(self, station.context, station.settings, station.keys, station.guard, self._admission)
+            listener = Listener(self, station.context, station.settings, station.guard, self._admission, station.slabs)
             listener.listen(self._config.listen)
             self._listener = listener
         self._check_floods()
@@ -175,13 +172,14 @@ class DirectCarrier:
         path = self._paths.get(peer)
         if path is None:
             return False
-        parts = self._packet(header, payload)
-        if not path.send(parts):
+        # A view of bytes; it also keeps a bytearray from being resized while ZeroMQ reads it.
+        view = memoryview(payload).cast("B") if payload is not None else None
+        payload_bytes = len(view) if view is not None else 0
+        self._check_size(len(header), payload_bytes)
+        if not path.send(DATA_MARK + header, view):
             return False
-        if path.held is not None:
-            self._congested.add(path)
         self._station.counts["packets_sent"] += 1
-        self._station.counts["bytes_sent"] += len(header) + (len(parts[1]) if len(parts) == 2 else 0)
+        self._station.counts["bytes_sent"] += len(header) + payload_bytes
         return True
 
     def why_no_path(self, peer: str) -> str:
@@ -277,11 +275,11 @@ class DirectCarrier:
         if path is not None:
             path.lose(incoming, reason)
 
-    def incoming_message(self, incoming: Incoming, parts: Parts, surplus_parts: int) -> None:
-        """A message from a peer that dialled us."""
+    def incoming_packet(self, incoming: Incoming, packet: Opened) -> None:
+        """A packet from a peer that dialled us."""
         path = self._paths.get(incoming.peer)
         if path is not None and path.line is incoming:
-            self.received(path, parts, surplus_parts)
+            self.received(path, packet)
 
     def listener_served(self) -> None:
         """Some peer that dialled us may have room again."""
@@ -301,6 +299,10 @@ class DirectCarrier:
         self._congested.discard(path)
         self._events.path_closed(self, path.peer, reason)
 
+    def congested(self, path: DirectPath) -> None:
+        """It has a packet for which there is no room now."""
+        self._congested.add(path)
+
     def writable(self, path: DirectPath) -> None:
         """There is room again."""
         self._events.path_writable(self, path.peer)
@@ -309,38 +311,31 @@ class DirectCarrier:
         """A peer sent bytes without end that form no message."""
         self._shut_out(path, "it sent bytes without end that form no packet")
 
-    def received(self, path: DirectPath, parts: Parts, surplus_parts: int) -> None:
-        """One message from a peer: a packet, a sign of life, or an offence."""
+    def received(self, path: DirectPath, packet: Opened) -> None:
+        """What one message of a peer holds: a packet, a sign of life, or an offence."""
         path.heard_at = self._station.clock.monotonic()
-        frame = parts[0].buffer if parts else memoryview(b"")
-        if len(parts) == 1 and len(frame) == 1 and frame[0] in (ASK, ANSWER):
-            if frame[0] == ASK:
-                path.signal(ANSWER_MARK)
-            return
-        if surplus_parts or not 1 <= len(frame) <= self._config.sockets.max_header_bytes + 1 or frame[0] != DATA:
+        frame, payload = packet
+        mark = frame[0] if frame else None
+        if mark == DATA and len(frame) <= self._config.sockets.max_header_bytes + 1:
+            self._station.counts["packets_received"] += 1
+            self._station.counts["bytes_received"] += len(frame) - 1 + (len(payload) if payload is not None else 0)
+            self._events.packet_arrived(self, path.peer, frame[1:], payload)
+        elif mark == ASK and len(frame) == 1 and payload is None:
+            path.signal(ANSWER_MARK)
+        elif mark != ANSWER or len(frame) != 1 or payload is not None:
             self._station.counts["malformed"] += 1
             path.offences += 1
             if path.offences > self._config.max_offences:
                 self._shut_out(path, f"it sent {path.offences} malformed packets")
-            return
-        payload = _unpinned(parts[1]) if len(parts) == 2 else None
-        self._station.counts["packets_received"] += 1
-        self._station.counts["bytes_received"] += len(frame) - 1 + (len(payload) if payload is not None else 0)
-        self._events.packet_arrived(self, path.peer, _unpinned(parts[0])[1:], payload)
 
-    def _packet(self, header: bytes, payload: Buffer | None) -> list[Outgoing]:
+    def _check_size(self, header_bytes: int, payload_bytes: int) -> None:
         settings = self._config.sockets
-        if len(header) > settings.max_header_bytes:
-            raise ConfigurationError(f"a header of {len(header)} bytes exceeds {settings.max_header_bytes}")
-        if payload is None:
-            return [DATA_MARK + header]
-        # A view of bytes; it also keeps a bytearray from being resized while ZeroMQ reads it.
-        view = memoryview(payload).cast("B")
-        if len(view) > settings.max_payload_bytes:
+        if header_bytes > settings.max_header_bytes:
+            raise ConfigurationError(f"a header of {header_bytes} bytes exceeds {settings.max_header_bytes}")
+        if payload_bytes > settings.max_payload_bytes:
             raise ConfigurationError(
-                f"a payload of {len(view)} bytes exceeds {settings.max_payload_bytes}: send it in smaller pieces"
+                f"a payload of {payload_bytes} bytes exceeds {settings.max_payload_bytes}: send it in smaller pieces"
             )
-        return [DATA_MARK + header, view]
 
     def _check_floods(self) -> None:
         loop = asyncio.get_running_loop()
@@ -349,8 +344,3 @@ class DirectCarrier:
         for path in self._pulse.check([path for path in self._paths.values() if path.line is not None]):
             if path.line is not None:
                 path.lose(path.line, f"silent for {self._config.sockets.silence_seconds:g} s")
-
-
-def _unpinned(part: zmq.Frame) -> memoryview:
-    """The bytes of a part, such that keeping them keeps nothing else alive."""
-    return memoryview(part.bytes) if len(part) <= SHARED_BUFFER_BYTES else part.buffer

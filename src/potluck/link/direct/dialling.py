@@ -15,14 +15,15 @@ import zmq
 from potluck.errors import ProtocolError
 from potluck.link.direct.addresses import Endpoint
 from potluck.link.direct.flood import FloodGuard, Wire
-from potluck.link.direct.greeting import CONTROL, Hello, LinkKeys, Welcome, answer_to, pack, unpack
+from potluck.link.direct.greeting import KNOCK, READY, Caller, LinkKeys
 from potluck.link.direct.loopsocket import LoopSocket, Outgoing, Parts, SocketMonitor
+from potluck.link.direct.sealing import Clear, Opened, Sealed, Slabs, Wrapping
 from potluck.link.direct.sockets import Context, SocketSettings, connect, make_dialler
 
 MAX_PARTS = 2  # of a packet: header and payload
 
 _CONNECTED = int(zmq.EVENT_CONNECTED)
-_PROVEN = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_LET_IN = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _ENDINGS = {
     int(zmq.EVENT_DISCONNECTED): "disconnected",
     int(zmq.EVENT_CLOSED): "cannot connect",
@@ -30,7 +31,7 @@ _ENDINGS = {
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "the handshake failed",
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "the handshake failed: another peer or service may be there",
 }
-_EVENTS = _CONNECTED | _PROVEN | sum(_ENDINGS)
+_EVENTS = _CONNECTED | _LET_IN | sum(_ENDINGS)
 
 
 class DialOwner(Protocol):
@@ -44,8 +45,8 @@ class DialOwner(Protocol):
         """It failed or broke; it is closed already. Told once, and never after `close`."""
         ...
 
-    def dial_message(self, dial: Dial, parts: Parts, surplus_parts: int) -> None:
-        """A message on an open dial, hostile until checked."""
+    def dial_packet(self, dial: Dial, packet: Opened) -> None:
+        """A packet on an open dial, hostile until checked."""
         ...
 
     def dial_served(self, dial: Dial) -> None:
@@ -63,21 +64,24 @@ class Dial:
         settings: SocketSettings,
         keys: LinkKeys,
         guard: FloodGuard,
+        slabs: Slabs,
         *,
         endpoint: Endpoint,
-        hello: Hello,
+        their_key: str,
         timeout_seconds: float,
     ) -> None:
+        """ProtocolError when `their_key` is no key."""
         self.endpoint = endpoint
-        self.proven = False  # the other side has shown its key
+        self.is_let_in = False  # somebody there knows our key; who, the greeting will show
         self.is_open = False
-        self._owner = owner
-        self._keys = keys
-        self._guard = guard
-        self._hello = hello
-        self._closed = False
         self.wire: Wire | None = None
-        socket = make_dialler(context, settings, keys, hello.to, timeout_seconds)
+        self.wrapping: Wrapping = Clear()
+        self._owner = owner
+        self._guard = guard
+        self._slabs = None if settings.trusted_lan else slabs
+        self._caller = Caller(keys, their_key, plain=settings.trusted_lan)
+        self._closed = False
+        socket = make_dialler(context, settings, self._caller, timeout_seconds)
         try:
             self._monitor = SocketMonitor(context, socket, events=_EVENTS, on_event=self._observe)
         except zmq.ZMQError:
@@ -89,7 +93,7 @@ class Dial:
         )
         try:
             connect(socket, endpoint)
-            self._socket.send([pack(hello)])
+            self._socket.send([KNOCK])
         except zmq.ZMQError:
             self.close()
             raise
@@ -127,8 +131,8 @@ class Dial:
             return
         if event == _CONNECTED:
             self._watch(value)
-        elif event == _PROVEN:
-            self.proven = True
+        elif event == _LET_IN:
+            self.is_let_in = True
         else:
             self._end(_ENDINGS[event])
 
@@ -148,9 +152,14 @@ class Dial:
         if self.wire is None:
             self._watch(parts[0].get(zmq.SRCFD))
         if self.wire is not None:
-            self._guard.delivered(self.wire, *map(len, parts))
+            self.wire.delivered(parts)
         if self.is_open:
-            self._owner.dial_message(self, parts, surplus_parts)
+            try:
+                packet = self.wrapping.unwrap(parts, surplus_parts)
+            except ProtocolError as error:
+                self.cut("tampered", str(error))
+            else:
+                self._owner.dial_packet(self, packet)
             return
         try:
             self._finish_greeting(parts, surplus_parts)
@@ -158,17 +167,15 @@ class Dial:
             self.cut("bad_greeting", f"bad greeting: {error}")
 
     def _finish_greeting(self, parts: Parts, surplus_parts: int) -> None:
-        frame = parts[0].buffer
-        if len(parts) != 1 or surplus_parts or len(frame) < 1 or frame[0] != CONTROL:
+        if len(parts) != 1 or surplus_parts:
             raise ProtocolError("a packet came before the greeting was done: dropped")
-        welcome = unpack(frame)
-        if not isinstance(welcome, Welcome):
-            raise ProtocolError(f"a {type(welcome).__name__} came where a Welcome was due: dropped")
-        ready = answer_to(self._hello, welcome, self._keys)
+        outgoing, incoming = self._caller.answer(parts[0].bytes)
         self._deadline.cancel()
         if self.wire is not None:
             self._guard.welcome(self.wire)
             self.wire.greeted = True
-        self._socket.send([pack(ready)])
+        self._socket.send([outgoing.seal(READY)])
+        if self._slabs is not None:
+            self.wrapping = Sealed(outgoing, incoming, self._slabs)
         self.is_open = True
         self._owner.dial_opened(self)

@@ -1,9 +1,9 @@
 """A guard against floods that ZeroMQ itself does not stop.
 
-ZeroMQ gathers all parts of a message before it shows us the first, and its queue limits count whole messages. So a
-member could send one message without end and fill our memory, unseen. This guard compares, for each TCP connection,
+ZeroMQ gathers all parts of a message before it shows us the first, and its queue has no limit (sockets.py says why). So
+a member could send without end and fill our memory, unseen. This guard compares, for each TCP connection,
 the bytes that the kernel received with those that reached us: what lies between is held by ZeroMQ. A connection that
-makes it hold more than full queues can explain is shut down.
+makes it hold more than any link would send unasked is shut down.
 
 It also bounds the connections that have not greeted yet: their number, their time, and their bytes.
 
@@ -22,7 +22,7 @@ import struct
 import sys
 import termios
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,6 @@ from potluck.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-CURVE_BYTES = 33  # command name 8, nonce 8, authenticator 16, flags 1 (ZMTP CURVE, MESSAGE)
 HEARTBEAT_BYTES_PER_SECOND = 64  # ZMTP pings reach us as no message; so much of them is in order
 TCP_INFO_BYTES = 136
 BYTES_RECEIVED_OFFSET = 128  # tcpi_bytes_received in struct tcp_info, Linux 4.1 and later
@@ -42,7 +41,7 @@ class FloodLimits:
     """What a connection may cost."""
 
     held_bytes: int
-    """Most that ZeroMQ may hold for a peer that has greeted: its queue full of the largest packets, and some."""
+    """Most that ZeroMQ may hold for a peer that has greeted: more than links let anybody have on its way."""
 
     ungreeted_bytes: int = 64 * 1024
     """Most that a connection may send before it has greeted; handshake and greeting need about 2 KiB."""
@@ -84,6 +83,12 @@ class Wire:
         """Where the other end is."""
         return str(self.ends[1][0])
 
+    def delivered(self, parts: Sequence[Sized]) -> None:
+        """These parts of a message reached us."""
+        for part in parts:
+            size = len(part)
+            self.delivered_bytes += size + (9 if size > 255 else 2)  # with ZMTP's own header of a part
+
 
 @dataclass(slots=True)
 class FloodGuard:
@@ -91,7 +96,6 @@ class FloodGuard:
 
     limits: FloodLimits
     clock: Clock
-    encrypted: bool = True
     counts: Counter[str] = field(default_factory=Counter)
     _wires: dict[int, Wire] = field(default_factory=dict)
 
@@ -141,12 +145,6 @@ class FloodGuard:
     def welcome(self, wire: Wire) -> None:
         """The other side is known: from here on it may send packets, even before we have seen its greeting's end."""
         wire.limit_bytes = self.limits.held_bytes
-
-    def delivered(self, wire: Wire, *part_bytes: int) -> None:
-        """Parts of these sizes reached us."""
-        for size in part_bytes:
-            on_wire = size + CURVE_BYTES if self.encrypted else size
-            wire.delivered_bytes += on_wire + (9 if on_wire > 255 else 2)
 
     def check(self) -> None:
         """Cut what exceeds its limits; to be called several times a second."""

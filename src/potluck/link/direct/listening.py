@@ -1,7 +1,7 @@
 """The incoming side: one socket that everybody may try to connect to, and the connections that made it in.
 
-A connection is known by the name that the admission gave it, which ZeroMQ writes on each of its messages. It must greet
-before anything else; it is open once its greeting is complete. What belongs to no connection that greeted is dropped.
+A connection is known by the name that the admission gave it, which ZeroMQ writes on each of its messages. It must knock
+before anything else; it is open once its greeting is complete. What belongs to no connection that knocked is dropped.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from potluck.link.direct.addresses import Endpoint
 from potluck.link.direct.admission import Admission, AdmissionDesk, Member, key_of
 from potluck.link.direct.dialling import MAX_PARTS
 from potluck.link.direct.flood import FloodGuard, Wire
-from potluck.link.direct.greeting import CONTROL, Hello, LinkKeys, Ready, Welcome, check_ready, pack, unpack, welcome_to
+from potluck.link.direct.greeting import KNOCK, READY
 from potluck.link.direct.loopsocket import LoopSocket, Outgoing, Parts, SocketMonitor
+from potluck.link.direct.noise import Cipher
+from potluck.link.direct.sealing import Clear, Opened, Sealed, Slabs, Wrapping
 from potluck.link.direct.sockets import Context, SocketSettings, bind, make_listener
-from potluck.messages import PROTOCOL_VERSION
 
 MAX_ENDED = 256
 
@@ -50,8 +51,8 @@ class ListenerOwner(Protocol):
         """An open connection broke or was cut. Told once, and never after `close`."""
         ...
 
-    def incoming_message(self, incoming: Incoming, parts: Parts, surplus_parts: int) -> None:
-        """A message on an open connection, hostile until checked."""
+    def incoming_packet(self, incoming: Incoming, packet: Opened) -> None:
+        """A packet on an open connection, hostile until checked."""
         ...
 
     def listener_served(self) -> None:
@@ -60,19 +61,29 @@ class ListenerOwner(Protocol):
 
 
 class Incoming:
-    """One incoming connection that said Hello."""
+    """One incoming connection that knocked."""
 
     def __init__(
-        self, listener: Listener, *, name: str, routing_id: bytes, wire: Wire, hello: Hello, member: Member | None
+        self,
+        listener: Listener,
+        *,
+        name: str,
+        routing_id: bytes,
+        wire: Wire,
+        member: Member | None,
+        ciphers: tuple[Cipher, Cipher],
+        slabs: Slabs | None,
     ) -> None:
+        """`slabs`: None where packets go as they are."""
         self.name = name
+        self.key = key_of(name)
         self.routing_id = routing_id
         self.wire = wire
-        self.hello = hello
         self.member = member  # None: a probe
         self.peer = member.peer if member is not None else ""
-        self.welcome: Welcome | None = None
         self.is_open = False
+        self.wrapping: Wrapping = Clear() if slabs is None else Sealed(*ciphers, slabs)
+        self.first_cipher = ciphers[1]  # what the Ready is sealed with, in trusted-LAN mode too
         self._listener = listener
 
     def send(self, parts: Sequence[Outgoing]) -> bool:
@@ -99,20 +110,19 @@ class Listener:
         owner: ListenerOwner,
         context: Context,
         settings: SocketSettings,
-        keys: LinkKeys,
         guard: FloodGuard,
         admission: Admission,
+        slabs: Slabs,
     ) -> None:
         self.owner = owner
         self.counts: Counter[str] = Counter()
-        self._settings = settings
-        self._keys = keys
+        self._slabs = None if settings.trusted_lan else slabs
         self._guard = guard
         self._admission = admission
         self._incoming: dict[str, Incoming] = {}
         self._ended: deque[str] = deque(maxlen=MAX_ENDED)  # names of connections that may still have messages here
         self._desk = AdmissionDesk(context, admission)
-        self._raw = make_listener(context, settings, keys)
+        self._raw = make_listener(context, settings)
         self._monitor = SocketMonitor(context, self._raw, events=_EVENTS, on_event=self._observe)
         self._socket = LoopSocket(
             self._raw, on_message=self._receive, on_served=owner.listener_served, max_parts=1 + MAX_PARTS
@@ -141,7 +151,7 @@ class Listener:
 
     def drop_key(self, key: str) -> None:
         """Cut whatever connections have this key."""
-        for incoming in [each for each in self._incoming.values() if each.hello.key == key]:
+        for incoming in [each for each in self._incoming.values() if each.key == key]:
             self.drop(incoming, "withdrawn")
 
     def close(self, *, linger_milliseconds: int = 0) -> None:
@@ -169,41 +179,57 @@ class Listener:
             else:
                 self._meet(name, parts, surplus_parts)
             return
-        self._guard.delivered(incoming.wire, *(len(part) for part in parts[1:]))
+        del parts[0]
+        incoming.wire.delivered(parts)
         if incoming.is_open:
-            self.owner.incoming_message(incoming, parts[1:], surplus_parts)
+            try:
+                packet = incoming.wrapping.unwrap(parts, surplus_parts)
+            except ProtocolError as error:
+                incoming.cut("tampered", str(error))
+            else:
+                self.owner.incoming_packet(incoming, packet)
             return
         try:
-            self._finish_greeting(incoming, parts[1:], surplus_parts)
+            self._finish_greeting(incoming, parts, surplus_parts)
         except ProtocolError:
             self.drop(incoming, "bad_greeting")
 
     def _meet(self, name: str, parts: Parts, surplus_parts: int) -> None:
-        """The first message of a connection: a Hello, or the end of it."""
+        """The first message of a connection: a Knock, or the end of it."""
         wire = self._guard.opened(parts[0].get(zmq.SRCFD), incoming=True)
         if wire is None or wire.closed or wire.on_end is not None:
             self.counts["late_messages"] += 1  # of a connection that has ended
             return
-        self._guard.delivered(wire, *(len(part) for part in parts[1:]))
-        try:
-            hello = _control(parts[1:], surplus_parts)
-            if not isinstance(hello, Hello):
-                raise ProtocolError(f"a {type(hello).__name__} came where a Hello was due: dropped")
-            incoming = Incoming(
-                self, name=name, routing_id=parts[0].bytes, wire=wire, hello=hello, member=self._identify(name, hello)
-            )
-            incoming.welcome = welcome_to(hello, self._keys)
-        except ProtocolError:
+        routing_id = parts[0].bytes
+        del parts[0]
+        wire.delivered(parts)
+        key = key_of(name)
+        answerer = self._admission.answerer(name)
+        member = self._admission.member(key)
+        if answerer is None or (member is None and not self._admission.is_probe(key)):
+            self._refuse(name, wire, "withdrawn")
+            return
+        if len(parts) != 1 or surplus_parts or parts[0].bytes != KNOCK:
             self._refuse(name, wire, "bad_greeting")
             return
-        if incoming.member is not None and not self.owner.accepts(incoming.member):
+        if member is not None and not self.owner.accepts(member):
             self._refuse(name, wire, "not_wanted")
             return
+        welcome, *ciphers = answerer.welcome()
+        incoming = Incoming(
+            self,
+            name=name,
+            routing_id=routing_id,
+            wire=wire,
+            member=member,
+            ciphers=(ciphers[0], ciphers[1]),
+            slabs=self._slabs,
+        )
         wire.on_end = lambda reason: self._lost(incoming, reason)
         self._incoming[name] = incoming
         self._guard.welcome(wire)
         try:
-            self.send(incoming, [pack(incoming.welcome)])
+            self.send(incoming, [welcome])
         except zmq.ZMQError:
             self.drop(incoming, "gone_in_greeting")
 
@@ -211,31 +237,13 @@ class Listener:
         self._ended.append(name)
         self._guard.cut(wire, count_as)
 
-    def _identify(self, name: str, hello: Hello) -> Member | None:
-        """Who says Hello: a member, or None for a probe. ProtocolError when it claims to be somebody else."""
-        proven_key = key_of(name)
-        if hello.protocol != PROTOCOL_VERSION or hello.to != self._keys.link_key:
-            raise ProtocolError(f"a Hello of protocol {hello.protocol} meant for {hello.to}: dropped")
-        if not self._settings.trusted_lan and hello.key != proven_key:
-            raise ProtocolError("a Hello names another key than the connection has: dropped")
-        if not hello.peer and self._admission.is_probe(hello.key):
-            return None
-        member = self._admission.member(hello.key)
-        if member is None or (member.peer, member.session) != (hello.peer, hello.session):
-            raise ProtocolError(
-                f"a Hello of {hello.peer!r}, whose session and key are not those of the roster: dropped"
-            )
-        return member
-
     def _finish_greeting(self, incoming: Incoming, parts: Parts, surplus_parts: int) -> None:
-        ready = _control(parts, surplus_parts)
-        if not isinstance(ready, Ready) or incoming.welcome is None:
-            raise ProtocolError(f"a {type(ready).__name__} came where a Ready was due: dropped")
-        check_ready(incoming.hello, incoming.welcome, ready, self._keys)
+        if len(parts) != 1 or surplus_parts or incoming.first_cipher.open(parts[0].bytes) != READY:
+            raise ProtocolError("something else came where a Ready was due: dropped")
         if incoming.member is None:
             self.counts["probes"] += 1
             self.drop(incoming, "probe_done")
-        elif self._admission.member(incoming.hello.key) != incoming.member:
+        elif self._admission.member(incoming.key) != incoming.member:
             self.drop(incoming, "withdrawn")
         else:
             incoming.wire.greeted = incoming.is_open = True
@@ -251,11 +259,3 @@ class Listener:
     def _lost(self, incoming: Incoming, reason: str) -> None:
         if self._forget(incoming):
             self.owner.incoming_ended(incoming, reason)
-
-
-def _control(parts: Parts, surplus_parts: int) -> Hello | Welcome | Ready:
-    """The greeting in a message, or ProtocolError."""
-    frame = parts[0].buffer if parts else memoryview(b"")
-    if len(parts) != 1 or surplus_parts or len(frame) < 1 or frame[0] != CONTROL:
-        raise ProtocolError("a packet came before the greeting was done: dropped")
-    return unpack(frame)

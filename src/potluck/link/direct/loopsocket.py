@@ -134,25 +134,27 @@ class LoopSocket:
 
     def _receive(self) -> int:
         """Take what has come, within the budget; the events that are left then, none if that is unknown."""
-        spent_bytes = 0
+        left_bytes = self.budget_bytes
         receive = self.socket.recv
         while not self._closed:
-            events = self._events()
-            if not events & _ARRIVALS:
-                return events
-            if spent_bytes > self.budget_bytes:
+            if left_bytes < 0:
                 self.serve_soon()
+                return self._events()
+            try:
+                part = receive(_LAST_PART, False)
+            except zmq.Again:
+                # Asking for events before each message would cost a system call each time; asked for now, they may
+                # tell of a message that has just come, and consume its signal.
+                events = self._events()
+                if events & _ARRIVALS:
+                    continue
                 return events
-            more = True
-            while more and spent_bytes <= self.budget_bytes:
-                part = receive(_LAST_PART, copy=False)
-                more = part.more
-                spent_bytes += PART_COST_BYTES + len(part)
-                if len(self._parts) < self.max_parts:
-                    self._parts.append(part)
-                else:
-                    self._surplus_parts += 1
-            if not more:
+            left_bytes -= PART_COST_BYTES + len(part)
+            if len(self._parts) < self.max_parts:
+                self._parts.append(part)
+            else:
+                self._surplus_parts += 1
+            if not part.more:
                 parts, surplus = self._parts, self._surplus_parts
                 self._parts, self._surplus_parts = [], 0
                 self.on_message(parts, surplus)

@@ -22,10 +22,11 @@ from potluck.link.direct.addresses import Endpoint
 from potluck.link.direct.admission import Member
 from potluck.link.direct.dialling import Dial
 from potluck.link.direct.flood import FloodGuard
-from potluck.link.direct.greeting import Hello, LinkKeys, new_nonce
+from potluck.link.direct.greeting import LinkKeys
 from potluck.link.direct.listening import Incoming
-from potluck.link.direct.loopsocket import Outgoing, Parts
+from potluck.link.direct.loopsocket import Outgoing
 from potluck.link.direct.pulse import ASK_MARK
+from potluck.link.direct.sealing import Opened, Slabs
 from potluck.link.direct.sockets import Context, SocketSettings
 
 logger = logging.getLogger(__name__)
@@ -67,13 +68,13 @@ class Station:
     """What all paths of one carrier share."""
 
     peer: str
-    session: str
     listens: bool  # others can dial this peer
     config: PathConfig
     settings: SocketSettings
     keys: LinkKeys
     context: Context
     guard: FloodGuard
+    slabs: Slabs
     clock: Clock
     counts: Counter[str]
 
@@ -89,12 +90,16 @@ class PathOwner(Protocol):
         """Packets cannot be sent any more."""
         ...
 
+    def congested(self, path: DirectPath) -> None:
+        """It holds a packet that found no room."""
+        ...
+
     def writable(self, path: DirectPath) -> None:
         """There is room again, for somebody who was refused."""
         ...
 
-    def received(self, path: DirectPath, parts: Parts, surplus_parts: int) -> None:
-        """A message came, hostile until checked."""
+    def received(self, path: DirectPath, packet: Opened) -> None:
+        """A packet came, hostile until checked."""
         ...
 
     def flooded(self, path: DirectPath) -> None:
@@ -109,7 +114,7 @@ class DirectPath:
         """`wanted`: dial as soon as there are addresses; else once somebody wants to send."""
         self.member = member
         self.line: Line | None = None  # open
-        self.held: list[Outgoing] | None = None  # one packet that found no room
+        self.held: list[Outgoing] | None = None  # one packet that found no room, sealed: it must be the next to leave
         self.refused = False  # somebody waits for room
         self.offences = 0
         self.heard_at = 0.0
@@ -154,7 +159,7 @@ class DirectPath:
         if isinstance(self.line, Dial):
             # It dials although our connection stands: it did so before it knew, or its side of it is broken.
             return self._station.clock.monotonic() - self._opened_at > self._station.config.steady_seconds
-        return self._dial is None or not self._dial.proven
+        return self._dial is None or not self._dial.is_let_in
 
     def adopt(self, line: Line) -> None:
         """Use this connection from now on, and hang up any other."""
@@ -200,20 +205,23 @@ class DirectPath:
 
     # Packets
 
-    def send(self, parts: list[Outgoing]) -> bool:
-        """Hand over one message; False when there is no room, or no path."""
-        if self.line is None:
+    def send(self, frame: bytes, payload: memoryview | None) -> bool:
+        """Hand over one packet; False when there is no room, or no path."""
+        line = self.line
+        if line is None:
             self.want()
             return False
         if self.held is not None:
             self.refused = True
             return False
+        parts = line.wrapping.wrap(frame, payload)
         try:
-            if not self.line.send(parts):
+            if not line.send(parts):
                 self.held = parts
+                self._owner.congested(self)
         except zmq.ZMQError as error:
             # Not told from inside the caller's own call.
-            self._loop.call_soon(self.lose, self.line, f"cannot send: {error.strerror}")
+            self._loop.call_soon(self.lose, line, f"cannot send: {error.strerror}")
             return False
         return True
 
@@ -238,12 +246,8 @@ class DirectPath:
 
     def signal(self, mark: bytes) -> None:
         """Send one byte, if there is room: where there is none, packets will tell."""
-        if self.line is None:
-            return
-        try:
-            self.line.send([mark])
-        except zmq.ZMQError as error:
-            self._loop.call_soon(self.lose, self.line, f"cannot send: {error.strerror}")
+        if self.line is not None and self.held is None:
+            self.send(mark, None)
 
     # What a dial tells
 
@@ -261,10 +265,10 @@ class DirectPath:
         else:
             self.lose(dial, reason)
 
-    def dial_message(self, dial: Dial, parts: Parts, surplus_parts: int) -> None:
-        """A message on a connection that we dialled."""
+    def dial_packet(self, dial: Dial, packet: Opened) -> None:
+        """A packet on a connection that we dialled."""
         if self.line is dial:
-            self._owner.received(self, parts, surplus_parts)
+            self._owner.received(self, packet)
 
     def dial_served(self, dial: Dial) -> None:
         """There may be room again."""
@@ -309,21 +313,15 @@ class DirectPath:
 
     def _make_dial(self, endpoint: Endpoint) -> Dial:
         station = self._station
-        hello = Hello(
-            peer=station.peer,
-            session=station.session,
-            key=station.keys.link_key,
-            to=self.member.key,
-            nonce=new_nonce(),
-        )
         return Dial(
             self,
             station.context,
             station.settings,
             station.keys,
             station.guard,
+            station.slabs,
             endpoint=endpoint,
-            hello=hello,
+            their_key=self.member.key,
             timeout_seconds=station.config.dial_timeout_seconds,
         )
 

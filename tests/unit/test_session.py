@@ -360,6 +360,19 @@ async def test_a_bug_in_a_task_is_told_and_ends_the_session(
     await house.close()
 
 
+@in_virtual_time
+async def test_a_ban_that_meets_a_card_on_its_way_is_told_as_a_ban() -> None:
+    house = await House().open()
+    session = house.session()
+    await session.open()
+    house.card_answer = CardAnswer(accepted=False, banned=True, message="an organiser has banned you: too noisy")
+    session.update_card(name="Eve")
+    with pytest.raises(BannedError, match="too noisy"):
+        await session.ended
+    await session.close()
+    await house.close()
+
+
 @pytest.mark.parametrize("silent", ["time", "card"])
 @in_virtual_time
 async def test_a_silent_guard_fails_the_opening_and_leaves_nothing(silent: str) -> None:

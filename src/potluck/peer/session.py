@@ -21,7 +21,15 @@ import msgspec
 
 from potluck import tasks
 from potluck.clock import Clock, SystemClock
-from potluck.errors import AccessError, FatalError, NotAdmittedError, PotluckError, ProtocolError, RetryableError
+from potluck.errors import (
+    AccessError,
+    BannedError,
+    FatalError,
+    NotAdmittedError,
+    PotluckError,
+    ProtocolError,
+    RetryableError,
+)
 from potluck.hub.connection import Entry, HubConnection, Subscription
 from potluck.hub.presence import Beacon, Card, CardAnswer, Presence
 from potluck.hub.subjects import Subjects
@@ -250,6 +258,8 @@ class Session:
             self.subjects.card(self.peer_id), encode(self._card), timeout_seconds=timeout_seconds
         )
         answer = decode(CardAnswer, payload)
+        if answer.banned:
+            raise BannedError(answer.message)
         if not answer.accepted:
             raise NotAdmittedError(f"the hub does not take this peer in: {answer.message}")
         self._counts["cards"] += 1

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 
 from potluck.clock import Clock
 from potluck.errors import ProtocolError, RetryableError
+from potluck.hub.guard import lobby
 from potluck.hub.guard.connections import SESSION, Connection, Connections, Lane
 from potluck.hub.guard.door import Door, DoorLimits
 from potluck.hub.guard.hubsystem import HubSystem
@@ -77,8 +78,10 @@ class PresenceKeeper:
             self.counts["invalid_cards"] += 1
             return CardAnswer(accepted=False, message=str(error))
         member = await self._registry.member(peer)
-        if member is None or self._registry.is_banned(member):
+        if member is None:
             return CardAnswer(accepted=False, message="not a member of this run")
+        if bans := self._registry.bans_of(member.peer, member.person):
+            return CardAnswer(accepted=False, banned=True, message=lobby.banned(bans[0]).message)
         if card.role not in member.scopes.roles:
             return CardAnswer(accepted=False, message=f"you may take part only as {', '.join(member.scopes.roles)}")
         host = self._connections.host_of(peer) or self._known_host(peer)

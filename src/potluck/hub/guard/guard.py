@@ -6,6 +6,7 @@
     presencekeeper.py  who is there: cards, beacons and connections in, the roster out
     registry.py        the records that all of this is decided by
     hubsystem.py       the hub's events and lists of connections
+    leaders.py         which servers of a cluster lead the stores
 
 A guard keeps nothing of its own that matters: records and roster are in the hub's stores. So it can be restarted while
 members go on, and several can run on a cluster. Questions that one answer is enough for go to one of them (a queue);
@@ -29,6 +30,7 @@ from potluck.hub.guard.connections import Connection, Connections
 from potluck.hub.guard.door import Door, DoorLimits
 from potluck.hub.guard.errands import Errands
 from potluck.hub.guard.hubsystem import HubSystem
+from potluck.hub.guard.leaders import LeaderKeeper
 from potluck.hub.guard.lobby import MAX_APPLICATION_BYTES, Answer, waiting_subject
 from potluck.hub.guard.lobbydesk import LobbyDesk
 from potluck.hub.guard.member import ROLES, Member, Policy, Scopes, person_of_key
@@ -112,6 +114,7 @@ class Guard:
         self._system_hub: NatsConnection | None = None
         self._registry: Registry | None = None
         self._writer: RosterWriter | None = None
+        self._leaders: LeaderKeeper | None = None
 
     async def start(self) -> None:
         """Connect, load the records and the roster, and begin to answer. On failure everything is released again."""
@@ -129,6 +132,8 @@ class Guard:
         for subscription in self._subscriptions:
             await subscription.cancel()
         self._subscriptions = []
+        if self._leaders is not None:
+            await self._leaders.stop()
         if self._writer is not None:
             await self._writer.stop()
         if self._registry is not None:
@@ -203,7 +208,7 @@ class Guard:
         await self._registry.start(self._config.policy)
         await self._registry.members.create(self._keys.organiser_public, self._organiser_record())
         await self._writer.start()
-        await self._system.follow(self._keeper.opened, self._keeper.closed)
+        await self._system.follow(self._connection_opened, self._keeper.closed)
         await self._keeper.compare_connections()
         self._core.was_deaf()
         every = self._subjects.every_peer
@@ -218,6 +223,10 @@ class Guard:
         keeper = self._keeper
         self._errands.keep_running(lambda: keeper.tick_forever(self._hears_hub), "presence ticks")
         self._errands.keep_running(lambda: keeper.compare_forever(self._compare_wanted), "connection lists")
+        if self._config.replicas > 1:
+            self._leaders = leaders = LeaderKeeper(self._hub, self._system, self._connections, self._subjects)
+            await leaders.start()
+            self._errands.keep_running(leaders.keep_forever, "leaders of stores")
 
     async def _listen(self, subject: str, handler: Callable[[Delivery], None], queue: str = "") -> None:
         if self._hub is None:
@@ -235,6 +244,11 @@ class Guard:
             admitted_at=self._clock.wall(),
             admitted_by="host",
         )
+
+    def _connection_opened(self, connection: Connection) -> None:
+        self._keeper.opened(connection)
+        if connection.lane == "main" and self._leaders is not None:
+            self._leaders.opened(connection.peer)
 
     def _came_back(self) -> None:
         """One of our connections was away: what was not heard meanwhile counts for nothing."""

@@ -165,6 +165,11 @@ class NatsConnection:
         return self._keeper.link.server if self._keeper.link is not None else ""
 
     @property
+    def discovered_servers(self) -> list[str]:
+        """Other servers of the same cluster, as the one that we are connected to tells; none while there is none."""
+        return self._keeper.link.discovered_servers if self._keeper.link is not None else []
+
+    @property
     def max_payload_bytes(self) -> int:
         """The largest message that the hub takes."""
         return self._usable_link().max_payload_bytes

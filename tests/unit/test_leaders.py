@@ -33,6 +33,7 @@ class Cluster:
         self.hub = MemoryHub("bakery")
         self.leaders = {store.name: SERVERS[number % 3] for number, store in enumerate(STORES)}
         self.lagging: set[str] = set()
+        self.silent: set[str] = set()
         self.moves: list[tuple[str, str]] = []
         self.connections = Connections()
         self.guard = self.hub.connect("GUARD")
@@ -65,7 +66,11 @@ class Cluster:
 
     async def _info(self, delivery: Delivery) -> None:
         leader = self.leaders[delivery.subject.rpartition("_")[2]]
-        others = [{"name": s, "current": s not in self.lagging} for s in SERVERS if s != leader]
+        others = [
+            {"name": s, "current": s not in self.lagging, "active": 10**9 * (9 if s in self.silent else 1)}
+            for s in SERVERS
+            if s != leader
+        ]
         await delivery.respond(msgspec.json.encode({"cluster": {"leader": leader, "replicas": others}}))
 
     async def _step_down(self, delivery: Delivery) -> None:
@@ -108,6 +113,16 @@ async def test_it_follows_a_coordinator_that_comes_from_elsewhere() -> None:
             await three.come(ANN, server, number + 2)
             await three.keeper.gather()
             assert server not in three.leaders.values()
+
+
+async def test_a_server_that_may_have_died_is_not_made_to_lead() -> None:
+    async with cluster() as three:
+        three.leaders = dict.fromkeys(three.leaders, "hub-1")
+        await three.come(ANN, "hub-1", 1)
+        await three.coordinate(ANN)
+        three.silent = {"hub-0"}
+        await three.keeper.gather()
+        assert set(three.leaders.values()) == {"hub-2"}
 
 
 async def test_a_server_that_lags_behind_is_not_made_to_lead() -> None:

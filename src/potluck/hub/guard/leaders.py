@@ -27,7 +27,10 @@ from potluck.messages import decode
 logger = logging.getLogger(__name__)
 
 CHECK_EVERY_SECONDS = 20.0
-MAX_DELAY_SECONDS = 1.0  # each guard waits a different time, and finds it done if another was faster
+# A coordinator that has just moved may have done so because its server died, and nobody may know yet that that one
+# cannot lead. Each guard waits a different time, and finds it done if another was faster.
+SETTLE_SECONDS = (5.0, 8.0)
+MAX_SILENT_SECONDS = 3.0  # of a follower that shall lead; its leader hears from it each second
 TIMEOUT_SECONDS = 2.0  # while leaders change, a question may go unanswered
 
 
@@ -35,6 +38,7 @@ class _Replica(msgspec.Struct):
     name: str
     current: bool = False
     offline: bool = False
+    active: int = 0  # nanoseconds since its leader heard from it
 
 
 class _Cluster(msgspec.Struct):
@@ -43,7 +47,11 @@ class _Cluster(msgspec.Struct):
 
     def followers(self) -> list[str]:
         """Those who could lead at once."""
-        return [replica.name for replica in self.replicas if replica.current and not replica.offline]
+        return [
+            replica.name
+            for replica in self.replicas
+            if replica.current and not replica.offline and replica.active < MAX_SILENT_SECONDS * 1e9
+        ]
 
 
 class _StreamInfo(msgspec.Struct):
@@ -87,7 +95,7 @@ class LeaderKeeper:
                     await self._wanted.wait()
             except TimeoutError:
                 pass
-            await asyncio.sleep(self._chance.uniform(0, MAX_DELAY_SECONDS))
+            await asyncio.sleep(self._chance.uniform(*SETTLE_SECONDS))
             self._wanted.clear()
             try:
                 await self.gather()

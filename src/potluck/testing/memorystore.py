@@ -141,7 +141,8 @@ class MemoryStore:
     def _writable(self, key: str) -> MemoryTable:
         self._connection._check_usable()
         subject = self._subjects.store_write(self._name, check_key(key))
-        if not self._connection.may_publish(subject):
+        through_guard = self._subjects.write(self._connection.peer, self._name, key)
+        if not self._connection.may_publish(through_guard, subject):
             raise PermissionDeniedError(f"this member may not publish on {subject}")
         table = self._connection.hub.table(self._name)
         if not table.has_leader:

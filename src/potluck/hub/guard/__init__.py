@@ -1,7 +1,7 @@
 """The guard: decides who may do what, and tells everyone who is there.
 
-    guard.py         the driver, of which door.py (connections), lobbydesk.py (newcomers), organiserdesk.py (orders) and
-                     presencekeeper.py (the roster) do their parts
+    guard.py         the driver, of which door.py (connections), lobbydesk.py (newcomers), organiserdesk.py (orders),
+                     storedesk.py (stores) and presencekeeper.py (the roster) do their parts
     organise.py      what organisers ask for, from their side
 
 Decisions (pure):

@@ -3,6 +3,7 @@
     door.py            which connections the hub lets in (auth callout)
     lobbydesk.py       applications: invites, tokens, waiting
     organiserdesk.py   what organisers ask for
+    storedesk.py       stores that members read and coordinators write
     presencekeeper.py  who is there: cards, beacons and connections in, the roster out
     registry.py        the records that all of this is decided by
     hubsystem.py       the hub's events and lists of connections
@@ -40,11 +41,12 @@ from potluck.hub.guard.presencekeeper import PresenceKeeper
 from potluck.hub.guard.ratelimit import RateLimit
 from potluck.hub.guard.registry import Registry
 from potluck.hub.guard.rosterwriter import RosterWriter
+from potluck.hub.guard.storedesk import StoreDesk
 from potluck.hub.keys import HubKeys, Signer
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.presence import Presence
 from potluck.hub.server.configuration import ACCOUNT
-from potluck.hub.stores import ensure_stores, readable_stores
+from potluck.hub.stores import ensure_stores
 from potluck.hub.subjects import PEER_ID, Subjects, check_run_name
 from potluck.messages import encode
 
@@ -52,8 +54,6 @@ logger = logging.getLogger(__name__)
 
 QUEUE = "guard"
 MAX_TASKS = 1024  # questions worked on at once; past it they go unanswered, and whoever asked asks again
-MAX_READ_BYTES = 1024
-READABLE = frozenset(store.name for store in readable_stores())
 LOBBY_BURST = 20  # messages of one stranger at once, and then one a second; who sends more is cut off
 
 
@@ -153,6 +153,7 @@ class Guard:
             **{f"lobby_{name}": count for name, count in self._lobby.counts.items()},
             **{f"organise_{name}": count for name, count in self._organisers.counts.items()},
             **self._keeper.counts,
+            **self._stores.counts,
             "stray_beacons": self._core.num_stray_beacons,
             "roster_writes": self._writer.num_writes,
             "roster_conflicts": self._writer.num_conflicts,
@@ -201,6 +202,7 @@ class Guard:
             spawn=self._errands.spawn,
         )
         self._organisers = OrganiserDesk(registry, self, clock)
+        self._stores = StoreDesk(self._hub, self._subjects)
 
     async def _begin(self) -> None:
         if self._hub is None or self._registry is None or self._writer is None:
@@ -217,6 +219,7 @@ class Guard:
         await self._listen(every("leave"), self._on_leave)
         await self._listen(every("ask") + ".*", self._on_ask, QUEUE)
         await self._listen(every("read") + ".*", self._on_read, QUEUE)
+        await self._listen(every("write") + ".>", self._on_write, QUEUE)
         await self._listen(every("organise") + ".*", self._on_organise, QUEUE)
         await self._listen(every("lobby"), self._on_lobby, QUEUE)
         await self._listen(callout.SUBJECT, self._on_callout, QUEUE)
@@ -312,22 +315,14 @@ class Guard:
         self._errands.spawn(self._respond(delivery, peer, encode(self._clock.wall())))
 
     def _on_read(self, delivery: Delivery) -> None:
-        if (peer := self._sender(delivery)) is not None:
-            self._errands.spawn(self._forward_read(delivery, peer))
+        peer = self._sender(delivery)
+        if peer is not None and self._is_own_inbox(delivery, peer):
+            self._errands.spawn(self._stores.read(delivery))
 
-    async def _forward_read(self, delivery: Delivery, peer: str) -> None:
-        """Have the hub send entries of a store straight to the sender's inbox.
-
-        Members may not ask JetStream themselves: it answers wherever a request says, so a member could have entries
-        published on subjects, and written to stores, that are closed to it.
-        """
-        store = delivery.subject.rpartition(".")[2]
-        if self._hub is None or store not in READABLE or len(delivery.payload) > MAX_READ_BYTES:
-            self._counts["refused_reads"] += 1
-        elif self._is_own_inbox(delivery, peer):
-            self._counts["reads"] += 1
-            subject = f"$JS.API.DIRECT.GET.{self._subjects.stream(store)}"
-            await self._hub.forward(subject, delivery.payload, reply=delivery.reply)
+    def _on_write(self, delivery: Delivery) -> None:
+        peer = self._sender(delivery)
+        if peer is not None and self._is_own_inbox(delivery, peer):
+            self._errands.spawn(self._stores.write(delivery))
 
     def _on_organise(self, delivery: Delivery) -> None:
         if (peer := self._sender(delivery)) is not None:

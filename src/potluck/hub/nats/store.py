@@ -1,7 +1,7 @@
 """A store in the hub, by plain subjects: what an ordinary member is permitted to use.
 
-    write     a request on the key's own subject; the header Nats-Expected-Last-Subject-Sequence makes it a
-              compare-and-set, Nats-TTL gives it an end
+    write     a request on the key's own subject, or to the guard, which passes it on; the header
+              Nats-Expected-Last-Subject-Sequence makes it a compare-and-set, Nats-TTL gives it an end
     read      JetStream's direct get, of one key or of a range of revisions; asked for directly, or through the guard
     delete    a write of a mark (KV-Operation: PURGE), which has a revision like any other write and goes by itself
     expiry    the hub writes a mark of its own (Nats-Marker-Reason)
@@ -185,7 +185,7 @@ class NatsStore:
         if expected is not None:
             headers = {**headers, "Nats-Expected-Last-Subject-Sequence": str(expected)}
         [message] = await self._connection.request_messages(
-            self._subjects.store_write(self.name, key),
+            self._connection.write_subject(self.name, key),
             value,
             headers=headers,
             timeout_seconds=self._connection.config.reply_timeout_seconds,

@@ -33,6 +33,7 @@ from potluck.hub.joinlink import HubPlace, JoinLink, fetch_address
 from potluck.hub.keys import HubKeys
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.server.certificate import ca_hash
+from potluck.hub.stores import STORES
 from potluck.hub.subjects import Subjects
 from potluck.link.links import Incoming
 from potluck.messages import Message, decode
@@ -255,6 +256,39 @@ async def go_on_without(trio: Trio, victim: int) -> None:
         assert not peer.session.ended.done()
     assert trio.doubts == []
     assert trio.machines[victim].process.exit_code == -signal.SIGKILL
+
+
+async def test_stores_are_not_led_where_the_coordinator_is(trio: Trio) -> None:
+    organiser = await trio.organiser(0)
+    guard = await NatsConnection.connect(trio.address(0), seed=trio.keys.guard_seed, run=RUN, name="guard")
+    trio.stack.push_async_callback(guard.close)
+
+    async def leaders() -> list[str]:
+        """Who leads each store; an empty name where that changes just now."""
+        found = []
+        for store in STORES:
+            subject = f"$JS.API.STREAM.INFO.{Subjects(RUN).stream(store.name)}"
+            answer = json.loads(await guard.request(subject, b"", timeout_seconds=2))
+            found.append(str(answer.get("cluster", {}).get("leader", "")))
+        return found
+
+    before = await persist(leaders, "all stores to tell their leaders")
+    place = before[[store.name for store in STORES].index("lease")] or "hub-0"
+    ann = await trio.join(organiser, int(place.removeprefix("hub-")))
+    lease = Lease(ann.session.hub.store("lease"), ann.peer_id, SystemClock(), session=ann.session.card.session)
+    await lease.start()
+    trio.stack.push_async_callback(lease.close)
+    lease.stand()
+    await poll_until(lambda: lease.is_held, PATIENCE_SECONDS, "the lease")
+    token = lease.token
+
+    async def are_elsewhere() -> bool:
+        found = set(await persist(leaders, "all stores to tell their leaders"))
+        return len(found) == 1 and not found & {place, ""}
+
+    await poll_until(are_elsewhere, PATIENCE_SECONDS, f"all stores to be led by one server other than {place}")
+    await persist(lambda: ann.session.hub.store("lineage").put("epoch-1", b"done"), "a write")
+    assert lease.token == token
 
 
 def note(seen: dict[str, bytes | None], entry: Entry) -> None:

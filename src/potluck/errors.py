@@ -11,6 +11,7 @@
     │   └── PermissionDeniedError   a subject this member may not use
     ├── RetryableError              may succeed later: wait and try again
     │   ├── HubUnavailableError     the hub cannot be reached, or went away
+    │   │   └── NobodyAnswersError  the hub is there, but not whoever should answer: a store without a leader
     │   ├── DeadlineExceededError   an answer did not come in time
     │   ├── RevisionConflictError   somebody else changed the record first
     │   └── RoundFailedError        an epoch was not committed in time; names the phase and the peers
@@ -68,6 +69,10 @@ class RetryableError(PotluckError):
 
 class HubUnavailableError(RetryableError):
     """The hub cannot be reached, or the connection went away."""
+
+
+class NobodyAnswersError(HubUnavailableError):
+    """The hub can be reached and says that nobody is there to answer: a guard away, a store that has no leader now."""
 
 
 class DeadlineExceededError(RetryableError, TimeoutError):

@@ -73,7 +73,7 @@ class GuardHouse:
         return self.hub.keys
 
     async def connect(self, seed: bytes, name: str, **options: Any) -> NatsConnection:
-        config = ConnectionConfig(reads="direct" if name == "guard" else "guard")
+        config = ConnectionConfig(stores="direct" if name == "guard" else "guard")
         connection = await NatsConnection.connect(
             self.hub.address(), seed=seed, run=RUN, name=name, config=config, **options
         )

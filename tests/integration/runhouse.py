@@ -129,11 +129,13 @@ class Diary:
 
     def __init__(self, peer: Peer) -> None:
         self.events: list[tuple[str, str]] = []  # name, change
+        self.reasons: dict[str, str] = {}  # by name: why it is as it was told last
         self._names: dict[str, str] = {}
         self.end = peer.session.roster.listen(self._note)
 
     def _note(self, event: RosterEvent) -> None:
         self.events.append((event.presence.card.name, event.change))
+        self.reasons[event.presence.card.name] = event.presence.reason
 
     def of(self, name: str) -> list[str]:
         """What was told of one peer, changes of its card left out."""

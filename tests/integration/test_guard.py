@@ -248,16 +248,15 @@ async def entries_of(house: GuardHouse, store: str) -> list[Entry]:
 # Keeping out
 
 
-async def test_a_ban_cuts_the_live_connection_within_two_seconds_and_keeps_out(house: GuardHouse):
+async def test_a_ban_cuts_the_live_connection_and_keeps_out(house: GuardHouse):
     organiser = await house.organiser()
     ann = await house.newcomer()
-    lost: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-    main = await ann.connect("main", on_disconnected=lambda: lost.done() or lost.set_result(time.monotonic()))
+    lost = asyncio.Event()
+    main = await ann.connect("main", on_disconnected=lost.set)
     bulk = await ann.connect("bulk")
     await hand_in_card(main, ann.peer, session="s1")
-    began = time.monotonic()
     assert await organiser.ban(ann.peer, "noise") == 2
-    assert await asyncio.wait_for(lost, PATIENCE_SECONDS) - began < 2
+    await asyncio.wait_for(lost.wait(), PATIENCE_SECONDS)
     await until_refused(main)
     await until_refused(bulk)
     answer = await ann.apply(Application(role="trainer"))
@@ -587,11 +586,17 @@ async def test_stores_are_read_through_the_guard(house: GuardHouse):
     with pytest.raises(PermissionDeniedError):
         await main.request(SUBJECTS.read(ann.peer, "members"), b"{}", timeout_seconds=30)
     trusted = await house.connect(house.keys.guard_seed, "guard")
-    await trusted.publish(SUBJECTS.read(ann.peer, "members"), b"{}")
-    await trusted.publish(SUBJECTS.read(ann.peer, "roster"), b"x" * 5000)
-    await poll_until(
-        lambda: house.guard.statistics().get("refused_reads", 0) == 2, PATIENCE_SECONDS, "both to be refused"
-    )
+    reply = f"{SUBJECTS.inbox(ann.peer)}.x"
+    await trusted.forward(SUBJECTS.read(ann.peer, "members"), b"{}", reply=reply)
+    await trusted.forward(SUBJECTS.read(ann.peer, "roster"), b"x" * 5000, reply=reply)
+    await trusted.forward(SUBJECTS.write(ann.peer, "members", ann.peer), b"", reply=reply)
+    await poll_until(lambda: refusals(house.guard) == (2, 1), PATIENCE_SECONDS, "all to be refused")
+
+
+def refusals(guard: Guard) -> tuple[float, float]:
+    """How many reads and writes a guard has refused."""
+    statistics = guard.statistics()
+    return statistics.get("refused_reads", 0), statistics.get("refused_writes", 0)
 
 
 async def test_who_floods_the_lobby_is_cut_off(house: GuardHouse):

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from runhouse import PATIENCE_SECONDS, host_config, open_run, until_see
 
 from potluck.errors import ConfigurationError, FatalError, HubUnavailableError, NotAdmittedError
+from potluck.hub.joinlink import JoinLink, fetch_address
 from potluck.hub.privatefiles import write_private
-from potluck.run.host import Host
+from potluck.hub.server.configuration import ClusterConfig
+from potluck.hub.server.embedded import EmbeddedHub
+from potluck.peer.identity import Identity
+from potluck.run.host import Host, HostConfig
 from potluck.run.hostrecord import HOST_FILE, HostRecord, read_record, write_record
+from potluck.run.peer import Peer, PeerConfig
+from potluck.testing.ports import unused_tcp_port
 
 
 async def test_a_host_is_the_same_after_a_restart(tmp_path: Path):
@@ -142,7 +150,50 @@ async def test_an_existing_server_is_looked_for_first(tmp_path: Path):
     for path, words in ((tmp_path / "none.pem", "cannot be read"), (not_one, "not a certificate")):
         with pytest.raises(ConfigurationError, match=words):
             await Host(replace(config, hub_url="tls://127.0.0.1:4222", hub_ca=path)).start()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with pytest.raises(HubUnavailableError, match="cannot be reached"):
-        await Host(replace(config, hub_url=f"nats://127.0.0.1:{port}")).start()
+    with pytest.raises(ConfigurationError, match="tls://HOST:PORT,HOST:PORT"):
+        replace(config, hub_url="nats://127.0.0.1:4222,tls://127.0.0.1:4223")
+    ports = [unused_tcp_port(), unused_tcp_port()]
+    with pytest.raises(HubUnavailableError, match=f"cannot be reached.*{ports[0]}.*{ports[1]}"):
+        await Host(replace(config, hub_url=f"nats://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}")).start()
+
+
+def cluster_config(folder: Path, number: int, ports: list[int]) -> HostConfig:
+    config = host_config(folder, peer=None)
+    routes = tuple(f"127.0.0.1:{port}" for port in ports)
+    cluster = ClusterConfig(name="trio", server_name=f"hub-{number}", port=ports[number], routes=routes)
+    return replace(
+        config,
+        hub=replace(config.hub, cluster=cluster, websocket_port=0 if number else None),
+        guard=replace(config.guard, replicas=3),
+    )
+
+
+async def test_the_link_of_a_cluster_names_all_its_hubs_and_works_while_one_is_down(tmp_path: Path):
+    ports = [unused_tcp_port() for _ in range(3)]
+    folders = [tmp_path / f"hub-{number}" for number in range(3)]
+    configs = [cluster_config(folder, number, ports) for number, folder in enumerate(folders)]
+    first = EmbeddedHub(configs[0].hub)
+    await first.start()  # it makes the identity that all have
+    await first.stop()
+    for folder in folders[1:]:
+        shutil.copytree(folders[0] / "identity", folder / "identity")
+    hosts = [Host(config) for config in configs]
+    try:
+        await asyncio.gather(*(host.start() for host in hosts))
+        links = [host.link for host in hosts]
+        clients = {urlsplit(host.address.servers[0]).port for host in hosts}
+        for link, host in zip(links, hosts, strict=True):
+            assert {place.port for place in link.places} == clients
+            assert link.port == urlsplit(host.address.servers[0]).port
+        await hosts[0].stop()
+        address = await fetch_address(JoinLink.parse(str(links[0])), PATIENCE_SECONDS)
+        assert links[0].port not in [urlsplit(server).port for server in address.servers[:1]]
+        peer = Peer(address, links[0].run, Identity.temporary(), PeerConfig(invite=links[0].invite, client_mode=True))
+        try:
+            await peer.start()
+            assert peer.peer_id in peer.session.roster
+        finally:
+            await peer.close()
+    finally:
+        for host in hosts:
+            await host.stop()

@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 from potluck.errors import CertificateError, HubUnavailableError
-from potluck.hub.joinlink import JoinLink, fetch_address
+from potluck.hub.joinlink import HubPlace, JoinLink, fetch_address
 from potluck.hub.server.certificate import prepare_certificates
 from potluck.hub.server.configuration import HubConfig
 from potluck.hub.server.embedded import EmbeddedHub
@@ -200,6 +200,47 @@ async def test_a_copy_of_the_authority_is_not_enough(hub: EmbeddedHub, tmp_path:
 
 
 # No hub
+
+
+async def test_of_several_hosts_the_first_that_answers_is_taken(hub: EmbeddedHub) -> None:
+    living = HubPlace(host="127.0.0.1", port=hub.ports.client, websocket_port=hub.ports.websocket)
+    dead = unused_tcp_port()
+    with silent() as swallowed:
+        link = link_to(
+            dead,
+            ca_hash=hub.join_link().ca_hash,
+            others=(HubPlace(host="127.0.0.1", port=swallowed), living),
+        )
+        address = await fetch_address(JoinLink.parse(str(link)), 10)
+    assert address.servers == (
+        f"tls://127.0.0.1:{hub.ports.client}",
+        f"tls://127.0.0.1:{dead}",
+        f"tls://127.0.0.1:{swallowed}",
+        f"wss://127.0.0.1:{hub.ports.websocket}",
+    )
+    assert address.ca_pem == hub.ca_pem
+
+
+async def test_a_stranger_at_one_of_several_hosts_does_no_harm_and_is_named_when_no_other_answers(
+    hub: EmbeddedHub, tmp_path: Path
+) -> None:
+    async with running(tmp_path / "stranger", run="other-run") as stranger:
+        ca_hash = hub.join_link().ca_hash
+        living = HubPlace(host="127.0.0.1", port=hub.ports.client)
+        address = await fetch_address(link_to(stranger.ports.client, ca_hash=ca_hash, others=(living,)), 60)
+        assert address.servers[0] == f"tls://127.0.0.1:{hub.ports.client}"
+        assert address.ca_pem == hub.ca_pem
+        nobody = HubPlace(host="127.0.0.1", port=unused_tcp_port())
+        with pytest.raises(CertificateError, match="is not the one that the link names"):
+            await fetch_address(link_to(stranger.ports.client, ca_hash=ca_hash, others=(nobody,)), 60)
+
+
+async def test_all_hosts_are_named_when_none_answers() -> None:
+    ports = [unused_tcp_port() for _ in range(3)]
+    others = tuple(HubPlace(host="127.0.0.1", port=port) for port in ports[1:])
+    with pytest.raises(HubUnavailableError) as caught:
+        await fetch_address(link_to(ports[0], others=others), 60)
+    assert all(str(port) in str(caught.value) for port in ports)
 
 
 async def test_nothing_listens() -> None:

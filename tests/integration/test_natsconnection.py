@@ -703,7 +703,7 @@ async def test_a_member_reads_through_the_guard(tmp_path: Path) -> None:
     )
     with PlainHub(tmp_path / "hub", [ALICE, BOB.with_permissions(permissions)]) as hub:
         hub.start()
-        through_guard = ConnectionConfig(keeper=quick().keeper, reply_timeout_seconds=30.0, reads="guard")
+        through_guard = ConnectionConfig(keeper=quick().keeper, reply_timeout_seconds=30.0, stores="guard")
         async with connected(hub.address()) as guard, connected(hub.address(), BOB, through_guard) as bob:
             await ensure_store(guard, SUBJECTS, TABLE)
             with pytest.raises(HubUnavailableError, match="nobody answers"):

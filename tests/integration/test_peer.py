@@ -103,11 +103,10 @@ async def test_a_killed_peer_leaves_every_roster_within_seconds(house: RunHouse,
     victim = house.spawn(children, "Vic")
     await until_see(house.own_peer, ada, ben, wanted={"host", "Ada", "Ben", "Vic"})
     diaries = [Diary(peer) for peer in (house.own_peer, ada, ben)]
-    started = time.monotonic()
     victim.kill()
     for diary in diaries:
         await diary.until("Vic", "dead")
-    assert time.monotonic() - started < 8.0  # by the hub's event; by silence it would take ten
+        assert "its connection closed" in diary.reasons["Vic"]  # by the hub's event, and not by silence
 
 
 async def test_a_frozen_peer_is_suspected_given_up_and_welcomed_back(tmp_path: Path, children: Children):
@@ -171,10 +170,9 @@ async def test_a_ban_ends_the_session_with_its_reason(house: RunHouse):
     ada, eve = await house.join("Ada"), await house.join("Eve")
     diary = Diary(ada)
     organiser = await house.organiser()
-    started = time.monotonic()
     assert await organiser.ban(eve.peer_id, "too noisy") >= 1
     await diary.until("Eve", "dead")
-    assert time.monotonic() - started < 8.0  # by silence it would take ten
+    assert "its connection closed" in diary.reasons["Eve"]  # and not by silence
     with pytest.raises(BannedError, match=r"too noisy"):
         async with asyncio.timeout(PATIENCE_SECONDS):
             await eve.session.ended

@@ -11,7 +11,7 @@ import pytest
 from guardhouse import PATIENCE_SECONDS, SUBJECTS, GuardHouse, Person, open_house
 from rawmember import RawMember
 
-from potluck.errors import PermissionDeniedError
+from potluck.errors import PermissionDeniedError, RevisionConflictError
 from potluck.hub.connection import Delivery
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.stores import STORES, readable_stores
@@ -57,8 +57,10 @@ def foreign_subjects(me: str, *, coordinates: bool) -> list[str]:
         OTHER_RUN,
     ]
     for store in STORES:
+        subjects.append(SUBJECTS.store_write(store.name, me))
+        subjects.append(SUBJECTS.write(OTHER, store.name, me))
         if store.writers == "guard" or not coordinates:
-            subjects.append(SUBJECTS.store_write(store.name, me))
+            subjects.append(SUBJECTS.write(me, store.name, me))
         subjects.append(SUBJECTS.store_change(store.name, me))
         stream = SUBJECTS.stream(store.name)
         subjects += [f"$JS.API.DIRECT.GET.{stream}", f"$JS.API.DIRECT.GET.{stream}.{SUBJECTS.root}.kv.{me}"]
@@ -237,7 +239,7 @@ async def test_the_bulk_lane_carries_packets_alone(house: GuardHouse):
         *foreign_subjects(ann.peer, coordinates=False),
         SUBJECTS.beacon(ann.peer),
         SUBJECTS.card(ann.peer),
-        SUBJECTS.store_write("lease", "coordinator"),
+        SUBJECTS.write(ann.peer, "lease", "coordinator"),
     ]
     for subject in subjects:
         raw.publish(subject, FORGED)
@@ -293,6 +295,50 @@ async def test_no_answer_can_be_sent_where_the_asker_may_not_publish(house: Guar
     await last_word(house, trusted, ear)
     assert not set(targets) & set(ear.heard)
     assert await trusted.store("lineage").entries() == []
+
+
+async def test_no_acknowledgement_can_be_sent_where_a_coordinator_may_not_publish(house: GuardHouse):
+    ann = await house.newcomer(coordinates=True)
+    raw = await open_raw(house, ann)
+    ear, trusted = await eavesdrop(house)
+    targets = [
+        SUBJECTS.plan(house.host.peer),
+        SUBJECTS.store_write("manifest", "run"),
+        SUBJECTS.store_write("members", ann.peer),
+        f"$JS.API.STREAM.PURGE.{SUBJECTS.stream('lineage')}",
+        f"_INBOX.{house.host.peer}.x",
+        "",
+    ]
+    for target in targets:
+        raw.publish(SUBJECTS.write(ann.peer, "lineage", "1"), b"epoch", reply=target)
+        raw.publish(SUBJECTS.store_write("lineage", "1"), b"epoch", reply=target)  # not past the guard either
+    assert len((await raw.settle()).errors) == len(targets)
+    await poll_until(
+        lambda: house.guard.statistics().get("misdirected_replies", 0) == len(targets) - 1,
+        PATIENCE_SECONDS,
+        "the guard to hold its answers back",
+    )
+    await last_word(house, trusted, ear)
+    assert not set(targets) & set(ear.heard)
+    assert await trusted.store("lineage").entries() == []
+    assert await trusted.store("manifest").entries() == []
+
+
+async def test_a_write_has_no_more_power_than_a_store_needs(house: GuardHouse):
+    ann = await house.newcomer(coordinates=True)
+    main = await ann.join()
+    store = main.store("lease")
+    for key in ("one", "two"):
+        await store.put(key, b"x")
+    headers = {"Nats-Rollup": "all", "Nats-Msg-Id": "1"}
+    await main.request_messages(
+        SUBJECTS.write(ann.peer, "lease", "two"), b"y", headers=headers, timeout_seconds=PATIENCE_SECONDS
+    )
+    assert [(entry.key, entry.value) for entry in await store.entries()] == [("one", b"x"), ("two", b"y")]
+    with pytest.raises(RevisionConflictError):
+        await store.put("one", b"z", expected=77)
+    await store.delete("one")
+    assert [entry.key for entry in await store.entries()] == ["two"]
 
 
 async def test_what_a_member_may_do_works(house: GuardHouse):

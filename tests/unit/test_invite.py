@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigurationError
-from potluck.hub.guard.invite import Invite, after_return, after_use, check, invite_id, new_invite
+from potluck.hub.guard.invite import (
+    MAX_RECENT,
+    RECENT_SECONDS,
+    Invite,
+    after_return,
+    after_use,
+    check,
+    invite_id,
+    new_invite,
+)
 from potluck.hub.guard.member import Scopes
 from potluck.messages import decode, encode
 
@@ -58,6 +67,23 @@ def test_uses_are_counted(uses: int | None, tries: int):
             invite = after_use(invite)
             admitted += 1
     assert admitted == (tries if uses is None else min(tries, uses))
+
+
+def test_a_peer_that_comes_again_soon_is_counted_once():
+    """The hub may have lost a server after it counted, and before it wrote the member down."""
+    invite, secret = new_invite(scopes=Scopes(), now=NOW, uses=1)
+    used = after_use(invite, "ann", NOW)
+    assert used.used == 1
+    assert check(used, secret, "trainer", NOW + 1, "bob") == "used_up"
+    assert check(used, secret, "trainer", NOW + 1, "ann") == "valid"
+    assert after_use(used, "ann", NOW + 1) == used
+    assert check(used, secret, "trainer", NOW + RECENT_SECONDS, "ann") == "used_up"
+    assert check(after_return(used, "ann"), secret, "trainer", NOW, "bob") == "valid"
+    many, _ = new_invite(scopes=Scopes(), now=NOW)
+    for number in range(10 * MAX_RECENT):
+        many = after_use(many, f"peer {number}", NOW + number)
+    assert many.used == 10 * MAX_RECENT
+    assert list(many.recent) == [f"peer {number}" for number in range(9 * MAX_RECENT, 10 * MAX_RECENT)]
 
 
 def test_a_use_can_be_given_back():

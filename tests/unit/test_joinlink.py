@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigurationError, LinkFormatError
-from potluck.hub.joinlink import JoinLink, check_invite, seal_invite
+from potluck.hub.joinlink import MAX_HOSTS, HubPlace, JoinLink, check_invite, seal_invite
 
 HASH = "abcdefghijklmnopqrstuvwxyz234567"
 SECRET = "dGhpcyBpcyBhIHNlY3JldA"
@@ -20,6 +20,7 @@ hosts = st.one_of(
     st.ip_addresses().map(str),
     st.from_regex(r"[a-z][a-z0-9]{0,10}(\.[a-z][a-z0-9-]{0,10}[a-z0-9]){0,3}", fullmatch=True),
 )
+places = st.builds(HubPlace, host=hosts, port=ports, websocket_port=ports | st.none())
 links = st.builds(
     JoinLink,
     host=hosts,
@@ -28,6 +29,7 @@ links = st.builds(
     ca_hash=st.text("abcdefghijklmnopqrstuvwxyz234567", min_size=32, max_size=32) | st.just(""),
     invite=secrets | st.just(""),
     websocket_port=ports | st.none(),
+    others=st.lists(places, max_size=3).map(tuple),
 )
 
 
@@ -35,6 +37,33 @@ def test_a_link_reads_as_documented() -> None:
     assert f"potluck://hub.example.org:4222/my-run?ca={HASH}&ws=8443#{seal_invite(SECRET)}" == TEXT
     plain = JoinLink(host="::1", port=1, run="r", ca_hash="")
     assert str(plain) == "potluck://[::1]:1/r?ca=none#ask"
+
+
+def test_a_link_may_name_several_hosts() -> None:
+    places = (HubPlace(host="::1", port=2, websocket_port=443), HubPlace(host="hub3", port=3))
+    link = JoinLink(host="hub1", port=1, run="r", ca_hash=HASH, websocket_port=80, others=places)
+    assert str(link) == f"potluck://hub1:1,[::1]:2,hub3:3/r?ca={HASH}&ws=80,443,#ask"
+    assert JoinLink.parse(str(link)) == link
+    assert [str(place) for place in link.places] == ["hub1:1", "[::1]:2", "hub3:3"]
+    for_all = JoinLink.parse(f"potluck://hub1:1,[::1]:2,hub3:3/r?ca={HASH}&ws=443#ask")
+    assert {place.websocket_port for place in for_all.places} == {443}
+    assert JoinLink.parse(str(for_all)) == for_all
+
+
+@given(links, st.data())
+def test_a_host_that_is_named_twice_counts_once(link: JoinLink, data: st.DataObject) -> None:
+    again = data.draw(st.sampled_from(link.places))
+    position = data.draw(st.integers(link.places.index(again) + 1, len(link.places)))
+    places = [*link.places[:position], again, *link.places[position:]]
+    doubled = JoinLink.parse(f"potluck://{','.join(map(str, places))}/r?ca={HASH}#ask")
+    assert [str(place) for place in doubled.places] == [str(place) for place in link.places]
+
+
+def test_too_many_hosts_are_refused() -> None:
+    hosts = [f"hub:{port}" for port in range(1, MAX_HOSTS + 2)]
+    assert len(JoinLink.parse(f"potluck://{','.join(hosts[1:])}/r?ca={HASH}#ask").places) == MAX_HOSTS
+    with pytest.raises(LinkFormatError, match="are enough"):
+        JoinLink.parse(f"potluck://{','.join(hosts)}/r?ca={HASH}#ask")
 
 
 @given(links)
@@ -142,10 +171,21 @@ def test_what_comes_along_with_pasting_does_no_harm(pasted: str) -> None:
         (f"potluck://hub:1/my-run?ca={HASH}&ca={HASH}#ask", "ca= twice"),
         (f"potluck://hub:1/my-run?ca={HASH}&ws=#ask", "WebSocket port '' is not a number"),
         (f"potluck://hub:1/my-run?ca={HASH}&ws=99999#ask", "port 99999 does not exist"),
+        (f"potluck://hub:1,/my-run?ca={HASH}#ask", "a comma too many"),
+        (f"potluck://,hub:1/my-run?ca={HASH}#ask", "a comma too many"),
+        (f"potluck://hub:1,,hub:2/my-run?ca={HASH}#ask", "a comma too many"),
+        (f"potluck://hub:1,hub2/my-run?ca={HASH}#ask", "names no port"),
+        (f"potluck://hub:1,me@hub2:1/my-run?ca={HASH}#ask", "has an @"),
+        (f"potluck://hub:1,hub:99999/my-run?ca={HASH}#ask", "port cannot be read"),
+        (f"potluck://hub:1,[::1:2/my-run?ca={HASH}#ask", "host cannot be read"),
+        (f"potluck://hub:1,b{{ad:2/my-run?ca={HASH}#ask", "neither a host name"),
+        (f"potluck://{'hub:1,' * 500}hub:1/my-run?ca={HASH}#ask", "are enough"),
+        (f"potluck://hub:1,hub:2/my-run?ca={HASH}&ws=1,2,3#ask", "2 hosts and 3 WebSocket ports"),
+        (f"potluck://hub:1,hub:2/my-run?ca={HASH}&ws=1,x#ask", "'x' is not a number"),
         (TEXT[:-1], "cut short or changed"),
         (TEXT.split("&", maxsplit=1)[0], "put it in quotes"),
         (f"{TEXT} please", "a space in it"),
-        ("potluck://" + "a" * 2000, "too long"),
+        ("potluck://" + "a" * 5000, "too long"),
         ("potluck://" + "a" * 10**6, "too long"),
     ],
 )

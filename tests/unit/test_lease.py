@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import pytest
+
 from potluck.hub.connection import Entry
+from potluck.hub.leaserecord import KEY, LeaseRecord
 from potluck.messages import encode
-from potluck.peer.lease import KEPT_TERMS, KEY, TTL_SECONDS, Lease, LeaseRecord, LeaseView
+from potluck.peer.lease import GRACE_SECONDS, KEPT_TERMS, SILENT_SECONDS, TTL_SECONDS, Lease, LeaseView
 from potluck.testing.memoryhub import MemoryHub
 from potluck.testing.virtualloop import LoopClock, in_virtual_time
 
@@ -89,7 +92,7 @@ async def test_a_silent_holder_is_replaced_when_its_time_is_over_and_its_token_i
         second = await those.join("B")
         those.hub.disconnect("A")
         taken = await until(lambda: second.is_held)
-        assert taken <= TTL_SECONDS + 1.0
+        assert taken <= SILENT_SECONDS + 1.0
         assert not first.is_held, "it must have noticed by its own clock"
         assert second.token > old_token
         assert not second.view.accepts("A", old_token)
@@ -184,6 +187,65 @@ async def test_the_holder_survives_a_hub_that_is_away_for_less_than_its_time() -
         await asyncio.sleep(1.0)
         those.hub.reconnect()
         await asyncio.sleep(10.0)
+        assert first.token == token
+
+
+@pytest.mark.parametrize("seconds", [0.5, 3.0, 6.0, 9.0, 14.0])
+@in_virtual_time
+async def test_the_holder_keeps_the_lease_while_its_store_has_no_leader(seconds: float) -> None:
+    async with candidates() as those:
+        first = await those.join("A")
+        await until(lambda: first.is_held)
+        token, others = first.token, [await those.join(name) for name in "BCD"]
+        those.hub.depose("lease")
+        for _ in range(int(seconds / 0.05)):
+            await asyncio.sleep(0.05)
+            assert first.token == token
+        those.hub.elect("lease")
+        for _ in range(200):
+            await asyncio.sleep(0.05)
+            assert first.token == token
+        assert {lease.view.token for lease in others} == {token}
+
+
+@in_virtual_time
+async def test_a_holder_that_dies_with_its_stores_leader_is_replaced_soon_after_the_election() -> None:
+    async with candidates() as those:
+        first = await those.join("A")
+        await until(lambda: first.is_held)
+        old_token, second = first.token, await those.join("B")
+        those.hub.depose("lease")
+        those.hub.disconnect("A")
+        await asyncio.sleep(6.0)
+        assert not second.is_held
+        assert not first.is_held  # its hub is away, which says nothing about the store
+        those.hub.elect("lease")
+        assert GRACE_SECONDS - 0.2 <= await until(lambda: second.is_held) <= GRACE_SECONDS + 0.5
+        assert second.token > old_token
+
+
+@in_virtual_time
+async def test_a_lease_that_nobody_wants_any_more_ends_by_itself() -> None:
+    async with candidates() as those:
+        first = await those.join("A")
+        await until(lambda: first.is_held)
+        watcher = await those.join("W", stand=False)
+        those.hub.disconnect("A")
+        assert SILENT_SECONDS < await until(lambda: watcher.view.holder is None, 30) <= TTL_SECONDS + 1
+
+
+@in_virtual_time
+async def test_a_renewal_that_stands_without_our_knowing_is_found() -> None:
+    """The leader died after it took the write and before it told anybody."""
+    async with candidates() as those:
+        first = await those.join("A")
+        await until(lambda: first.is_held)
+        token = first.token
+        rule = those.hub.drop(those.hub.subjects.store_change("lease", ">"))
+        record = LeaseRecord(holder="A", session="s", token=token)
+        await those.hub.connect("LOST").store("lease").put(KEY, encode(record), ttl_seconds=TTL_SECONDS)
+        await asyncio.sleep(2 * SILENT_SECONDS)
+        assert rule.num_caught > 1
         assert first.token == token
 
 

@@ -57,13 +57,16 @@ def test_plans_commits_and_their_stores_are_for_coordinators():
     subjects = [
         SUBJECTS.plan(ME),
         SUBJECTS.commit(ME),
-        SUBJECTS.store_write("lease", "coordinator"),
-        SUBJECTS.store_write("lineage", "7"),
+        SUBJECTS.write(ME, "lease", "coordinator"),
+        SUBJECTS.write(ME, "lineage", "7"),
     ]
     for subject in subjects:
         assert not may(main().publish, subject), subject
         assert may(main(COORDINATOR).publish, subject), subject
-    assert not may(main(COORDINATOR).publish, SUBJECTS.plan(OTHER))
+    for subject in (SUBJECTS.plan(OTHER), SUBJECTS.write(OTHER, "lease", "coordinator")):
+        assert not may(main(COORDINATOR).publish, subject)
+    for store in ("lease", "lineage"):  # they answer wherever a request says
+        assert not may(main(COORDINATOR).publish, SUBJECTS.store_write(store, "coordinator"))
 
 
 def test_organising_is_for_organisers():

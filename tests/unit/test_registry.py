@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
+import pytest
+
+from potluck.errors import ConfigurationError, HubUnavailableError
 from potluck.hub.guard.errands import Errands
 from potluck.hub.guard.invite import new_invite
 from potluck.hub.guard.member import Ban, Member, Policy, Scopes, ban_key
@@ -17,6 +21,7 @@ from potluck.messages import decode, encode
 from potluck.testing.memoryhub import MemoryHub
 from potluck.testing.polling import poll_until
 from potluck.testing.virtualclock import VirtualClock
+from potluck.testing.virtualloop import in_virtual_time
 
 NOW = 1_700_000_000.0
 ANN, BOB = "U" + "A" * 55, "U" + "B" * 55
@@ -237,5 +242,33 @@ async def test_the_roster_is_written_once_the_hub_is_back():
         assert entry is not None
         assert decode(Presence, entry.value or b"").state == "dead"
         assert writer.num_writes == 1
+    finally:
+        await writer.stop()
+
+
+@in_virtual_time
+async def test_a_write_that_fails_or_is_never_answered_is_made_again(monkeypatch: pytest.MonkeyPatch):
+    """As when a server dies: a write on its way is lost, and the next ones are refused for whatever reason."""
+    core = PresenceCore(PresenceConfig(), VirtualClock())
+    store = MemoryHub("bakery").connect("GUARD").store("roster")
+    put = store.put
+    troubles: list[Exception | None] = [None, ConfigurationError("no such stream"), HubUnavailableError("no leader")]
+
+    async def put_with_trouble(*arguments: Any, **options: Any) -> int:
+        if not troubles:
+            return await put(*arguments, **options)
+        if (error := troubles.pop(0)) is not None:
+            raise error
+        return await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(store, "put", put_with_trouble)
+    writer = RosterWriter(store, core)
+    await writer.start()
+    try:
+        writer.want([RosterChange(peer=ANN, presence=presence("s1"))])
+        async with asyncio.timeout(60):
+            await writer.written(ANN)
+        assert troubles == []
+        assert [entry.key for entry in await store.entries()] == [ANN]
     finally:
         await writer.stop()

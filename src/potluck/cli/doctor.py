@@ -64,6 +64,6 @@ async def _checks(link_text: str) -> AsyncIterator[Check]:
     except PotluckError as error:
         yield Check(name="join link", level="red", found="cannot be read", remedy=str(error))
         return
-    yield Check(name="join link", level="green", found=f"run {link.run} at {link.host}:{link.port}")
+    yield Check(name="join link", level="green", found=f"run {link.run} at {', '.join(map(str, link.places))}")
     async for check in check_run(link):
         yield check

@@ -23,7 +23,9 @@ def host(
     announce: Annotated[
         list[str] | None, typer.Option(help="Name or address by which members reach this machine; may be repeated.")
     ] = None,
-    hub: Annotated[str, typer.Option(help="Use this NATS server or cluster instead, as tls://HOST:PORT.")] = "",
+    hub: Annotated[
+        str, typer.Option(help="Use this NATS server or cluster instead, as tls://HOST:PORT,HOST:PORT.")
+    ] = "",
     hub_ca: Annotated[Path | None, typer.Option(help="File with the authority of that server's certificate.")] = None,
     print_hub_config: Annotated[
         bool, typer.Option(help="Print what an administrator adds to an existing server's configuration, and end.")

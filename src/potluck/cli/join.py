@@ -82,7 +82,7 @@ async def _take_part(
     from potluck.hub.joinlink import fetch_address
     from potluck.run.peer import Peer
 
-    with console.err.status(f"looking for the hub at {link.host}:{link.port}"):
+    with console.err.status(f"looking for the hub at {', '.join(map(str, link.places))}"):
         address = await console.unless_stopped(fetch_address(link), stop)
     if address is None:
         return

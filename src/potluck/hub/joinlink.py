@@ -1,9 +1,12 @@
 """The link that a person pastes to join a run.
 
     potluck://HOST:PORT/RUN?ca=HASH&ws=PORT#INVITE
+    potluck://HOST:PORT,HOST:PORT/RUN?ca=HASH&ws=PORT,PORT#INVITE
 
-`ca` is the hash of the hub's certificate authority, so that nobody in between can pose as the hub; `ca=none` says on
-purpose that the hub speaks plain. `ws` is the WebSocket port and may be missing. The invite ends with a checksum, so
+The second form names several hosts of one cluster, so that a newcomer gets in while one of them is down. `ca` is the
+hash of the hub's certificate authority, so that nobody in between can pose as the hub; `ca=none` says on purpose that
+the hub speaks plain. `ws` is the WebSocket port and may be missing: one for all hosts, or one for each, where nothing
+between two commas means none. The invite ends with a checksum, so
 that a link that was cut short is told apart from one that was refused; `#ask` stands for no invite: whoever has such a
 link asks for access. Nothing else may be missing silently; each part that is gets its own words.
 
@@ -31,12 +34,14 @@ from potluck.hub.subjects import check_run_name
 _Look = Callable[[str, int, ssl.SSLContext | None], Awaitable[list[bytes]]]
 
 SCHEME = "potluck"
-MAX_LINK_CHARACTERS = 1024
+MAX_HOSTS = 8
+MAX_LINK_CHARACTERS = 4096  # eight of the longest host names fit
 
 _NO_AUTHORITY = "none"
 _NO_INVITE = "ask"
 _CHECK_CHARACTERS = 6  # base32, so 30 bits: one cut link in a thousand million looks whole
 _SECRET = re.compile(r"[A-Za-z0-9_-]{8,256}")
+_AUTHORITY = re.compile(r"://([^/?#]*)")  # the part of a link that names its hosts
 _CA_HASH = re.compile(rf"[a-z2-7]{{{CA_HASH_CHARACTERS}}}")
 
 # What comes along when a link is copied out of a sentence, a chat or a terminal.
@@ -71,6 +76,29 @@ def _checksum(secret: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HubPlace:
+    """Where one server of the hub is."""
+
+    host: str
+    port: int
+    websocket_port: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "host", self.host.lower())
+        try:
+            check_host(self.host)
+        except ConfigurationError as error:
+            raise LinkFormatError(f"the link does not work: {error}") from error
+        for port in (self.port, self.websocket_port):
+            if port is not None and not 0 < port < 65536:
+                raise LinkFormatError(f"the link's port {port} does not exist: a port is between 1 and 65535")
+
+    def __str__(self) -> str:
+        """HOST:PORT."""
+        return host_port(self.host, self.port)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JoinLink:
     """Everything that a newcomer has to know."""
 
@@ -82,11 +110,19 @@ class JoinLink:
     invite: str = field(default="", repr=False)
     """The invite's secret, without the checksum; empty where access has to be asked for."""
     websocket_port: int | None = None
+    others: tuple[HubPlace, ...] = ()
+    """Further servers of the same hub; one that is named twice counts once."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "host", self.host.lower())
+        first = HubPlace(host=self.host, port=self.port, websocket_port=self.websocket_port)
+        object.__setattr__(self, "host", first.host)
+        distinct: dict[tuple[str, int], HubPlace] = {}
+        for place in (first, *self.others):
+            distinct.setdefault((place.host, place.port), place)
+        object.__setattr__(self, "others", tuple(distinct.values())[1:])
+        if len(self.others) >= MAX_HOSTS:
+            raise LinkFormatError(f"the link names {len(self.others) + 1} hosts: {MAX_HOSTS} are enough")
         try:
-            check_host(self.host)
             check_run_name(self.run)
             if self.invite:
                 seal_invite(self.invite)
@@ -94,31 +130,37 @@ class JoinLink:
             raise
         except ConfigurationError as error:
             raise LinkFormatError(f"the link does not work: {error}") from error
-        for port in (self.port, self.websocket_port):
-            if port is not None and not 0 < port < 65536:
-                raise LinkFormatError(f"the link's port {port} does not exist: a port is between 1 and 65535")
         if self.ca_hash and not _CA_HASH.fullmatch(self.ca_hash):
             raise LinkFormatError(
                 f"the link's ca={self.ca_hash} is not whole: it has {len(self.ca_hash)} characters where "
                 f"{CA_HASH_CHARACTERS} of a-z and 2-7 belong. {_COPY_AGAIN}"
             )
 
+    @property
+    def places(self) -> tuple[HubPlace, ...]:
+        """All servers, in the order in which to try them."""
+        return (HubPlace(host=self.host, port=self.port, websocket_port=self.websocket_port), *self.others)
+
     def __str__(self) -> str:
         """The link as text; `parse` reads it back."""
-        websocket = "" if self.websocket_port is None else f"&ws={self.websocket_port}"
+        places = self.places
+        websockets = ["" if place.websocket_port is None else str(place.websocket_port) for place in places]
+        if len(set(websockets)) == 1:
+            websockets = websockets[:1]
+        websocket = f"&ws={','.join(websockets)}" if any(websockets) else ""
         invite = seal_invite(self.invite) if self.invite else _NO_INVITE
         authority = self.ca_hash or _NO_AUTHORITY
-        return f"{SCHEME}://{host_port(self.host, self.port)}/{self.run}?ca={authority}{websocket}#{invite}"
+        return f"{SCHEME}://{','.join(map(str, places))}/{self.run}?ca={authority}{websocket}#{invite}"
 
     @classmethod
     def parse(cls, text: str) -> JoinLink:
         """Read a link as a person pastes it; LinkFormatError says what is wrong with it."""
-        parts = _split(_clean(text))
-        host, port = _read_host(parts)
+        authority_part, parts = _split(_clean(text))
+        hosts = _read_hosts(authority_part)
         run = parts.path.removeprefix("/").removesuffix("/")
         if not run:
             raise LinkFormatError(
-                f"the link names no run: after {host_port(host, port)}/ its name is missing. {_COPY_AGAIN}"
+                f"the link names no run: after {host_port(*hosts[-1])}/ its name is missing. {_COPY_AGAIN}"
             )
         options = _read_options(parts.query)
         if not parts.fragment:
@@ -128,13 +170,19 @@ class JoinLink:
             )
         invite = "" if parts.fragment == _NO_INVITE else check_invite(parts.fragment)
         authority = options["ca"].lower()
+        websocket_ports = _read_websocket_ports(options.get("ws"), len(hosts))
+        first, *others = (
+            HubPlace(host=host, port=port, websocket_port=websocket_port)
+            for (host, port), websocket_port in zip(hosts, websocket_ports, strict=True)
+        )
         return cls(
-            host=host,
-            port=port,
+            host=first.host,
+            port=first.port,
             run=run.lower(),
             ca_hash="" if authority == _NO_AUTHORITY else authority,
             invite=invite,
-            websocket_port=_read_port(options["ws"]) if "ws" in options else None,
+            websocket_port=first.websocket_port,
+            others=tuple(others),
         )
 
 
@@ -154,7 +202,8 @@ def _clean(text: str) -> str:
     return text
 
 
-def _split(text: str) -> SplitResult:
+def _split(text: str) -> tuple[str, SplitResult]:
+    """The part that names the hosts, and the link with a single host in its place, which is all that URLs know."""
     scheme, separator, _ = text.partition("://")
     if not separator:
         raise LinkFormatError(f"{_shorten(text)} is not a join link: it must start with {SCHEME}://")
@@ -163,13 +212,25 @@ def _split(text: str) -> SplitResult:
             f"this is a {_shorten(scheme)}:// link, not a join link: ask the organiser for the one that starts with "
             f"{SCHEME}://"
         )
+    found = _AUTHORITY.search(text)
+    assert found is not None, "there is ://"
+    return found.group(1), urlsplit(text[: found.start(1)] + "hub" + text[found.end() :])
+
+
+def _read_hosts(authority: str) -> list[tuple[str, int]]:
+    hosts = authority.split(",")
+    if len(hosts) > 4 * MAX_HOSTS:  # some may be named twice; so many cannot be meant
+        raise LinkFormatError(f"the link names {len(hosts)} hosts: {MAX_HOSTS} are enough. {_COPY_AGAIN}")
+    if len(hosts) > 1 and not all(hosts):
+        raise LinkFormatError(f"the link has a comma too many among its hosts: a host is missing. {_COPY_AGAIN}")
+    return [_read_host(host) for host in hosts]
+
+
+def _read_host(text: str) -> tuple[str, int]:
     try:
-        return urlsplit(text)
+        parts = urlsplit(f"//{text}")
     except ValueError as error:
         raise LinkFormatError(f"the link's host cannot be read ({error}). {_COPY_AGAIN}") from error
-
-
-def _read_host(parts: SplitResult) -> tuple[str, int]:
     try:
         host, port = parts.hostname, parts.port
     except ValueError as error:
@@ -181,7 +242,9 @@ def _read_host(parts: SplitResult) -> tuple[str, int]:
             "the link has an @ before its host, which no join link has: ask the organiser for another"
         )
     if port is None:
-        raise LinkFormatError(f"the link names no port: after {host} there must be : and a number. {_COPY_AGAIN}")
+        raise LinkFormatError(
+            f"the link names no port: after {_shorten(host)} there must be : and a number. {_COPY_AGAIN}"
+        )
     return host, port
 
 
@@ -200,6 +263,21 @@ def _read_options(query: str) -> dict[str, str]:
     return options
 
 
+def _read_websocket_ports(text: str | None, num_hosts: int) -> list[int | None]:
+    """One for each host."""
+    if text is None:
+        return [None] * num_hosts
+    ports = [_read_port(port) if port or num_hosts == 1 else None for port in text.split(",")]
+    if len(ports) == 1:
+        return ports * num_hosts
+    if len(ports) != num_hosts:
+        raise LinkFormatError(
+            f"the link names {num_hosts} hosts and {len(ports)} WebSocket ports: it must be one port, or one for each. "
+            f"{_COPY_AGAIN}"
+        )
+    return ports
+
+
 def _read_port(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,5}", text):
         raise LinkFormatError(f"the link's WebSocket port {_shorten(text)!r} is not a number. {_COPY_AGAIN}")
@@ -213,52 +291,82 @@ def _shorten(text: str) -> str:
 async def fetch_address(link: JoinLink, timeout_seconds: float = 15.0) -> HubAddress:
     """Find the hub that a link names, make sure that it is the right one, and say how to reach it.
 
-    TCP is tried first, then WebSocket, which passes where nothing else does; the way that worked comes first in the
-    address. CertificateError when the hub is another than the link's, HubUnavailableError when there is none.
+    The link's hosts are tried in turn: by TCP, then by WebSocket, which passes where nothing else does. The way that
+    worked comes first in the address. CertificateError when what answers is another hub than the link's,
+    HubUnavailableError when there is none.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_seconds
-    tcp, websocket = ("nats", "ws") if not link.ca_hash else ("tls", "wss")
-    ways: list[tuple[str, int, _Look]] = [(tcp, link.port, look_by_tcp)]
-    if link.websocket_port is not None:
-        ways.append((websocket, link.websocket_port, look_by_websocket))
+    ways = _ways(link)
     failures: list[str] = []
-    for number, (scheme, port, look) in enumerate(ways):
+    wrong_hub: CertificateError | None = None
+    for number, way in enumerate(ways):
         # A firewall that swallows packets must not use up the time of the ways after it.
         patience_seconds = (deadline - loop.time()) / (len(ways) - number)
         try:
             async with asyncio.timeout(patience_seconds):
-                ca_pem = await _fetch_authority(link, port, look)
+                ca_pem = await _fetch_authority(link, way)
         except TimeoutError:
-            failures.append(f"{host_port(link.host, port)} did not answer within {patience_seconds:.3g} s")
+            failures.append(f"{host_port(way.host, way.port)} did not answer within {patience_seconds:.3g} s")
         except HubUnavailableError as error:
             failures.append(str(error))
+        except CertificateError as error:
+            wrong_hub = wrong_hub or error
+            if not link.others:
+                raise
         else:
-            working = [f"{scheme}://{host_port(link.host, port)}"]
-            others = [f"{other}://{host_port(link.host, at)}" for other, at, _ in ways if other != scheme]
-            return HubAddress(servers=(*working, *others), ca_pem=ca_pem)
+            others = sorted((other for other in ways if other != way), key=lambda other: other.scheme != way.scheme)
+            return HubAddress(servers=tuple(each.url for each in (way, *others)), ca_pem=ca_pem)
+    if wrong_hub is not None:
+        raise wrong_hub
     raise HubUnavailableError(
         f"the hub of {link.run} cannot be reached: {'; '.join(failures)}. If the link is old, ask the organiser "
         "whether the hub still runs; otherwise try another network"
     )
 
 
-async def _fetch_authority(link: JoinLink, port: int, look: _Look) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """One of the ways to the hub."""
+
+    scheme: str
+    host: str
+    port: int
+    look: _Look
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{host_port(self.host, self.port)}"
+
+
+def _ways(link: JoinLink) -> list[_Way]:
+    """By TCP to each host, then by WebSocket."""
+    tcp, websocket = ("tls", "wss") if link.ca_hash else ("nats", "ws")
+    by_tcp = [_Way(scheme=tcp, host=place.host, port=place.port, look=look_by_tcp) for place in link.places]
+    by_websocket = [
+        _Way(scheme=websocket, host=place.host, port=place.websocket_port, look=look_by_websocket)
+        for place in link.places
+        if place.websocket_port is not None
+    ]
+    return [*by_tcp, *by_websocket]
+
+
+async def _fetch_authority(link: JoinLink, way: _Way) -> str:
     """The certificate authority that the link pins, taken from the hub and proven; empty for a plain hub."""
     if not link.ca_hash:
-        await look(link.host, port, None)
+        await way.look(way.host, way.port, None)
         return ""
-    shown = await look(link.host, port, unverified_context())
+    shown = await way.look(way.host, way.port, unverified_context())
     pinned = next((der for der in shown if der_hash(der) == link.ca_hash), None)
     if pinned is None:
         raise CertificateError(
-            f"the hub at {host_port(link.host, port)} is not the one that the link names: none of its certificates "
+            f"the hub at {host_port(way.host, way.port)} is not the one that the link names: none of its certificates "
             f"matches ca={link.ca_hash}. Somebody may be in between, or the hub was set up anew. Nothing was sent. Ask "
             "the organiser for a new link, and do not join before"
         )
     # So far anybody could have shown a copy of the authority's certificate. Who completes a handshake that trusts only
     # that authority has the hub's key.
     ca_pem = ssl.DER_cert_to_PEM_cert(pinned)
-    address = HubAddress(servers=(f"tls://{host_port(link.host, port)}",), ca_pem=ca_pem)
-    await look(link.host, port, address.ssl_context())
+    address = HubAddress(servers=(f"tls://{host_port(way.host, way.port)}",), ca_pem=ca_pem)
+    await way.look(way.host, way.port, address.ssl_context())
     return ca_pem

@@ -55,3 +55,4 @@ class CardAnswer(Message, frozen=True, kw_only=True):
 
     accepted: bool
     message: str = ""  # why not: a newer process has taken this peer's place, or the role is not allowed
+    banned: bool = False  # that is why; it may be told before the connection is cut

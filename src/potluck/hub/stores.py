@@ -43,7 +43,7 @@ class StoreDefinition:
     writers: Writers = "guard"
     storage: Storage = "file"
     expires: bool = False
-    """Whether keys may have a time to live whose end watchers are told. Its writers can then empty the store too."""
+    """Whether keys may have a time to live whose end watchers are told."""
 
     def __post_init__(self) -> None:
         if not STORE_NAME.fullmatch(self.name):
@@ -122,7 +122,8 @@ def stream_config(definition: StoreDefinition, subjects: Subjects, replicas: int
         "allow_msg_ttl": True,  # for the marks of deletions
     }
     if definition.expires:
-        # Expiry leaves a mark too. JetStream then lets writers empty the whole stream by a header, hence the flag.
+        # Expiry leaves a mark too. JetStream then lets whoever writes empty the whole stream by a header, which the
+        # guard does not pass on (storedesk.py).
         config["subject_delete_marker_ttl"] = DELETED_FOR_SECONDS * 10**9
     return config
 

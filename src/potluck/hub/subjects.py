@@ -9,11 +9,12 @@ hub enforces that (permissions.py), so a receiver reads the sender off the subje
     p.RUN.leave.PEER          request: a member says good-bye
     p.RUN.ask.PEER.SERVICE    request to the guard: `time`, …
     p.RUN.read.PEER.STORE     request to the guard: entries of a store, as JetStream's direct get gives them
+    p.RUN.write.PEER.STORE.…  request to the guard by a coordinator: a write of a key of a store
     p.RUN.organise.PEER.VERB  request to the guard by an organiser: invite, approve, ban, …
     p.RUN.relay.TO.FROM       link packets that find no direct way
     p.RUN.plan.PEER           a coordinator's plans;  p.RUN.commit.PEER  its commits
     p.RUN.news.PEER.TOPIC     whatever else a member tells all others
-    p.RUN.kv.STORE.KEY        writes to a store;  p.RUN.changed.STORE.KEY  its changes, told by the hub
+    p.RUN.kv.STORE.KEY        the guard's writes to a store;  p.RUN.changed.STORE.KEY  its changes, told by the hub
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ class Subjects:
 
     def read(self, peer: str, store: str) -> str:
         return f"{self.root}.read.{peer}.{store}"
+
+    def write(self, peer: str, store: str, key: str) -> str:
+        return f"{self.root}.write.{peer}.{store}.{key}"
 
     def organise(self, peer: str, verb: str) -> str:
         return f"{self.root}.organise.{peer}.{verb}"

@@ -1,47 +1,63 @@
 """Holding the coordinator's lease, with a fencing token.
 
-The lease is one key of the hub's `lease` store with a time to live. Taking it is a compare-and-set on "nobody holds
-it"; the revision of that write is the *token*: revisions only grow, so a later holder always has a larger token.
-Every plan and commit carries the token, and receivers ignore anything with a smaller token than the largest they
-have seen: a holder that froze and came back cannot act on a lease that has passed on. Renewing is a compare-and-set
-on our own last write.
+The lease is one key of the hub's `lease` store. Taking it is a compare-and-set; the revision of that write is the
+*token*: revisions only grow, so a later holder always has a larger token. Every plan and commit carries the token, and
+receivers ignore anything with a smaller token than the largest they have seen: a holder that froze and came back cannot
+act on a lease that has passed on. Renewing is a compare-and-set on our own last write.
 
-A holder that the roster knows to be dead, or that lives in another session by now, is replaced at once, by a
-compare-and-set on its own last write: a wrong word of the roster costs a change of holder and no more, since the old
+Who may be replaced:
+
+*The dead.* A holder that the roster knows to be dead, or that lives in another session by now, is replaced at once, by
+a compare-and-set on its own last write: a wrong word of the roster costs a change of holder and no more, since the old
 holder's token is smaller.
 
-A holder counts the lease as its own only until `ttl - margin` after it *sent* its last successful renewal, by its
-own monotonic clock: the hub counts from when it arrived, which is later.
+*The silent.* A holder that does not renew for `SILENT_SECONDS` is replaced in the same way. It counts the lease as its
+own for a little less than that after it *sent* its last successful renewal, by its own monotonic clock.
+
+*Not those who cannot renew.* When the server that leads the store dies, its cluster has no leader for 4 to 9 seconds
+(a constant of nats-server), and nobody can write. That is no fault of the holder, and nobody could replace it: so it
+goes on for as long as the hub says that nobody keeps the store. The others notice the same, since they try the store
+while the holder is silent, by a compare-and-set that cannot succeed; once there is a leader, they leave the holder time
+to renew first. If our server is cut off from the others, and they replace us, our token is smaller: we can delay those
+who are cut off with us, and nobody else.
+
+The store's own time to live is for a run that nobody coordinates any more; it is longer than any election.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 
 from potluck import tasks
 from potluck.clock import Clock
-from potluck.errors import AccessError, PotluckError, ProtocolError, RetryableError, RevisionConflictError
+from potluck.errors import (
+    AccessError,
+    NobodyAnswersError,
+    PotluckError,
+    ProtocolError,
+    RetryableError,
+    RevisionConflictError,
+)
 from potluck.hub.connection import Entry, Store, Subscription
-from potluck.messages import Message, decode, encode
+from potluck.hub.leaserecord import KEY, LeaseRecord
+from potluck.messages import decode, encode
 
 logger = logging.getLogger(__name__)
 
-KEY = "coordinator"
-TTL_SECONDS = 3
-RENEW_EVERY_SECONDS = 0.75
+SILENT_SECONDS = 3.0
 MARGIN_SECONDS = 0.5
+RENEW_EVERY_SECONDS = 0.75
+TRY_STORE_AFTER_SECONDS = 1.5  # two renewals are missing: from now on we look whether the store has a leader
+TRY_AGAIN_SECONDS = 0.1  # while it has none, and while we are about to replace somebody
+GRACE_SECONDS = 1.5  # for the holder, once the store has a leader again
+EXTENSION_SECONDS = 1.0  # of a holder's time, by each word of the hub that nobody keeps the store
+TTL_SECONDS = 20
 WRITE_SECONDS = 1.0  # a write that takes longer counts as unanswered: waiting for it could cost us the lease
+IMPOSSIBLE_REVISION = 1 << 53
 KEPT_TERMS = 16
-
-
-class LeaseRecord(Message, frozen=True, kw_only=True):
-    """What stands in the store while somebody holds the lease."""
-
-    holder: str
-    session: str = ""  # of the holder
-    token: int = 0  # 0 in the first write of a term, whose own revision is the token
 
 
 class LeaseView:
@@ -102,7 +118,11 @@ class Lease:
         self._revision = 0  # of our last write, while we hold it
         self._token = 0
         self._valid_until = 0.0
+        self._expires_at = 0.0  # at the hub, at the earliest
         self._unanswered_since: float | None = None  # when we sent the first renewal after the last confirmed one
+        self._renewal_seen_at = 0.0  # when the store last told anything about the lease
+        self._leader_since = -math.inf  # since when the store has a leader, as far as we know
+        self._has_leader = True
         self._wake = asyncio.Event()
         self._watch: Subscription | None = None
         self._task: asyncio.Task[None] | None = None
@@ -147,6 +167,8 @@ class Lease:
     def _changed(self, entry: Entry) -> None:
         if entry.key != KEY:
             return
+        self._renewal_seen_at = self._clock.monotonic()
+        self._note_leader(True)
         before = (self.view.holder, self.view.token)
         self.view.apply(entry)
         if self._token and self.view.token == self._token:
@@ -161,55 +183,123 @@ class Lease:
     async def _run(self) -> None:
         while True:
             self._wake.clear()  # before looking, so that no word that comes meanwhile is lost
+            pause_seconds = RENEW_EVERY_SECONDS
             try:
                 async with asyncio.timeout(WRITE_SECONDS):
-                    await self._renew() if self._token else await self._take()
-            except RevisionConflictError:
-                self._lose()
+                    pause_seconds = await (self._renew() if self._token else self._try_to_take())
+            except NobodyAnswersError as error:
+                logger.debug("the lease has no leader to write it: %s", error)
+                self._note_leader(False)
+                self._extend()
+                pause_seconds = TRY_AGAIN_SECONDS
             except (RetryableError, TimeoutError) as error:
                 logger.debug("the lease could not be written: %r", error)
+                pause_seconds = TRY_AGAIN_SECONDS
             except AccessError as error:
                 logger.warning("this peer may not coordinate (any more), so it stands down: %s", error)
                 self._lose()
                 return
-            await self._pause()
+            await self._pause(pause_seconds)
 
-    async def _pause(self) -> None:
+    async def _pause(self, seconds: float) -> None:
         try:
-            async with asyncio.timeout(RENEW_EVERY_SECONDS):
+            async with asyncio.timeout(seconds):
                 await self._wake.wait()
         except TimeoutError:
             pass
 
-    async def _take(self) -> None:
+    # As a candidate
+
+    async def _try_to_take(self) -> float:
+        """Take it if it is free or its holder is lost; in how many seconds to look again."""
         view = self.view
         # When it is ourselves: an earlier life, or a write whose answer was lost.
-        if view.holder not in (None, self._self_id) and not self._is_gone(view.holder, view.session):
-            return
+        if view.holder in (None, self._self_id) or self._is_gone(view.holder, view.session):
+            await self._take()
+            return RENEW_EVERY_SECONDS if self._token else TRY_AGAIN_SECONDS
+        silent_seconds = self._clock.monotonic() - self._renewal_seen_at
+        if silent_seconds < TRY_STORE_AFTER_SECONDS:
+            return min(RENEW_EVERY_SECONDS, TRY_STORE_AFTER_SECONDS - silent_seconds)
+        await self._try_store()
+        if silent_seconds >= SILENT_SECONDS and self._clock.monotonic() >= self._leader_since + GRACE_SECONDS:
+            logger.info("%s is silent for %.1f s and loses the coordinator's lease", view.holder, silent_seconds)
+            await self._take()
+        return TRY_AGAIN_SECONDS
+
+    async def _try_store(self) -> None:
+        """Find out whether the store has a leader, without writing: NobodyAnswersError when it has none."""
+        try:
+            await self._store.put(KEY, b"", expected=IMPOSSIBLE_REVISION)
+        except RevisionConflictError:
+            self._note_leader(True)
+
+    async def _take(self) -> None:
         sent = self._clock.monotonic()
         record = encode(LeaseRecord(holder=self._self_id, session=self._session))
-        token = await self._store.put(KEY, record, expected=view.revision, ttl_seconds=TTL_SECONDS)
+        try:
+            token = await self._store.put(KEY, record, expected=self.view.revision, ttl_seconds=TTL_SECONDS)
+        except RevisionConflictError:
+            await self._look()  # the holder renews, or somebody was faster, and we have not heard of it
+            return
         self._revision = self._token = token
-        self._valid_until = sent + TTL_SECONDS - MARGIN_SECONDS
+        self._hold_from(sent)
         self._unanswered_since = None
         logger.info("took the coordinator's lease, token %d", self._token)
         self._on_change()
 
-    async def _renew(self) -> None:
+    # As the holder
+
+    async def _renew(self) -> float:
+        sent = self._clock.monotonic()
         if self._unanswered_since is None:
-            self._unanswered_since = self._clock.monotonic()
+            self._unanswered_since = sent
         record = encode(LeaseRecord(holder=self._self_id, session=self._session, token=self._token))
-        self._confirm(await self._store.put(KEY, record, expected=self._revision, ttl_seconds=TTL_SECONDS))
+        try:
+            revision = await self._store.put(KEY, record, expected=self._revision, ttl_seconds=TTL_SECONDS)
+        except RevisionConflictError:
+            if await self._look():  # else a renewal of ours arrived, whose answer and change were lost
+                self._lose()
+        else:
+            self._revision = revision
+            self._hold_from(sent)
+            self._unanswered_since = None
+        return RENEW_EVERY_SECONDS
 
     def _confirm(self, revision: int) -> None:
-        """A renewal of ours stands in the store. Each builds on the last confirmed one, so it may be the first sent."""
+        """A change tells of a renewal of ours. Each builds on the last confirmed one, so it may be the first sent."""
         if revision > self._revision and self._unanswered_since is not None:
             self._revision = revision
-            self._valid_until = self._unanswered_since + TTL_SECONDS - MARGIN_SECONDS
+            self._hold_from(self._unanswered_since)
             self._unanswered_since = None
+
+    def _hold_from(self, sent: float) -> None:
+        self._valid_until = sent + SILENT_SECONDS - MARGIN_SECONDS
+        self._expires_at = sent + TTL_SECONDS - MARGIN_SECONDS
+
+    def _extend(self) -> None:
+        """Nobody can write the lease now, so nobody can take it from us: it is ours a little longer, if it still is."""
+        if self.is_held:
+            self._valid_until = max(
+                self._valid_until, min(self._clock.monotonic() + EXTENSION_SECONDS, self._expires_at)
+            )
 
     def _lose(self) -> None:
         if self._token:
             logger.info("lost the coordinator's lease, token %d", self._token)
             self._token = 0
             self._on_change()
+
+    # Both
+
+    async def _look(self) -> bool:
+        """Read the lease as it stands, since a change may not have been told; whether it is somebody else's."""
+        entry = await self._store.get(KEY)
+        if entry is None or entry.revision > self.view.revision:
+            self._changed(entry or Entry(key=KEY, value=None, revision=self.view.revision + 1, written_at=0.0))
+            self._wake.clear()  # this is no news to whoever looks
+        return self._token == 0 or self.view.token != self._token
+
+    def _note_leader(self, has_leader: bool) -> None:
+        if has_leader and not self._has_leader:
+            self._leader_since = self._clock.monotonic()
+        self._has_leader = has_leader

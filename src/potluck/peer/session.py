@@ -1,7 +1,8 @@
 """A peer and the hub: it says who it is, shows that it is alive, knows who else is there, and finds its way back.
 
     open()    through the lobby (admission.py), connect, watch the roster, hand in the card
-    …         a beacon each second; after a reconnect the card again, since the guard may have counted us as dead
+    …         a beacon each second, from the connection on: the guard may take long to write the card down, and must not
+              take us for silent meanwhile; after a reconnect the card again, since it may have counted us as dead
     close()   good-bye, so that nobody waits for us
 
 The session ends by itself only when the hub does not want us any more (banned, no longer a member, or a newer process
@@ -13,14 +14,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Literal, Protocol
 
 import msgspec
 
 from potluck import tasks
 from potluck.clock import Clock, SystemClock
-from potluck.errors import AccessError, FatalError, NotAdmittedError, PotluckError, ProtocolError, RetryableError
+from potluck.errors import (
+    AccessError,
+    BannedError,
+    FatalError,
+    NotAdmittedError,
+    PotluckError,
+    ProtocolError,
+    RetryableError,
+)
 from potluck.hub.connection import Entry, HubConnection, Subscription
 from potluck.hub.presence import Beacon, Card, CardAnswer, Presence
 from potluck.hub.subjects import Subjects
@@ -35,6 +44,8 @@ BEACON_EVERY_SECONDS = 1.0
 TIME_EVERY_SECONDS = 30.0
 FIRST_TIME_SAMPLES = 3
 REQUEST_TIMEOUT_SECONDS = 5.0
+FIRST_TIMEOUT_SECONDS = 1.5  # of a first try: a question may be on its way to a server that dies
+OPEN_SECONDS = 20.0  # a cluster that lost a server has new leaders within 10 s: newcomers wait that long
 GOOD_BYE_SECONDS = 2.0
 RETRY_SECONDS = 0.5
 
@@ -109,14 +120,14 @@ class Session:
             self._hub = await self._connect(
                 "main", on_connected=self._came_back, on_disconnected=self._went_away, on_refused=self._end
             )
+            self._begin("beacons", self._send_beacons)
+            deadline = self.clock.monotonic() + OPEN_SECONDS
             for _ in range(FIRST_TIME_SAMPLES):
-                await self._ask_time()
-            self._watch = await self._hub.store("roster").watch(self._roster_changed)
-            await self._hand_in_card()
-            for name, work in (("beacons", self._send_beacons), ("card", self._keep_card), ("time", self._keep_time)):
-                task = asyncio.create_task(work(), name=name)
-                task.add_done_callback(self._task_ended)
-                self._tasks.append(task)
+                await self._persist(self._ask_time, deadline)
+            await self._persist(self._watch_roster, deadline)
+            await self._persist(self._hand_in_card, deadline)
+            self._begin("card", self._keep_card)
+            self._begin("time", self._keep_time)
         except BaseException:
             await self.close()
             raise
@@ -157,6 +168,29 @@ class Session:
     def statistics(self) -> dict[str, int | float]:
         """Counters of this session."""
         return {**self._counts, "peers": len(self.roster)}
+
+    # Beginning
+
+    def _begin(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        task = asyncio.create_task(work(), name=name)
+        task.add_done_callback(self._task_ended)
+        self._tasks.append(task)
+
+    async def _persist(self, step: Callable[[float], Awaitable[None]], deadline: float) -> None:
+        """Take one step of the opening, with more patience at each try, until it works or the deadline has passed."""
+        timeout_seconds = FIRST_TIMEOUT_SECONDS
+        while True:
+            try:
+                return await step(min(timeout_seconds, max(deadline - self.clock.monotonic(), RETRY_SECONDS)))
+            except RetryableError as error:
+                if self.clock.monotonic() + RETRY_SECONDS > deadline:
+                    raise
+                logger.info("the hub does not take us in yet, trying on: %s", error)
+            await asyncio.sleep(RETRY_SECONDS)
+            timeout_seconds = min(2 * timeout_seconds, REQUEST_TIMEOUT_SECONDS)
+
+    async def _watch_roster(self, _timeout_seconds: float) -> None:
+        self._watch = await self.hub.store("roster").watch(self._roster_changed)
 
     # What the hub tells
 
@@ -218,21 +252,21 @@ class Session:
 
     # What it does all the time
 
-    async def _hand_in_card(self) -> None:
+    async def _hand_in_card(self, timeout_seconds: float = REQUEST_TIMEOUT_SECONDS) -> None:
         self._card_wanted.clear()
         payload = await self.hub.request(
-            self.subjects.card(self.peer_id), encode(self._card), timeout_seconds=REQUEST_TIMEOUT_SECONDS
+            self.subjects.card(self.peer_id), encode(self._card), timeout_seconds=timeout_seconds
         )
         answer = decode(CardAnswer, payload)
+        if answer.banned:
+            raise BannedError(answer.message)
         if not answer.accepted:
             raise NotAdmittedError(f"the hub does not take this peer in: {answer.message}")
         self._counts["cards"] += 1
 
-    async def _ask_time(self) -> None:
+    async def _ask_time(self, timeout_seconds: float = REQUEST_TIMEOUT_SECONDS) -> None:
         sent = self.clock.monotonic()
-        answer = await self.hub.request(
-            self.subjects.ask(self.peer_id, "time"), b"", timeout_seconds=REQUEST_TIMEOUT_SECONDS
-        )
+        answer = await self.hub.request(self.subjects.ask(self.peer_id, "time"), b"", timeout_seconds=timeout_seconds)
         self.hub_time.observe(
             sent_monotonic=sent, received_monotonic=self.clock.monotonic(), hub_wall=decode(float, answer)
         )

@@ -20,7 +20,7 @@ from potluck.hub.guard.guard import Guard, GuardConfig
 from potluck.hub.guard.invite import invite_id
 from potluck.hub.guard.member import Scopes
 from potluck.hub.guard.organise import Organiser
-from potluck.hub.joinlink import JoinLink, fetch_address
+from potluck.hub.joinlink import MAX_HOSTS, HubPlace, JoinLink, fetch_address
 from potluck.hub.keys import HubKeys
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.server.certificate import ca_hash
@@ -35,6 +35,7 @@ from potluck.run.peer import Peer, PeerConfig
 logger = logging.getLogger(__name__)
 
 VOLUNTEERS = Scopes(roles=("trainer", "aux", "observer"))
+DEFAULT_PORT = 4222  # nats-server's
 OWN_PEER = Scopes(roles=("aux",), coordinates=True, trusted=True)
 
 
@@ -49,7 +50,7 @@ class HostConfig:
     """Whom the run lets in."""
 
     hub_url: str = ""
-    """An existing NATS server or cluster, as tls://HOST:PORT, to be used instead."""
+    """An existing NATS server or cluster, as tls://HOST:PORT, to be used instead; several servers with commas."""
 
     hub_ca: Path | None = None
     """The authority that signs that server's certificate."""
@@ -62,10 +63,21 @@ class HostConfig:
             return
         if self.hub.cluster is not None:
             raise ConfigurationError("an existing hub has its own cluster: leave out the hub's URL or the cluster")
-        if not self.hub_url.startswith(("tls://", "nats://")):
-            raise ConfigurationError(f"{self.hub_url!r} is not where a NATS server is: write it as in tls://HOST:PORT")
-        if self.hub_url.startswith("tls://") and self.hub_ca is None:
+        schemes = {url.partition("://")[0] for url in self.hub_urls}
+        if len(schemes) != 1 or not schemes <= {"tls", "nats"}:
+            raise ConfigurationError(
+                f"{self.hub_url!r} is not where a NATS server is: write it as in tls://HOST:PORT, or "
+                "tls://HOST:PORT,HOST:PORT for a cluster"
+            )
+        if schemes == {"tls"} and self.hub_ca is None:
             raise ConfigurationError(f"{self.hub_url} speaks TLS: name the file with its authority by --hub-ca")
+
+    @property
+    def hub_urls(self) -> tuple[str, ...]:
+        """The existing servers; those without a scheme have the first one's."""
+        scheme = self.hub_url.partition("://")[0]
+        parts = [part.strip() for part in self.hub_url.split(",")]
+        return tuple(part if "://" in part else f"{scheme}://{part}" for part in parts)
 
 
 class Host:
@@ -145,7 +157,7 @@ class Host:
         return self._hub.keys, self._hub.address(local), self._hub.join_link()
 
     def _existing_address(self) -> HubAddress:
-        return HubAddress(servers=(self.config.hub_url,), ca_pem=self._existing_authority())
+        return HubAddress(servers=self.config.hub_urls, ca_pem=self._existing_authority())
 
     def _existing_authority(self) -> str:
         path = self.config.hub_ca
@@ -158,17 +170,18 @@ class Host:
 
     def _existing_link(self) -> JoinLink:
         try:
-            parts = urlsplit(self.config.hub_url)
-            host, port = parts.hostname, parts.port or 4222
+            parts = [urlsplit(url) for url in self.config.hub_urls]
+            places = [HubPlace(host=part.hostname or "", port=part.port or DEFAULT_PORT) for part in parts]
         except ValueError as error:
             raise ConfigurationError(f"{self.config.hub_url!r} is not where a NATS server is: {error}") from error
         advertised = self.config.hub.advertised_hosts
         authority = self._existing_authority()
         return JoinLink(
-            host=advertised[0] if advertised else host or "",
-            port=port,
+            host=advertised[0] if advertised else places[0].host,
+            port=places[0].port,
             run=self.config.hub.run,
             ca_hash=ca_hash(authority) if authority else "",
+            others=tuple(places[1:]),
         )
 
     async def _settle(self, keys: HubKeys, address: HubAddress, link: JoinLink) -> None:
@@ -180,6 +193,7 @@ class Host:
         try:
             organiser = Organiser(organiser_hub, Subjects(self.config.hub.run), keys.organiser_public)
             invite = await self._volunteers_invite(organiser, known.invite if known is not None else "")
+            link = self._with_other_hubs(link, organiser_hub)
             self._record = HostRecord(
                 run=self.config.hub.run, servers=address.servers, ca_pem=address.ca_pem, link=str(link), invite=invite
             )
@@ -188,6 +202,16 @@ class Host:
                 await self._start_peer(self.config.peer, organiser, address)
         finally:
             await organiser_hub.close()
+
+    def _with_other_hubs(self, link: JoinLink, connection: NatsConnection) -> JoinLink:
+        """The link with the other hubs of our cluster in it, as they advertise themselves."""
+        if self._hub is None or self.config.hub.cluster is None:
+            return link
+        parts = [urlsplit(url) for url in connection.discovered_servers]
+        places = [HubPlace(host=part.hostname, port=part.port) for part in parts if part.hostname and part.port]
+        own = {host.lower() for host in (*self.config.hub.advertised_hosts, link.host)}
+        others = [place for place in places if place.host not in own or place.port != link.port]
+        return replace(link, others=tuple(others[: MAX_HOSTS - 1]))
 
     async def _volunteers_invite(self, organiser: Organiser, known: str) -> str:
         """The invite of earlier starts, even if it was revoked: whoever did so wants no new one to be made."""

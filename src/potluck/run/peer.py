@@ -49,7 +49,7 @@ SPEED_CHANGE = 1.25  # a measured speed is told anew when it has changed by this
 # guard and was held up by that (5 s). Whether a refusal is final, the lobby is asked, so that is worth asking soon.
 RETRY_WITHIN_SECONDS = 2.0
 KEEPER = KeeperConfig(backoff_limit_seconds=RETRY_WITHIN_SECONDS, refusal_patience_seconds=1.0)
-MEMBER_CONNECTION = ConnectionConfig(keeper=KEEPER, reads="guard")  # members read stores through the guard
+MEMBER_CONNECTION = ConnectionConfig(keeper=KEEPER, stores="guard")  # members use stores through the guard
 WIRE = BulkWireConfig(backoff_limit_seconds=RETRY_WITHIN_SECONDS, refused_limit_seconds=RETRY_WITHIN_SECONDS)
 
 

@@ -12,6 +12,7 @@ from potluck.errors import (
     ConfigurationError,
     DeadlineExceededError,
     HubUnavailableError,
+    NobodyAnswersError,
     NotAdmittedError,
     PermissionDeniedError,
 )
@@ -152,7 +153,7 @@ class MemoryConnection:
         self._replies.add(reply)
         try:
             if not self.hub._publish(subject, payload, reply):
-                raise HubUnavailableError(f"nobody answers on {subject}: whoever should is not there")
+                raise NobodyAnswersError(f"nobody answers on {subject}: whoever should is not there")
             async with asyncio.timeout(timeout_seconds) as deadline:
                 return await reply.answer
         except TimeoutError:

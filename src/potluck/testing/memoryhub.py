@@ -124,6 +124,14 @@ class MemoryHub:
         """Keep such messages back until they are released."""
         return self._add_rule(pattern, keep=True, limit=count)
 
+    def depose(self, store: str) -> None:
+        """Leave a store without a leader, as when the server that led it dies: it can be read, and not written."""
+        self.table(store).has_leader = False
+
+    def elect(self, store: str) -> None:
+        """Give a store a leader again; what should have expired meanwhile expires now."""
+        self.table(store).lead()
+
     def create_store(self, name: str) -> None:
         """Make a store; nothing happens if it exists."""
         self._tables.setdefault(self.subjects.stream(name), MemoryTable(self, name))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from potluck.errors import PermissionDeniedError, RevisionConflictError
+from potluck.errors import NobodyAnswersError, PermissionDeniedError, RevisionConflictError
 from potluck.hub.connection import Entry
 from potluck.hub.nats.ledger import WatchLedger
 from potluck.hub.stores import DELETED_FOR_SECONDS, check_key, check_prefix, check_ttl
@@ -30,8 +30,10 @@ class MemoryTable:
 
     def __init__(self, hub: MemoryHub, name: str) -> None:
         self.name = name
+        self.has_leader = True
         self._hub = hub
         self._revision = 0
+        self._overdue: list[Entry] = []
         self._versions: dict[str, Entry] = {}
         self._watches: dict[MemoryWatch, None] = {}
 
@@ -56,6 +58,13 @@ class MemoryTable:
             self._hub.call_later(ttl_seconds, lambda: self._expire(entry))
         return entry.revision
 
+    def lead(self) -> None:
+        """There is a leader again; what is overdue expires before anybody writes."""
+        self.has_leader = True
+        overdue, self._overdue = self._overdue, []
+        for entry in overdue:
+            self._expire(entry)
+
     def follow(self, watch: MemoryWatch) -> None:
         """Tell a watch of every change from now on."""
         self._watches[watch] = None
@@ -71,6 +80,9 @@ class MemoryTable:
     def _expire(self, entry: Entry) -> None:
         if self._versions.get(entry.key) is not entry:
             return  # written again meanwhile
+        if not self.has_leader:
+            self._overdue.append(entry)
+            return
         if entry.value is None:
             del self._versions[entry.key]
         else:
@@ -129,9 +141,13 @@ class MemoryStore:
     def _writable(self, key: str) -> MemoryTable:
         self._connection._check_usable()
         subject = self._subjects.store_write(self._name, check_key(key))
-        if not self._connection.may_publish(subject):
+        through_guard = self._subjects.write(self._connection.peer, self._name, key)
+        if not self._connection.may_publish(through_guard, subject):
             raise PermissionDeniedError(f"this member may not publish on {subject}")
-        return self._connection.hub.table(self._name)
+        table = self._connection.hub.table(self._name)
+        if not table.has_leader:
+            raise NobodyAnswersError(f"nobody answers on {subject}: the store has no leader")
+        return table
 
     def _check_expected(self, table: MemoryTable, key: str, expected: int | None) -> None:
         present = table.version(key)

@@ -1,7 +1,7 @@
 """The guard: decides who may do what, and tells everyone who is there.
 
-    guard.py         the driver, of which door.py (connections), lobbydesk.py (newcomers), organiserdesk.py (orders) and
-                     presencekeeper.py (the roster) do their parts
+    guard.py         the driver, of which door.py (connections), lobbydesk.py (newcomers), organiserdesk.py (orders),
+                     storedesk.py (stores) and presencekeeper.py (the roster) do their parts
     organise.py      what organisers ask for, from their side
 
 Decisions (pure):
@@ -12,6 +12,7 @@ Decisions (pure):
 How they are carried out:
     callout.py, jwt.py                 the server's question about a connection, and the answer
     hubsystem.py                       who is connected; cutting a connection
+    leaders.py                         which servers of a cluster lead the stores
     huggingface.py                     whose token it is
     registry.py, rosterwriter.py       the records, in the hub's stores
     errands.py                         work on the side

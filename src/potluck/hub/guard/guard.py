@@ -3,9 +3,11 @@
     door.py            which connections the hub lets in (auth callout)
     lobbydesk.py       applications: invites, tokens, waiting
     organiserdesk.py   what organisers ask for
+    storedesk.py       stores that members read and coordinators write
     presencekeeper.py  who is there: cards, beacons and connections in, the roster out
     registry.py        the records that all of this is decided by
     hubsystem.py       the hub's events and lists of connections
+    leaders.py         which servers of a cluster lead the stores
 
 A guard keeps nothing of its own that matters: records and roster are in the hub's stores. So it can be restarted while
 members go on, and several can run on a cluster. Questions that one answer is enough for go to one of them (a queue);
@@ -17,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from potluck.clock import Clock, SystemClock
@@ -25,10 +27,11 @@ from potluck.errors import ConfigurationError
 from potluck.hub.address import HubAddress
 from potluck.hub.connection import Delivery, Subscription
 from potluck.hub.guard import callout, huggingface
-from potluck.hub.guard.connections import Connections
+from potluck.hub.guard.connections import Connection, Connections
 from potluck.hub.guard.door import Door, DoorLimits
 from potluck.hub.guard.errands import Errands
 from potluck.hub.guard.hubsystem import HubSystem
+from potluck.hub.guard.leaders import LeaderKeeper
 from potluck.hub.guard.lobby import MAX_APPLICATION_BYTES, Answer, waiting_subject
 from potluck.hub.guard.lobbydesk import LobbyDesk
 from potluck.hub.guard.member import ROLES, Member, Policy, Scopes, person_of_key
@@ -38,11 +41,12 @@ from potluck.hub.guard.presencekeeper import PresenceKeeper
 from potluck.hub.guard.ratelimit import RateLimit
 from potluck.hub.guard.registry import Registry
 from potluck.hub.guard.rosterwriter import RosterWriter
+from potluck.hub.guard.storedesk import StoreDesk
 from potluck.hub.keys import HubKeys, Signer
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.presence import Presence
 from potluck.hub.server.configuration import ACCOUNT
-from potluck.hub.stores import ensure_stores, readable_stores
+from potluck.hub.stores import ensure_stores
 from potluck.hub.subjects import PEER_ID, Subjects, check_run_name
 from potluck.messages import encode
 
@@ -50,8 +54,6 @@ logger = logging.getLogger(__name__)
 
 QUEUE = "guard"
 MAX_TASKS = 1024  # questions worked on at once; past it they go unanswered, and whoever asked asks again
-MAX_READ_BYTES = 1024
-READABLE = frozenset(store.name for store in readable_stores())
 LOBBY_BURST = 20  # messages of one stranger at once, and then one a second; who sends more is cut off
 
 
@@ -112,6 +114,7 @@ class Guard:
         self._system_hub: NatsConnection | None = None
         self._registry: Registry | None = None
         self._writer: RosterWriter | None = None
+        self._leaders: LeaderKeeper | None = None
 
     async def start(self) -> None:
         """Connect, load the records and the roster, and begin to answer. On failure everything is released again."""
@@ -129,6 +132,8 @@ class Guard:
         for subscription in self._subscriptions:
             await subscription.cancel()
         self._subscriptions = []
+        if self._leaders is not None:
+            await self._leaders.stop()
         if self._writer is not None:
             await self._writer.stop()
         if self._registry is not None:
@@ -148,6 +153,7 @@ class Guard:
             **{f"lobby_{name}": count for name, count in self._lobby.counts.items()},
             **{f"organise_{name}": count for name, count in self._organisers.counts.items()},
             **self._keeper.counts,
+            **self._stores.counts,
             "stray_beacons": self._core.num_stray_beacons,
             "roster_writes": self._writer.num_writes,
             "roster_conflicts": self._writer.num_conflicts,
@@ -196,6 +202,7 @@ class Guard:
             spawn=self._errands.spawn,
         )
         self._organisers = OrganiserDesk(registry, self, clock)
+        self._stores = StoreDesk(self._hub, self._subjects)
 
     async def _begin(self) -> None:
         if self._hub is None or self._registry is None or self._writer is None:
@@ -203,7 +210,7 @@ class Guard:
         await self._registry.start(self._config.policy)
         await self._registry.members.create(self._keys.organiser_public, self._organiser_record())
         await self._writer.start()
-        await self._system.follow(self._keeper.opened, self._keeper.closed)
+        await self._system.follow(self._connection_opened, self._keeper.closed)
         await self._keeper.compare_connections()
         self._core.was_deaf()
         every = self._subjects.every_peer
@@ -212,12 +219,17 @@ class Guard:
         await self._listen(every("leave"), self._on_leave)
         await self._listen(every("ask") + ".*", self._on_ask, QUEUE)
         await self._listen(every("read") + ".*", self._on_read, QUEUE)
+        await self._listen(every("write") + ".>", self._on_write, QUEUE)
         await self._listen(every("organise") + ".*", self._on_organise, QUEUE)
         await self._listen(every("lobby"), self._on_lobby, QUEUE)
         await self._listen(callout.SUBJECT, self._on_callout, QUEUE)
         keeper = self._keeper
         self._errands.keep_running(lambda: keeper.tick_forever(self._hears_hub), "presence ticks")
         self._errands.keep_running(lambda: keeper.compare_forever(self._compare_wanted), "connection lists")
+        if self._config.replicas > 1:
+            self._leaders = leaders = LeaderKeeper(self._hub, self._system, self._connections, self._subjects)
+            await leaders.start()
+            self._errands.keep_running(leaders.keep_forever, "leaders of stores")
 
     async def _listen(self, subject: str, handler: Callable[[Delivery], None], queue: str = "") -> None:
         if self._hub is None:
@@ -235,6 +247,11 @@ class Guard:
             admitted_at=self._clock.wall(),
             admitted_by="host",
         )
+
+    def _connection_opened(self, connection: Connection) -> None:
+        self._keeper.opened(connection)
+        if connection.lane == "main" and self._leaders is not None:
+            self._leaders.opened(connection.peer)
 
     def _came_back(self) -> None:
         """One of our connections was away: what was not heard meanwhile counts for nothing."""
@@ -298,22 +315,14 @@ class Guard:
         self._errands.spawn(self._respond(delivery, peer, encode(self._clock.wall())))
 
     def _on_read(self, delivery: Delivery) -> None:
-        if (peer := self._sender(delivery)) is not None:
-            self._errands.spawn(self._forward_read(delivery, peer))
+        peer = self._sender(delivery)
+        if peer is not None and self._is_own_inbox(delivery, peer):
+            self._errands.spawn(self._stores.read(delivery))
 
-    async def _forward_read(self, delivery: Delivery, peer: str) -> None:
-        """Have the hub send entries of a store straight to the sender's inbox.
-
-        Members may not ask JetStream themselves: it answers wherever a request says, so a member could have entries
-        published on subjects, and written to stores, that are closed to it.
-        """
-        store = delivery.subject.rpartition(".")[2]
-        if self._hub is None or store not in READABLE or len(delivery.payload) > MAX_READ_BYTES:
-            self._counts["refused_reads"] += 1
-        elif self._is_own_inbox(delivery, peer):
-            self._counts["reads"] += 1
-            subject = f"$JS.API.DIRECT.GET.{self._subjects.stream(store)}"
-            await self._hub.forward(subject, delivery.payload, reply=delivery.reply)
+    def _on_write(self, delivery: Delivery) -> None:
+        peer = self._sender(delivery)
+        if peer is not None and self._is_own_inbox(delivery, peer):
+            self._errands.spawn(self._stores.write(delivery))
 
     def _on_organise(self, delivery: Delivery) -> None:
         if (peer := self._sender(delivery)) is not None:
@@ -361,9 +370,13 @@ class Guard:
             raise AssertionError("the guard is not connected")
         await self._hub.publish(waiting_subject(peer), encode(answer))
 
-    async def cut_banned(self, target: str) -> int:
-        """Cut the live connections of a banned peer or person; how many there were."""
-        return await self._keeper.cut_banned(target)
+    def connections_of(self, target: str) -> list[Connection]:
+        """The open connections of a peer or person, as far as they are known here."""
+        return self._keeper.connections_of(target)
+
+    async def cut_banned(self, target: str, known: Iterable[Connection]) -> int:
+        """Cut the connections of a banned peer or person: those known, and others that it has; how many there were."""
+        return await self._keeper.cut_banned(target, known)
 
     async def _check_token(self, token: str) -> huggingface.TokenAnswer:
         return await huggingface.whoami(

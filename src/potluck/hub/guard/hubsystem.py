@@ -24,12 +24,14 @@ logger = logging.getLogger(__name__)
 TIMEOUT_SECONDS = 2.0
 PAGE_LENGTH = 1000
 MAX_PAGES = 100
+MAX_SERVERS = 1024
 MAX_EVENT_BYTES = 64 * 1024
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
 
 
 class _Server(msgspec.Struct):
     id: str
+    name: str = ""
 
 
 class _Client(msgspec.Struct):
@@ -86,7 +88,12 @@ class HubSystem:
         self._account = account
         self._clock = clock
         self._subscriptions: list[Subscription] = []
+        self._names: dict[str, str] = {}  # of servers, by id
         self.num_invalid = 0
+
+    def name_of(self, server: str) -> str:
+        """The name of the server with that id, as streams know it; empty while it is not known."""
+        return self._names.get(server, "")
 
     async def follow(self, opened: Callable[[Connection], None], closed: Callable[[ConnectionId, str], None]) -> None:
         """Call `opened` and `closed` (with the server's reason) as peers connect and disconnect."""
@@ -160,6 +167,7 @@ class HubSystem:
             answer = self._read(_ListAnswer, data, MAX_ANSWER_BYTES)
             if answer is None or answer.data is None:
                 raise ProtocolError(f"server {server} sent a list of connections that cannot be read")
+            self._learn_name(answer.server)
             for each in answer.data.connections:
                 connection = self._make(server, each.cid, each.authorized_user, each.ip, each.start)
                 if connection is not None:
@@ -170,7 +178,14 @@ class HubSystem:
 
     def _connection_of(self, event: _Event) -> Connection | None:
         client = event.client
+        self._learn_name(event.server)
         return self._make(event.server.id, client.id, client.user, client.host, client.start)
+
+    def _learn_name(self, server: _Server) -> None:
+        if server.name:
+            self._names[server.id] = server.name
+        while len(self._names) > MAX_SERVERS:  # each start of a server has an id of its own
+            del self._names[next(iter(self._names))]
 
     def _make(self, server: str, number: int, user: str, host: str, start: str) -> Connection | None:
         """A connection of a peer; None for those of the guard itself."""

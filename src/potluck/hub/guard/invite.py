@@ -21,6 +21,8 @@ from potluck.messages import Message
 
 SECRET_BYTES = 16
 ID_CHARACTERS = 12
+RECENT_SECONDS = 120.0  # a peer that was told to try again does so well within this time
+MAX_RECENT = 16
 MAX_SECRET_CHARACTERS = 128  # of what somebody presents as a secret; a real one has 22
 
 Verdict = Literal["valid", "unknown_invite", "expired", "revoked", "used_up", "role"]
@@ -34,6 +36,7 @@ class Invite(Message, frozen=True, kw_only=True):
     scopes: Scopes  # of those who come in by it; `seats` in it are the peers per person and service
     uses: int | None = None  # how many peers may come in by it; None: any number
     used: int = 0
+    recent: dict[str, float] = {}  # for which peers a use was counted of late, and when
     expires_at: float | None = None  # hub time; None: never
     person: str = ""  # whose invite it is: all who come in by it count as this person's peers
     revoked: bool = False
@@ -89,7 +92,7 @@ def invite_id(secret: str) -> str:
     return base64.b32encode(digest).decode().lower()[:ID_CHARACTERS]
 
 
-def check(invite: Invite | None, secret: str, role: Role, now: float) -> Verdict:
+def check(invite: Invite | None, secret: str, role: Role, now: float, peer: str = "") -> Verdict:
     """Whether this secret lets a peer of this role in, and if not, the one reason to tell.
 
     Who does not know the secret learns nothing of the invite, so `unknown_invite` comes before all else.
@@ -100,18 +103,32 @@ def check(invite: Invite | None, secret: str, role: Role, now: float) -> Verdict
         return "revoked"
     if invite.expires_at is not None and now >= invite.expires_at:
         return "expired"
-    if invite.uses is not None and invite.used >= invite.uses:
+    if invite.uses is not None and invite.used >= invite.uses and not _is_counted(invite, peer, now):
         return "used_up"
     if role not in invite.scopes.roles:
         return "role"
     return "valid"
 
 
-def after_use(invite: Invite) -> Invite:
-    """The record once one more peer has come in by it."""
-    return msgspec.structs.replace(invite, used=invite.used + 1)
+def after_use(invite: Invite, peer: str = "", now: float = 0.0) -> Invite:
+    """The record once one more peer has come in by it.
+
+    A use is counted before the member is written down, and the hub may lose a server in between. So a peer that comes
+    again soon is not counted again.
+    """
+    if _is_counted(invite, peer, now):
+        return invite
+    recent = {**invite.recent, peer: now} if peer else invite.recent
+    newest = sorted(recent, key=lambda each: recent[each])[-MAX_RECENT:]
+    young = {each: recent[each] for each in newest if now - recent[each] < RECENT_SECONDS}
+    return msgspec.structs.replace(invite, used=invite.used + 1, recent=young)
 
 
-def after_return(invite: Invite) -> Invite:
+def after_return(invite: Invite, peer: str = "") -> Invite:
     """The record once a use was given back, because the peer turned out to be a member already."""
-    return msgspec.structs.replace(invite, used=max(0, invite.used - 1))
+    recent = {each: at for each, at in invite.recent.items() if each != peer}
+    return msgspec.structs.replace(invite, used=max(0, invite.used - 1), recent=recent)
+
+
+def _is_counted(invite: Invite, peer: str, now: float) -> bool:
+    return peer in invite.recent and now - invite.recent[peer] < RECENT_SECONDS

@@ -275,7 +275,7 @@ def _readmit(application: Application, member: Member, facts: Facts) -> Decision
 
 
 def _by_invite(application: Application, facts: Facts) -> Decision:
-    verdict = invites.check(facts.invite, application.invite, application.role, facts.now)
+    verdict = invites.check(facts.invite, application.invite, application.role, facts.now, facts.peer)
     invite = facts.invite
     if verdict != "valid" or invite is None:
         return invite_refused(verdict, invite.scopes if invite is not None else Scopes())

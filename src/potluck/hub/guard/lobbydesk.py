@@ -7,9 +7,11 @@ names, is slowed down.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from potluck.clock import Clock
 from potluck.errors import ProtocolError, RetryableError
@@ -29,9 +31,25 @@ MAX_UNDER_WAY = 128
 REQUEST_TTL_SECONDS = 7 * 24 * 3600
 FAILED_TRIES_BURST = 30  # per address: a class behind one router may all mistype once
 FAILED_TRIES_PER_SECOND = 0.2
+DECIDE_SECONDS = 10.0  # an applicant waits a little longer than this; a cluster has a new leader within 9 s
+RETRY_SECONDS = 0.25
 COSTLY_REFUSALS = frozenset({"unknown_invite", "bad_token"})
 
+T = TypeVar("T")
 CheckToken = Callable[[str], Awaitable[TokenAnswer]]
+
+
+async def _persist(step: Callable[[], Awaitable[T]], deadline: float) -> T:
+    """Try until it works: while a cluster chooses a leader, whoever applies had better wait than come again."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            return await step()
+        except RetryableError as error:
+            if loop.time() + RETRY_SECONDS > deadline:
+                raise
+            logger.info("an application waits for the hub's records: %s", error)
+        await asyncio.sleep(RETRY_SECONDS)
 
 
 class LobbyDesk:
@@ -77,7 +95,15 @@ class LobbyDesk:
             self._under_way.discard(peer)
 
     async def _handle(self, peer: str, host: str, application: Application) -> Answer:
-        decision = lobby.decide(application, await self._gather(peer, host, application))
+        deadline = asyncio.get_running_loop().time() + DECIDE_SECONDS
+        facts = await _persist(lambda: self._gather(peer, host, application), deadline)
+        decision = lobby.decide(application, facts)
+        return await _persist(lambda: self._carry_out(decision, peer, host, application), deadline)
+
+    async def _carry_out(
+        self, decision: Admit | Wait | Refuse, peer: str, host: str, application: Application
+    ) -> Answer:
+        """May be done again where it was broken off."""
         match decision:
             case Admit():
                 return await self._admit(decision, application)
@@ -122,13 +148,15 @@ class LobbyDesk:
         member, registry = decision.member, self._registry
         if decision.invite_id:
             verdict = await registry.use_invite(
-                decision.invite_id, application.invite, application.role, self._clock.wall()
+                decision.invite_id, application.invite, application.role, self._clock.wall(), member.peer
             )
             if verdict != "valid":
                 return self._refuse(lobby.invite_refused(verdict, member.scopes))
             if registry.members.get(member.peer) is None and not await registry.members.create(member.peer, member):
-                # Another guard let this very peer in at the same time.
-                await registry.return_invite_use(decision.invite_id)
+                # Another guard let this very peer in at the same time. By the same invite, it was counted once.
+                known = await registry.members.fetch(member.peer)
+                if known is None or known.admitted_by != member.admitted_by:
+                    await registry.return_invite_use(decision.invite_id, member.peer)
         if registry.members.get(member.peer) != member:
             await registry.members.put(member.peer, member)
         if registry.requests.get(member.peer) is not None:

@@ -12,6 +12,7 @@ import msgspec
 from potluck.clock import Clock
 from potluck.errors import ConfigurationError, ProtocolError, RetryableError
 from potluck.hub.guard import lobby, organise
+from potluck.hub.guard.connections import Connection
 from potluck.hub.guard.invite import Invite, new_invite
 from potluck.hub.guard.lobby import Answer
 from potluck.hub.guard.member import (
@@ -48,8 +49,12 @@ class Surroundings(Protocol):
         """Tell a peer in the lobby what was decided."""
         ...
 
-    async def cut_banned(self, target: str) -> int:
-        """Cut the live connections of a banned peer or person; how many there were."""
+    def connections_of(self, target: str) -> list[Connection]:
+        """The open connections of a peer or person, as far as they are known here."""
+        ...
+
+    async def cut_banned(self, target: str, known: Iterable[Connection]) -> int:
+        """Cut the connections of a banned peer or person: those known, and others that it has; how many there were."""
         ...
 
 
@@ -206,8 +211,10 @@ class OrganiserDesk:
             banned_at=self._clock.wall(),
             banned_by=organiser,
         )
+        # Looked up first: every guard begins to cut as soon as it hears of the ban.
+        known = self._guard.connections_of(target)
         await self._registry.bans.put(ban_key(target), ban)
-        num_cut = await self._guard.cut_banned(target)
+        num_cut = await self._guard.cut_banned(target, known)
         for waiting in [request for request in self._registry.requests if target in (request.peer, request.person)]:
             await self._registry.requests.remove(waiting.peer)
             await self._guard.tell_waiting(waiting.peer, lobby.refused(lobby.banned(ban)))

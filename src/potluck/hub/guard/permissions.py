@@ -55,7 +55,7 @@ def main_permissions(subjects: Subjects, peer: str, scopes: Scopes) -> Permissio
         publish.append(subjects.organise(peer, "*"))
     if scopes.coordinates:
         publish += [subjects.plan(peer), subjects.commit(peer)]
-    publish += [subjects.store_write(store.name, ">") for store in writable_stores(scopes.coordinates)]
+    publish += [subjects.write(peer, store.name, ">") for store in writable_stores(scopes.coordinates)]
     subscribe = [
         f"{Subjects.inbox(peer)}.>",
         subjects.relay(peer, "*"),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 
 from potluck.clock import Clock
 from potluck.errors import ProtocolError, RetryableError
+from potluck.hub.guard import lobby
 from potluck.hub.guard.connections import SESSION, Connection, Connections, Lane
 from potluck.hub.guard.door import Door, DoorLimits
 from potluck.hub.guard.hubsystem import HubSystem
@@ -77,8 +78,10 @@ class PresenceKeeper:
             self.counts["invalid_cards"] += 1
             return CardAnswer(accepted=False, message=str(error))
         member = await self._registry.member(peer)
-        if member is None or self._registry.is_banned(member):
+        if member is None:
             return CardAnswer(accepted=False, message="not a member of this run")
+        if bans := self._registry.bans_of(member.peer, member.person):
+            return CardAnswer(accepted=False, banned=True, message=lobby.banned(bans[0]).message)
         if card.role not in member.scopes.roles:
             return CardAnswer(accepted=False, message=f"you may take part only as {', '.join(member.scopes.roles)}")
         host = self._connections.host_of(peer) or self._known_host(peer)
@@ -151,9 +154,17 @@ class PresenceKeeper:
             if vanished.lane == "main":
                 self._core.lost_track(vanished.peer, vanished.id)
 
-    async def cut_banned(self, target: str) -> int:
-        """Cut whatever a banned peer or person has open, also what we have not heard of yet; how many there were."""
-        found = {connection.id: connection for connection in self._of_target(target)}
+    def connections_of(self, target: str) -> list[Connection]:
+        """What a peer or person has open as a member, as far as we know."""
+        peers = self._peers_of_target(target)
+        return [c for peer in peers for lane in MEMBER_LANES for c in self._connections.of_peer(peer, lane)]
+
+    async def cut_banned(self, target: str, known: Iterable[Connection]) -> int:
+        """Cut whatever a banned peer or person has open, also what we have not heard of yet; how many there were.
+
+        `known` is what it had before the ban was told: another guard, or our own watch, may have cut it by now.
+        """
+        found = {connection.id: connection for connection in [*known, *self.connections_of(target)]}
         try:
             listed, _ = await self._system.list_connections()
         except RetryableError as error:
@@ -200,7 +211,7 @@ class PresenceKeeper:
     def _member_changed(self, peer: str, member: Member | None) -> None:
         if member is None:
             self._rights.pop(peer, None)
-            self.cut(self._of_target(peer), "no longer a member")
+            self.cut(self.connections_of(peer), "no longer a member")
             return
         self._writer.want(self._core.standing(peer, standing_of(member)))
         rights = (member.scopes.coordinates, member.scopes.organiser)
@@ -211,11 +222,7 @@ class PresenceKeeper:
 
     def _ban_changed(self, _key: str, ban: Ban | None) -> None:
         if ban is not None:
-            self.cut(self._of_target(ban.target), f"{ban.target} is banned")
-
-    def _of_target(self, target: str) -> list[Connection]:
-        peers = self._peers_of_target(target)
-        return [c for peer in peers for lane in MEMBER_LANES for c in self._connections.of_peer(peer, lane)]
+            self.cut(self.connections_of(ban.target), f"{ban.target} is banned")
 
     def _peers_of_target(self, target: str) -> set[str]:
         if PEER_ID.fullmatch(target):

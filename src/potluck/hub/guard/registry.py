@@ -216,21 +216,21 @@ class Registry:
         """The invite that a secret belongs to, if there is one of that id."""
         return await self.invites.fetch(invites.invite_id(secret))
 
-    async def use_invite(self, invite_id: str, secret: str, role: Role, now: float) -> invites.Verdict:
+    async def use_invite(self, invite_id: str, secret: str, role: Role, now: float, peer: str = "") -> invites.Verdict:
         """Count one use of an invite, if it is still valid: of two who take the last use, one is told so."""
         verdict: invites.Verdict = "unknown_invite"
 
         def use(invite: Invite) -> Invite | None:
             nonlocal verdict
-            verdict = invites.check(invite, secret, role, now)
-            return invites.after_use(invite) if verdict == "valid" else None
+            verdict = invites.check(invite, secret, role, now, peer)
+            return invites.after_use(invite, peer, now) if verdict == "valid" else None
 
         await self.invites.change(invite_id, use)
         return verdict
 
-    async def return_invite_use(self, invite_id: str) -> None:
+    async def return_invite_use(self, invite_id: str, peer: str = "") -> None:
         """Take back one use."""
-        await self.invites.change(invite_id, invites.after_return)
+        await self.invites.change(invite_id, lambda invite: invites.after_return(invite, peer))
 
     def waiting(self) -> list[AccessRequest]:
         """Those who wait, in the order in which they asked."""

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 
 from potluck import tasks
-from potluck.errors import ProtocolError, RetryableError, RevisionConflictError
+from potluck.errors import PotluckError, ProtocolError, RevisionConflictError
 from potluck.hub.connection import Entry, Store, Subscription
 from potluck.hub.guard.presencecore import PresenceCore, RosterChange
 from potluck.hub.presence import Presence
@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 PARALLEL_WRITES = 64
 RETRY_SECONDS = 0.25
+WRITE_SECONDS = (
+    2.0  # a write on its way to a server that dies is never answered; a second one finds out what became of it
+)
 KEPT_OWN_WRITES = 4
 MAX_CONFLICTS = 20  # of one write, before it is put off
 
@@ -97,12 +100,12 @@ class RosterWriter:
             return True
         presence = self._wanted[peer]
         try:
-            if await self._put(peer, presence):
-                self.num_writes += 1
-        except RetryableError as error:
+            async with asyncio.timeout(WRITE_SECONDS):
+                self.num_writes += await self._put(peer, presence)
+        except (PotluckError, TimeoutError) as error:  # whatever the hub objects to: the roster must be written
             if not self._failing:
                 self._failing = True
-                logger.warning("the roster cannot be written now, trying on: %s", error)
+                logger.warning("the roster cannot be written now, trying on: %r", error)
             return False
         if self._failing:
             self._failing = False

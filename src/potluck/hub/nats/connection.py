@@ -52,8 +52,8 @@ class ConnectionConfig:
     keeper: KeeperConfig = field(default_factory=KeeperConfig)
     """When a link is given up, and how the next one is found."""
 
-    reads: Literal["direct", "guard"] = "direct"
-    """Whom to ask for the entries of stores: JetStream itself, or the guard, which passes the question on."""
+    stores: Literal["direct", "guard"] = "direct"
+    """Whom to ask to read and write stores: JetStream itself, or the guard, which passes the question on."""
 
     reply_timeout_seconds: float = 5.0
     """How long the hub itself may take to answer: to read or write a store, to take note of a subscription."""
@@ -165,6 +165,11 @@ class NatsConnection:
         return self._keeper.link.server if self._keeper.link is not None else ""
 
     @property
+    def discovered_servers(self) -> list[str]:
+        """Other servers of the same cluster, as the one that we are connected to tells; none while there is none."""
+        return self._keeper.link.discovered_servers if self._keeper.link is not None else []
+
+    @property
     def max_payload_bytes(self) -> int:
         """The largest message that the hub takes."""
         return self._usable_link().max_payload_bytes
@@ -252,9 +257,15 @@ class NatsConnection:
 
     def read_subject(self, store: str) -> str:
         """Where to ask for entries of a store."""
-        if self.config.reads == "guard":
+        if self.config.stores == "guard":
             return self.subjects.read(self.peer, store)
         return f"$JS.API.DIRECT.GET.{self.subjects.stream(store)}"
+
+    def write_subject(self, store: str, key: str) -> str:
+        """Where to ask for a write."""
+        if self.config.stores == "guard":
+            return self.subjects.write(self.peer, store, key)
+        return self.subjects.store_write(store, key)
 
     def adopt(self, watch: NatsWatch) -> None:
         """Keep a watch up to date over reconnects, and end it with the connection."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from potluck.errors import ConfigurationError, HubUnavailableError, PotluckError, ProtocolError
+from potluck.errors import ConfigurationError, HubUnavailableError, NobodyAnswersError, PotluckError, ProtocolError
 
 STREAM_NAME_IN_USE = 10058  # the stream exists with another configuration
 WRONG_LAST_SEQUENCE = (10071, 10164)  # a compare-and-set failed
 # A cluster whose servers have not all found each other: too few peers, not available now, not the leader.
+UNAVAILABLE = 503
 PASSING = (10005, 10008, 10009)
 
 
@@ -22,8 +23,9 @@ class JetStreamError(msgspec.Struct, frozen=True):
     def explained(self, problem: str) -> PotluckError:
         """One of our errors: worth another try if the trouble may pass, else not."""
         text = f"{problem}: {self.description} (JetStream error {self.err_code})"
-        may_pass = self.code == 503 or self.err_code in PASSING
-        return HubUnavailableError(text) if may_pass else ConfigurationError(text)
+        if self.code == UNAVAILABLE:
+            return NobodyAnswersError(text)
+        return HubUnavailableError(text) if self.err_code in PASSING else ConfigurationError(text)
 
 
 class JetStreamAnswer(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nats.aio.msg import Msg
 
-from potluck.errors import HubUnavailableError, PermissionDeniedError, PotluckError
+from potluck.errors import HubUnavailableError, NobodyAnswersError, PermissionDeniedError, PotluckError
 
 NO_RESPONDERS = "503"
 
@@ -38,7 +38,7 @@ class _Waiting:
         if self.done.done():
             return
         if status_of(message) == NO_RESPONDERS:
-            self.fail(HubUnavailableError(f"nobody answers on {self.subject}: whoever should is not there"))
+            self.fail(NobodyAnswersError(f"nobody answers on {self.subject}: whoever should is not there"))
         elif self.is_last(message):
             self.done.set_result(self.answers)
 

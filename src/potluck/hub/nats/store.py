@@ -1,7 +1,7 @@
 """A store in the hub, by plain subjects: what an ordinary member is permitted to use.
 
-    write     a request on the key's own subject; the header Nats-Expected-Last-Subject-Sequence makes it a
-              compare-and-set, Nats-TTL gives it an end
+    write     a request on the key's own subject, or to the guard, which passes it on; the header
+              Nats-Expected-Last-Subject-Sequence makes it a compare-and-set, Nats-TTL gives it an end
     read      JetStream's direct get, of one key or of a range of revisions; asked for directly, or through the guard
     delete    a write of a mark (KV-Operation: PURGE), which has a revision like any other write and goes by itself
     expiry    the hub writes a mark of its own (Nats-Marker-Reason)
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from nats.aio.msg import Msg
 
-from potluck.errors import HubUnavailableError, ProtocolError, RevisionConflictError
+from potluck.errors import DeadlineExceededError, HubUnavailableError, ProtocolError, RevisionConflictError
 from potluck.hub.connection import Entry, Subscription
 from potluck.hub.nats.jetstream import WRONG_LAST_SEQUENCE, decode_answer
 from potluck.hub.nats.requests import status_of
@@ -39,6 +39,7 @@ NOT_FOUND = "404"
 LAG_SECONDS = 2.0
 LAG_POLL_SECONDS = 0.05
 MAX_WRITES_REMEMBERED = 1024
+FIRST_TRY = 0.25  # of the time that a read may take
 
 
 class NatsStore:
@@ -165,18 +166,26 @@ class NatsStore:
         return self.entry_of(message.headers or {}, message.data)
 
     async def _ask(self, wanted: dict[str, Any], is_last: Callable[[Msg], bool] = lambda _: True) -> list[Msg]:
+        """Read, and soon once more when no answer comes: of a cluster, the server that was to answer may have died."""
+        timeout_seconds = self._connection.config.reply_timeout_seconds
+        first_seconds = timeout_seconds * FIRST_TRY
+        try:
+            return await self._ask_once(wanted, is_last, first_seconds)
+        except DeadlineExceededError:
+            return await self._ask_once(wanted, is_last, timeout_seconds - first_seconds)
+
+    async def _ask_once(
+        self, wanted: dict[str, Any], is_last: Callable[[Msg], bool], timeout_seconds: float
+    ) -> list[Msg]:
         return await self._connection.request_messages(
-            self._read_subject,
-            msgspec.json.encode(wanted),
-            timeout_seconds=self._connection.config.reply_timeout_seconds,
-            is_last=is_last,
+            self._read_subject, msgspec.json.encode(wanted), timeout_seconds=timeout_seconds, is_last=is_last
         )
 
     async def _write(self, key: str, value: bytes, expected: int | None, headers: dict[str, str]) -> int:
         if expected is not None:
             headers = {**headers, "Nats-Expected-Last-Subject-Sequence": str(expected)}
         [message] = await self._connection.request_messages(
-            self._subjects.store_write(self.name, key),
+            self._connection.write_subject(self.name, key),
             value,
             headers=headers,
             timeout_seconds=self._connection.config.reply_timeout_seconds,

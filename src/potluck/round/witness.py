@@ -1,0 +1,63 @@
+"""A member under audit: answers the coordinator about a chunk of the round that it has completed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from potluck.errors import ProtocolError
+from potluck.link.carrier import Buffer
+from potluck.link.links import Incoming, Links
+from potluck.round.exchanger import Exchanger
+from potluck.round.merkle import NOTHING, merkle_path
+from potluck.round.messenger import Audience
+from potluck.round.reduction import encode_values
+from potluck.round.tensorwork import SealedWork
+from potluck.round.testimony import Challenge, Input, Testimony
+from potluck.round.workers import Workers
+
+
+class Witness:
+    """Testifies in the round that this peer is in."""
+
+    def __init__(self, links: Links, workers: Workers, audience: Callable[[], Audience | None]) -> None:
+        """`audience` is the round and its coordinator, to whom alone we answer."""
+        self.counts: Counter[str] = Counter()
+        self._workers = workers
+        self._audience = audience
+        links.handle(Challenge, self._challenged)
+
+    async def _challenged(self, incoming: Incoming[Challenge]) -> tuple[Testimony, Sequence[Buffer]]:
+        audience, challenge = self._audience(), incoming.message
+        if audience is None or incoming.sender != audience.coordinator or challenge.key != audience.exchanger.key:
+            self.counts["foreign_challenges"] += 1
+            raise ProtocolError(f"{challenge.key} is not a round in which this peer answers to {incoming.sender}")
+        self.counts["challenges"] += 1
+        return await self._testify(audience.exchanger, challenge)
+
+    async def _testify(self, exchanger: Exchanger, challenge: Challenge) -> tuple[Testimony, Sequence[Buffer]]:
+        work, number = exchanger.work, challenge.chunk
+        if (
+            not isinstance(work, SealedWork)
+            or not exchanger.digest
+            or number >= len(exchanger.grid)
+            or exchanger.exchange.generation(number) != challenge.generation
+        ):
+            raise ProtocolError(f"chunk {number} of {challenge.key} is not one that this peer can testify to")
+        hashes, committed = exchanger.averages.hashes, work.committed
+        testimony = Testimony(
+            average=hashes[number],
+            average_path=merkle_path(hashes, number),
+            contribution=committed[number],
+            contribution_path=merkle_path(committed, number),
+            inputs=tuple(
+                Input(member=exchanger.index_by_peer[peer], frame_hash=given.frame_hash, seal=given.seal)
+                for peer, given in work.inputs.get((number, challenge.generation), {}).items()
+            ),
+        )
+        tensors = exchanger.tensors
+        if testimony.contribution == NOTHING or tensors is None:
+            return testimony, ()
+        chunk = exchanger.grid.chunks[number]
+        frame = await self._workers.run(lambda: encode_values(chunk, tensors))
+        return testimony, (frame,)

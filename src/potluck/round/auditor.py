@@ -14,6 +14,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from potluck import tasks
 from potluck.errors import PotluckError
@@ -29,7 +30,7 @@ from potluck.round.exclusions import Exclusions, why_excluded
 from potluck.round.plan import Commit, Exclusion, Plan, Report
 from potluck.round.reduction import reduce_chunk
 from potluck.round.seals import Notary, sealed_hash
-from potluck.round.testimony import Challenge, Testimony, examine
+from potluck.round.testimony import Account, Challenge, Fault, Testimony, examine
 from potluck.round.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,15 @@ class Auditor:
         return verdict
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a member said of a chunk, or why it said nothing."""
+
+    member: int
+    account: Account | Fault | str
+    frame: Buffer | None = None
+
+
 class _Hearing:
     """One audit under way."""
 
@@ -139,10 +149,13 @@ class _Hearing:
         """All about one chunk."""
         frames: dict[int, Buffer] = {}
         async with self._room:
-            questions = [asyncio.create_task(self._ask(ask.chunk, member, frames)) for member in ask.members]
+            questions = [asyncio.create_task(self._ask(ask.chunk, member)) for member in ask.members]
             try:
                 for question in asyncio.as_completed(questions):
-                    for action in self._note(await question):
+                    answer = await question
+                    if answer.frame is not None:
+                        frames[answer.member] = answer.frame
+                    for action in self._note(self._take(ask.chunk, answer)):
                         assert isinstance(action, Recompute), "all was asked at the start"
                         self._note(self._audit.recomputed(ask.chunk, await self._recompute(action, frames)))
                     if self._audit.is_closed(ask.chunk):
@@ -150,7 +163,12 @@ class _Hearing:
             finally:
                 await tasks.end(*questions)
 
-    async def _ask(self, chunk: int, member: int, frames: dict[int, Buffer]) -> list[Action]:
+    def _take(self, chunk: int, answer: _Answer) -> list[Action]:
+        if isinstance(answer.account, str):
+            return self._audit.unheard(answer.member, chunk, answer.account)
+        return self._audit.testified(answer.member, chunk, answer.account)
+
+    async def _ask(self, chunk: int, member: int) -> _Answer:
         """One member's answer about one chunk."""
         challenge = Challenge(key=self._plan.key, chunk=chunk, generation=self._generations[chunk])
         try:
@@ -162,14 +180,12 @@ class _Hearing:
                 bulk=True,
             )
         except PotluckError as error:
-            return self._audit.unheard(member, chunk, f"it did not testify in the audit: {error}")
-        testimony, answered = incoming.message, incoming.frames
+            return _Answer(member, f"it did not testify in the audit: {error}")
+        testimony, frames, report = incoming.message, incoming.frames, self._reports[member]
         account = await self._workers.run(
-            lambda: examine(self._plan, self._notary, challenge, member, self._reports[member], testimony, answered)
+            lambda: examine(self._plan, self._notary, challenge, member, report, testimony, frames)
         )
-        if answered:
-            frames[member] = answered[0]
-        return self._audit.testified(member, chunk, account)
+        return _Answer(member, account, frames[0] if frames else None)
 
     async def _recompute(self, action: Recompute, frames: Mapping[int, Buffer]) -> bytes:
         """The hash of the average of what the contributors showed."""

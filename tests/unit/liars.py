@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 from roundlab import Member
 
@@ -15,7 +16,7 @@ from potluck.round.codecs.memory import Buffer
 from potluck.round.lane import Letter
 from potluck.round.layout import FlatTensors
 from potluck.round.merkle import merkle_root
-from potluck.round.plan import Plan
+from potluck.round.plan import Average, Plan
 from potluck.round.reduction import Own, Reduced
 from potluck.round.seals import Notary, Sealer, sealed_hash
 from potluck.round.tensorwork import SealedWork
@@ -183,6 +184,34 @@ class BadlySealed(LyingWork):
     def seal_of(self, letter: Letter) -> bytes:
         self.lie(letter.chunk)
         return bytes(64)
+
+
+class Deluded(LyingWork):
+    """A member that says that it got something else than it did."""
+
+    named_for = "never sealed"
+
+    def check(self, chunk: Chunk, generation: int, reducer: str, frame: Buffer, seal: bytes) -> bytes:
+        frame_hash = super().check(chunk, generation, reducer, frame, seal)
+        self.lie(chunk.index)
+        return sealed_hash(frame_hash)
+
+
+def partial_to(reducer: Member, victim: Member, lies: list[int]) -> None:
+    """A reducer that seals and sends other averages to one member than to the rest."""
+    identity, run = reducer.peer.identity, reducer.peer.session.subjects.run
+    send: Any = reducer.peer.links.send
+
+    async def lying_send(peer: str, message: Any, frames: Sequence[Buffer] = (), **options: Any) -> Any:
+        if peer == victim.id and isinstance(message, Average):
+            frames = [altered(frames[0])]
+            sealer = Sealer(identity, run, message.key)
+            seal = sealer.seal_average(message.chunk, message.generation, sealed_hash(frames[0]))
+            message = msgspec.structs.replace(message, seal=seal)
+            lies.append(message.chunk)
+        return await send(peer, message, frames, **options)
+
+    reducer.peer.links.send = lying_send  # type: ignore[method-assign]
 
 
 def altered(frame: Buffer) -> bytes:

@@ -15,6 +15,7 @@ from potluck.messages import decode, encode
 from potluck.peer.identity import Identity
 from potluck.round import testimony as words
 from potluck.round.audit import Action, Ask, Audit, AuditConfig, Recompute, Verdict, draw_chunks
+from potluck.round.disputes import Holding, read_holding, settle
 from potluck.round.exclusions import MAX_EXCLUSIONS, Exclusions, why_excluded
 from potluck.round.merkle import NOTHING, is_under, merkle_path, merkle_root
 from potluck.round.plan import Commit, Exclusion, Part, Participant, Plan, Report, RoundKey
@@ -421,3 +422,56 @@ def test_a_commit_has_room_for_so_many_exclusions() -> None:
     current = exclusions.current(None, 200.0)
     assert current.keys() == {f"peer{number}" for number in range(MAX_EXCLUSIONS, 2 * MAX_EXCLUSIONS)}
     assert len(encode(current)) < 64 * 1024
+
+
+# Members that hold different averages
+
+
+class Dispute:
+    """Two chunks, reduced by members 0 and 1; members 2 and 3 hold what they were given."""
+
+    def __init__(self) -> None:
+        self.identities = [Identity.temporary() for _ in range(4)]
+        self.plan = msgspec.structs.replace(
+            make_plan(4, 1, reducers=2),
+            members=tuple(Participant(peer=i.peer_id, session="s", weight=1.0) for i in self.identities),
+        )
+        self.notary = Notary(RUN, KEY)
+
+    def holding(self, member: int, *values: bytes, forged: bool = False) -> Holding:
+        made = [sealed_hash(value) for value in values]
+        signers = [self.identities[3] if forged else self.identities[chunk] for chunk in range(2)]
+        seals = [Sealer(s, RUN, KEY).seal_average(chunk, 0, made[chunk]) for chunk, s in enumerate(signers)]
+        return Holding(member, tuple(made), tuple(seals))
+
+
+def test_a_reducer_that_sealed_two_averages_of_a_chunk_lied() -> None:
+    there = Dispute()
+    one, other = there.holding(2, b"a", b"b"), there.holding(3, b"a", b"c")
+    assert settle(there.plan, there.notary, one, other).keys() == {1}
+    assert settle(there.plan, there.notary, other, one).keys() == {1}
+    assert settle(there.plan, there.notary, one, one) == {}
+
+
+def test_who_has_no_seal_for_what_it_holds_lied() -> None:
+    there = Dispute()
+    one, other = there.holding(2, b"a", b"b"), there.holding(3, b"a", b"c", forged=True)
+    assert settle(there.plan, there.notary, one, other).keys() == {3}
+    assert settle(there.plan, there.notary, other, one).keys() == {3}
+
+
+def test_a_reducer_that_holds_something_else_than_it_gave_out_lied() -> None:
+    there = Dispute()
+    one, other = there.holding(2, b"a", b"b"), there.holding(1, b"a", b"c", forged=True)
+    assert settle(there.plan, there.notary, one, other).keys() == {1}
+
+
+def test_what_a_member_holds_must_be_what_it_reported() -> None:
+    there = Dispute()
+    holding = there.holding(2, b"a", b"b")
+    digest = merkle_root(holding.hashes).hex()
+    frames = [b"".join(holding.hashes), b"".join(holding.seals)]
+    assert read_holding(there.plan, 2, digest, frames) == holding
+    assert read_holding(there.plan, 2, merkle_root(holding.hashes[:1]).hex(), frames) is None
+    for wrong in ([], frames[:1], [frames[0][1:], frames[1]], [frames[0], frames[1] + b"x"], [*frames, b""]):
+        assert read_holding(there.plan, 2, digest, wrong) is None

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from liars import LIES, Altering, BadlySealed, Liar, LyingWork, TwoFaced
+from liars import LIES, Altering, BadlySealed, Deluded, Liar, LyingWork, TwoFaced, partial_to
 from roundlab import Lab, assert_same_average, at_point, lab, mean_of
 
 from potluck.errors import ProtocolError, RoundFailedError
@@ -197,6 +197,35 @@ async def test_of_a_liar_that_contributes_nothing_only_its_own_parts_are_done_ag
         assert_same_average(trainers, mean_of(trainers))
         again = {m.peer: m.sent_bytes for m in commit.members}
         assert max(again[m.id] for m in trainers) < 2 * there.members[1].values.nbytes * 1.5
+
+
+@in_virtual_time
+async def test_a_reducer_that_gives_one_member_something_else_is_found_though_most_agree() -> None:
+    async with strangers(4, audit=AuditConfig(chunks_per_reducer=1)) as there:
+        guilty, victim = there.members[2], there.members[4]
+        liar = Liar(guilty, Altering, most_chunks=0)
+        partial_to(guilty, victim, liar.lies)
+        results = await there.average()
+        assert liar.lies
+        commit = results[0].commit
+        assert commit.excluded.keys() == {guilty.id}
+        assert "two different averages" in commit.excluded[guilty.id].reason
+        assert commit.left_out.keys() == {guilty.id, victim.id}
+        honest = [there.members[0], there.members[1], there.members[3]]
+        assert_same_average(honest, mean_of(honest))
+        results = await there.average()
+        assert results[4].holds, "the victim is in again"
+
+
+@in_virtual_time
+async def test_a_member_that_holds_what_nobody_gave_it_is_found() -> None:
+    async with strangers(3) as there:
+        liar = Liar(there.members[3], Deluded)
+        results = await there.average()
+        assert liar.lies
+        assert results[0].commit.excluded.keys() == {there.members[3].id}
+        assert Deluded.named_for in results[0].commit.excluded[there.members[3].id].reason
+        assert_same_average(there.members[:3], mean_of(there.members[:3]))
 
 
 @in_virtual_time

@@ -124,12 +124,14 @@ class _Case:
 class Audit:
     """One audit: feed it what witnesses say, carry out its actions; it ends with one Verdict."""
 
-    def __init__(self, plan: Plan, holders: Collection[int], chunks: Collection[int]) -> None:
-        """`holders` have the averages and can be asked; `chunks` were drawn."""
+    def __init__(
+        self, plan: Plan, holders: Collection[int], chunks: Collection[int], liars: Mapping[int, str] | None = None
+    ) -> None:
+        """`holders` have the averages and can be asked; `chunks` were drawn; `liars` are found out already."""
         self._plan = plan
         self._holders = frozenset(holders)
         self._cases = {chunk: self._case(chunk) for chunk in chunks}
-        self._liars: dict[int, str] = {}
+        self._liars = dict(liars or {})
         self._silent: dict[int, str] = {}  # who did not answer about some chunk, and why
         self._missing: dict[int, str] = {}  # … and was needed
         self._gone: set[int] = set()  # who was needed, and was out before

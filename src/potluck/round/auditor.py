@@ -15,6 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from potluck import tasks
 from potluck.errors import PotluckError
@@ -25,12 +26,13 @@ from potluck.peer.session import Session
 from potluck.round.aggregators import aggregator_for
 from potluck.round.audit import Action, Ask, Audit, AuditConfig, Recompute, Verdict, draw_chunks
 from potluck.round.chunks import ChunkGrid
-from potluck.round.director import Director
+from potluck.round.director import OTHER_DIGEST, Director
+from potluck.round.disputes import UNPROVEN, Holding, read_holding, settle
 from potluck.round.exclusions import Exclusions, why_excluded
 from potluck.round.plan import Commit, Exclusion, Plan, Report
 from potluck.round.reduction import reduce_chunk
 from potluck.round.seals import Notary, sealed_hash
-from potluck.round.testimony import Account, Challenge, Fault, Testimony, examine
+from potluck.round.testimony import Account, Challenge, Fault, Holdings, Inventory, Testimony, examine
 from potluck.round.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -72,16 +74,18 @@ class Auditor:
         """Look at a round that is complete: `holders` have the averages, as they have reported."""
         plan = director.plan
         reach("round.auditing", peer=self._session.peer_id, epoch=plan.key.epoch, role="coordinator")
-        hearing = _Hearing(
+        dissenters = [i for i, member in enumerate(plan.members) if member.trouble == OTHER_DIGEST]
+        reports = [director.report_of(index) for index in range(len(plan.members))]
+        inquiry = _Inquiry(
             self._links,
             self._workers,
             Notary(self._session.subjects.run, plan.key),
             plan,
-            {index: report for index in holders if (report := director.report_of(index)) is not None},
-            draw_chunks(plan, self._config, self._rng),
+            {index: report for index, report in enumerate(reports) if report is not None},
             min(self._config.answer_seconds, max(0.0, plan.deadline - self._session.now())),
         )
-        verdict = await hearing.hold()
+        liars = await inquiry.settle(holders, dissenters) if dissenters else {}
+        verdict = await inquiry.hear(Audit(plan, holders, draw_chunks(plan, self._config, self._rng), liars))
         self._counts["audits"] += 1
         self._counts["audited_chunks"] += verdict.num_good
         self._counts["unanswered_audits"] += len(verdict.missing)
@@ -102,7 +106,7 @@ class _Answer:
     frame: Buffer | None = None
 
 
-class _Hearing:
+class _Inquiry:
     """One audit under way."""
 
     def __init__(
@@ -112,7 +116,6 @@ class _Hearing:
         notary: Notary,
         plan: Plan,
         reports: Mapping[int, Report],
-        chunks: Collection[int],
         answer_seconds: float,
     ) -> None:
         self._links = links
@@ -121,7 +124,6 @@ class _Hearing:
         self._plan = plan
         self._reports = reports
         self._answer_seconds = answer_seconds
-        self._audit = Audit(plan, reports.keys(), chunks)
         self._grid = ChunkGrid(runs=plan.runs, chunk_bytes=plan.chunk_bytes)
         self._aggregator = aggregator_for(plan.aggregator)
         self._generations = {n: part.generation for part in plan.parts for n in range(part.start, part.stop)}
@@ -129,12 +131,44 @@ class _Hearing:
         self._room = asyncio.Semaphore(max(1, MEMORY_BYTES // (plan.chunk_bytes * num_senders)))
         self._verdict: Verdict | None = None
 
-    async def hold(self) -> Verdict:
-        """Ask everybody everything."""
+    async def settle(self, holders: Collection[int], dissenters: Collection[int]) -> dict[int, str]:
+        """Who lied so that members hold different averages, as far as they can show it."""
+        liars: dict[int, str] = {}
+        agreed: Holding | None = None
+        for holder in holders:
+            agreed = await self._take_inventory(holder, liars)
+            if agreed is not None:
+                break
+        for dissenter in dissenters:
+            other = await self._take_inventory(dissenter, liars)
+            if agreed is not None and other is not None:
+                found = await self._workers.run(partial(settle, self._plan, self._notary, agreed, other))
+                liars = {**found, **liars}
+        return liars
+
+    async def _take_inventory(self, member: int, liars: dict[int, str]) -> Holding | None:
+        """What a member holds; None if it cannot say, or lies."""
+        try:
+            incoming = await self._links.request(
+                self._plan.members[member].peer,
+                Inventory(key=self._plan.key),
+                reply=Holdings,
+                timeout_seconds=self._answer_seconds,
+            )
+        except PotluckError as error:
+            logger.info("%s cannot say what it holds of %s: %s", self._plan.members[member].peer, self._plan.key, error)
+            return None
+        holding = read_holding(self._plan, member, self._reports[member].digest, incoming.frames)
+        if holding is None:
+            liars[member] = UNPROVEN
+        return holding
+
+    async def hear(self, audit: Audit) -> Verdict:
+        """Ask everybody everything about the chunks that were drawn."""
         async with asyncio.TaskGroup() as group:
-            for action in self._note(self._audit.start()):
+            for action in self._note(audit.start()):
                 assert isinstance(action, Ask), "there is nothing to recompute yet"
-                group.create_task(self._hear(action))
+                group.create_task(self._hear_chunk(audit, action))
         assert self._verdict is not None, "every chunk was looked at"
         return self._verdict
 
@@ -145,7 +179,7 @@ class _Hearing:
                 self._verdict = action
         return [action for action in actions if not isinstance(action, Verdict)]
 
-    async def _hear(self, ask: Ask) -> None:
+    async def _hear_chunk(self, audit: Audit, ask: Ask) -> None:
         """All about one chunk."""
         frames: dict[int, Buffer] = {}
         async with self._room:
@@ -155,18 +189,13 @@ class _Hearing:
                     answer = await question
                     if answer.frame is not None:
                         frames[answer.member] = answer.frame
-                    for action in self._note(self._take(ask.chunk, answer)):
+                    for action in self._note(_take(audit, ask.chunk, answer)):
                         assert isinstance(action, Recompute), "all was asked at the start"
-                        self._note(self._audit.recomputed(ask.chunk, await self._recompute(action, frames)))
-                    if self._audit.is_closed(ask.chunk):
+                        self._note(audit.recomputed(ask.chunk, await self._recompute(action, frames)))
+                    if audit.is_closed(ask.chunk):
                         break  # who has not answered about it was not needed
             finally:
                 await tasks.end(*questions)
-
-    def _take(self, chunk: int, answer: _Answer) -> list[Action]:
-        if isinstance(answer.account, str):
-            return self._audit.unheard(answer.member, chunk, answer.account)
-        return self._audit.testified(answer.member, chunk, answer.account)
 
     async def _ask(self, chunk: int, member: int) -> _Answer:
         """One member's answer about one chunk."""
@@ -199,3 +228,9 @@ class _Hearing:
             return sealed_hash(frame) if frame is not None else b""
 
         return await self._workers.run(work)
+
+
+def _take(audit: Audit, chunk: int, answer: _Answer) -> list[Action]:
+    if isinstance(answer.account, str):
+        return audit.unheard(answer.member, chunk, answer.account)
+    return audit.testified(answer.member, chunk, answer.account)

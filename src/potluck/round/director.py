@@ -27,6 +27,8 @@ import msgspec
 
 from potluck.round.plan import Part, Plan, Report, from_bitmap, shortened
 
+OTHER_DIGEST = "its averages have another digest"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
@@ -224,7 +226,7 @@ class Director:
             votes[report.digest] += 1
         digest, _count = min(votes.items(), key=lambda vote: (-vote[1], vote[0]))
         holders = tuple(index for index in receivers if self._digest(index) == digest)
-        liars = {index: "its averages have another digest" for index in receivers if index not in holders}
+        liars = {index: OTHER_DIGEST for index in receivers if index not in holders}
         if len(holders) <= len(self._lost):
             return self._give_up("too many members were lost: " + self._troubles())
         self._take_out(liars, redo=False)

@@ -16,6 +16,8 @@ from potluck.peer.identity import Identity
 from potluck.round.codecs.memory import Buffer
 from potluck.round.plan import RoundKey
 
+SEAL_BYTES = 64  # an Ed25519 signature
+
 
 def sealed_hash(frame: Buffer) -> bytes:
     """What a seal is for: unlike the quick hash of other rounds, nobody can make two frames with the same one."""

@@ -50,6 +50,16 @@ class Testimony(Message, frozen=True, kw_only=True, tag="round.testimony"):
     inputs: Annotated[tuple[Input, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()  # from the chunk's reducer
 
 
+class Inventory(Message, frozen=True, kw_only=True, tag="round.inventory"):
+    """The coordinator asks a member for all that it holds, since members hold different averages."""
+
+    key: RoundKey
+
+
+class Holdings(Message, frozen=True, kw_only=True, tag="round.holdings"):
+    """The answer; with two frames: the averages' hashes in order, and the reducers' seals for them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
     """What a witness has shown."""

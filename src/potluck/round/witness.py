@@ -11,9 +11,10 @@ from potluck.link.links import Incoming, Links
 from potluck.round.exchanger import Exchanger
 from potluck.round.merkle import NOTHING, merkle_path
 from potluck.round.messenger import Audience
+from potluck.round.plan import RoundKey
 from potluck.round.reduction import encode_values
 from potluck.round.tensorwork import SealedWork
-from potluck.round.testimony import Challenge, Input, Testimony
+from potluck.round.testimony import Challenge, Holdings, Input, Inventory, Testimony
 from potluck.round.workers import Workers
 
 
@@ -26,20 +27,34 @@ class Witness:
         self._workers = workers
         self._audience = audience
         links.handle(Challenge, self._challenged)
+        links.handle(Inventory, self._inventoried)
+
+    def _exchanger(self, sender: str, key: RoundKey) -> Exchanger:
+        """The round that we are asked about; ProtocolError unless we have completed it, for whoever asks."""
+        audience = self._audience()
+        if audience is None or sender != audience.coordinator or key != audience.exchanger.key:
+            self.counts["foreign_challenges"] += 1
+            raise ProtocolError(f"{key} is not a round in which this peer answers to {sender}")
+        if not audience.exchanger.digest:
+            raise ProtocolError(f"this peer lacks averages of {key}")
+        self.counts["challenges"] += 1
+        return audience.exchanger
 
     async def _challenged(self, incoming: Incoming[Challenge]) -> tuple[Testimony, Sequence[Buffer]]:
-        audience, challenge = self._audience(), incoming.message
-        if audience is None or incoming.sender != audience.coordinator or challenge.key != audience.exchanger.key:
-            self.counts["foreign_challenges"] += 1
-            raise ProtocolError(f"{challenge.key} is not a round in which this peer answers to {incoming.sender}")
-        self.counts["challenges"] += 1
-        return await self._testify(audience.exchanger, challenge)
+        return await self._testify(self._exchanger(incoming.sender, incoming.message.key), incoming.message)
+
+    def _inventoried(self, incoming: Incoming[Inventory]) -> tuple[Holdings, Sequence[Buffer]]:
+        exchanger = self._exchanger(incoming.sender, incoming.message.key)
+        work, generation = exchanger.work, exchanger.exchange.generation
+        if not isinstance(work, SealedWork):
+            raise ProtocolError(f"{incoming.message.key} is not audited")
+        seals = (work.average_seals[number, generation(number)] for number in range(len(exchanger.grid)))
+        return Holdings(), (b"".join(exchanger.averages.hashes), b"".join(seals))
 
     async def _testify(self, exchanger: Exchanger, challenge: Challenge) -> tuple[Testimony, Sequence[Buffer]]:
         work, number = exchanger.work, challenge.chunk
         if (
             not isinstance(work, SealedWork)
-            or not exchanger.digest
             or number >= len(exchanger.grid)
             or exchanger.exchange.generation(number) != challenge.generation
         ):

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_round_cores import World
+from test_round_cores import make_plan as make_round
 
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.messages import decode, encode
 from potluck.peer.identity import Identity
 from potluck.round import testimony as words
 from potluck.round.audit import Action, Ask, Audit, AuditConfig, Recompute, Verdict, draw_chunks
+from potluck.round.director import Finish, GiveUp
 from potluck.round.disputes import Holding, read_holding, settle
 from potluck.round.exclusions import MAX_EXCLUSIONS, Exclusions, why_excluded
 from potluck.round.merkle import NOTHING, is_under, merkle_path, merkle_root
@@ -475,3 +479,58 @@ def test_what_a_member_holds_must_be_what_it_reported() -> None:
     assert read_holding(there.plan, 2, merkle_root(holding.hashes[:1]).hex(), frames) is None
     for wrong in ([], frames[:1], [frames[0][1:], frames[1]], [frames[0], frames[1] + b"x"], [*frames, b""]):
         assert read_holding(there.plan, 2, digest, wrong) is None
+
+
+# The round goes on after a verdict
+
+
+class PatientWorld(World):
+    """Where a message that is ahead of its plan waits for it, as in the mailroom."""
+
+    def deliver(self, pair: tuple[Any, Any]) -> None:
+        source, target = pair
+        if isinstance(source, int) and isinstance(target, int):
+            _kind, chunk, generation, _content = self.queues[pair][0]
+            if generation > self.members[target].exchange.generation(chunk):
+                return
+        super().deliver(pair)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 1 << 30))
+def test_after_any_verdict_the_round_is_done_again_without_whoever_is_out(data: st.DataObject, seed: int) -> None:
+    plan = make_round(data.draw(st.integers(3, 6)), data.draw(st.integers(1, 3)), 2, aux=data.draw(st.integers(0, 1)))
+    world = PatientWorld(plan, random.Random(seed))
+    world.settle()
+    for _ in range(2):
+        assert isinstance(world.outcome, Finish)
+        before = world.outcome
+        members = st.sampled_from(before.holders)
+        liars = data.draw(st.sets(members, max_size=1))
+        missing = data.draw(st.sets(members, max_size=1)) - liars
+        stale = data.draw(st.sets(st.integers(0, plan.num_chunks - 1), max_size=3))
+        for part in before.plan.parts:
+            if part.reducer in liars:
+                stale |= set(range(part.start, part.stop))
+        if not (liars or missing or stale):
+            continue
+        generations = {n: part.generation for part in before.plan.parts for n in range(part.start, part.stop)}
+        world.outcome = None
+        why = dict.fromkeys(liars, "it lied")
+        world.decide(world.director.overrule(why, dict.fromkeys(missing, "it was silent"), stale, world.now))
+        world.settle()
+        world.check()
+        if isinstance(world.outcome, GiveUp):
+            assert "left" in world.outcome.reason or "lost" in world.outcome.reason
+            return
+        assert isinstance(world.outcome, Finish)
+        after = world.outcome
+        assert set(after.holders) == set(before.holders) - liars - missing
+        assert {after.plan.members[index].trouble for index in liars} <= {"it lied"}
+        for part in after.plan.parts:
+            for chunk in range(part.start, part.stop):
+                again = part.generation > generations[chunk]
+                assert again == (chunk in stale), "what was spoilt is done again, and nothing else"
+                if again:
+                    assert part.reducer in after.holders
+                    assert not set(world.members[after.holders[0]].averages[chunk][1]) & (liars | missing)

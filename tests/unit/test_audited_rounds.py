@@ -185,6 +185,19 @@ async def test_two_liars_in_one_round_are_both_found() -> None:
 
 
 @in_virtual_time
+async def test_an_honest_member_without_anybody_who_could_reduce_goes_on_alone() -> None:
+    async with lab() as there:
+        await there.join(is_client=True)
+        liar = Liar(await there.join(trusted=False), Altering)
+        results = await there.average()
+        assert liar.lies
+        assert results[0].holds
+        assert results[0].commit.excluded.keys() == {liar.member.id}
+        assert_same_average(there.members[:1], mean_of(there.members[:1]))
+        assert statistics(there)["coordinator_aborts"] == 1
+
+
+@in_virtual_time
 async def test_of_a_liar_that_contributes_nothing_only_its_own_parts_are_done_again() -> None:
     async with strangers(2) as there:
         aux = await there.join(role="aux", trusted=False)

@@ -145,7 +145,9 @@ async def open_host() -> AsyncIterator[tuple[Host, str]]:
             keys = host._hub.keys
             connection = await NatsConnection.connect(host.address, seed=keys.organiser_seed, run=RUN, name="main")
             organiser = Organiser(connection, Subjects(RUN), keys.organiser_public)
-            _, invite = await organiser.create_invite(scopes=Scopes(roles=("trainer",), coordinates=True), uses=None)
+            _, invite = await organiser.create_invite(
+                scopes=Scopes(roles=("trainer",), coordinates=True, trusted=True), uses=None
+            )
             await connection.close()
             yield host, invite
         finally:

@@ -5,6 +5,7 @@ python -m potluck.testing.faulty roundchild.py
 {"servers": …, "identity": …, …} the first line: who to be, and where. Until then it only has its imports done
 {"do": "arm", "faults": [...]}   from now on these faults, as in potluck.testing.faults; with "cut": also lose all
                                  packets from and to these peers, from that moment on
+{"do": "lie"}                    from now on, as a reducer, give out something else than the average
 {"do": "mend"}                   lose packets no more
 {"do": "round", "epoch": 3}      take part, and tell what came of it
 {"do": "status"}                 tell what is known
@@ -21,6 +22,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,14 @@ from potluck.errors import PotluckError
 from potluck.hub.address import HubAddress
 from potluck.peer.identity import Identity
 from potluck.round.averager import Averager, AveragerConfig
+from potluck.round.chunks import Chunk
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
 from potluck.round.director import Patience
+from potluck.round.plan import Plan
+from potluck.round.reduction import Reduced
+from potluck.round.seals import Notary, Sealer, sealed_hash
+from potluck.round.tensorwork import SealedWork, TensorWork
 from potluck.round.trigger import Quorum
 from potluck.run import peer as peer_module
 from potluck.run.peer import Peer, PeerConfig
@@ -57,6 +64,24 @@ def contributors_of(value: float) -> list[int]:
         if total == int(total) and int(total).bit_count() == count:
             return [bit for bit in range(12) if int(total) >> bit & 1]
     raise AssertionError(f"{value} is nobody's average")
+
+
+class LyingWork(SealedWork):
+    """A reducer's work that gives out the negative of the average, sealed as it should be."""
+
+    def __init__(self, sealer: Sealer, notary: Notary, lies: list[int]) -> None:
+        super().__init__(sealer, notary)
+        self.lies = lies
+
+    def reduce(self, chunk: Chunk, generation: int, *arguments: Any) -> Reduced:
+        reduced = super().reduce(chunk, generation, *arguments)
+        if reduced.frame is None:
+            return reduced
+        frame = (-torch.frombuffer(bytearray(reduced.frame), dtype=torch.float32)).numpy().tobytes()
+        frame_hash = sealed_hash(frame)
+        self.average_seals[chunk.index, generation] = self._sealer.seal_average(chunk.index, generation, frame_hash)
+        self.lies.append(chunk.index)
+        return replace(reduced, frame=frame, frame_hash=frame_hash)
 
 
 class Cutter:
@@ -93,6 +118,7 @@ class Member:
         self.peer = Peer(address, arguments["run"], Identity.open(Path(arguments["identity"])), config)
         self.cutter = Cutter(self.peer)
         self.averager: Averager | None = None
+        self.lies: list[int] = []  # chunks
 
     async def start(self) -> None:
         await self.peer.start()
@@ -122,6 +148,17 @@ class Member:
 
         faultpoints.install(reached)
 
+    def turn_liar(self) -> None:
+        """Replace our work in rounds that are audited."""
+        assert self.averager is not None
+        participation, run = self.averager._participation, self.peer.session.subjects.run
+
+        def lying_work(plan: Plan) -> TensorWork:
+            assert plan.audit, "nobody would find out"
+            return LyingWork(Sealer(self.peer.session.identity, run, plan.key), Notary(run, plan.key), self.lies)
+
+        participation._work = lying_work  # type: ignore[method-assign]
+
     async def round(self, epoch: int, timeout_seconds: float) -> dict[str, Any]:
         """Take part once."""
         assert self.averager is not None
@@ -141,6 +178,8 @@ class Member:
             "left_out": dict(result.commit.left_out),
             "commit": result.commit.digest,
             "term": result.commit.term,
+            "audited": result.commit.audited,
+            "excluded": {peer: exclusion.reason for peer, exclusion in result.commit.excluded.items()},
         }
         if result.holds and tensors is not None:
             answer["values"] = hashlib.sha256(values.numpy().tobytes()).hexdigest()
@@ -158,6 +197,7 @@ class Member:
             "full": sorted(presence.peer for presence in alive if presence.card.addresses),
             "linked": sorted(peer for peer, link in self.peer.links.statistics().peers.items() if link.path),
             "epoch": self.averager.epoch,
+            "lies": len(self.lies),
             "coordinator": self.averager.lease.view.holder,
             "statistics": self.averager.statistics(),
         }
@@ -202,6 +242,8 @@ async def main() -> None:
             break
         if order["do"] == "arm":
             member.arm(order["faults"])
+        elif order["do"] == "lie":
+            member.turn_liar()
         elif order["do"] == "mend":
             member.cutter.peers.clear()
         say({"answer": order["id"], **member.status()})

@@ -28,9 +28,12 @@ Answer = dict[str, Any]
 class ChildMember:
     """One member's process, and its next life if it is killed."""
 
-    def __init__(self, cluster: Cluster, number: int, *, is_client: bool, role: str = "trainer") -> None:
+    def __init__(
+        self, cluster: Cluster, number: int, *, is_client: bool, is_stranger: bool = False, role: str = "trainer"
+    ) -> None:
         self.number = number
         self.is_client = is_client
+        self.is_stranger = is_stranger  # nobody vouches for it, and it may not coordinate
         self.role = role
         self.identity_path = cluster.folder / f"member-{number}.nkey"
         identity = Identity.open(self.identity_path)
@@ -58,7 +61,7 @@ class ChildMember:
             "role": self.role,
             "client": self.is_client,
             "identity": str(self.identity_path),
-            "invite": cluster.host["plain_invite" if self.is_client else "invite"],
+            "invite": cluster.host["plain_invite" if self.is_client or self.is_stranger else "invite"],
             "servers": cluster.host["servers"],
             "ca_pem": cluster.host["ca_pem"],
             "run": RUN,
@@ -90,7 +93,7 @@ class ChildMember:
 
 
 class Cluster:
-    """A hub and its members: full trainers who may coordinate, and client trainers who may not."""
+    """A hub and its members: full trainers who may coordinate, client trainers who may not, and full strangers."""
 
     def __init__(self, folder: Path, children: Children) -> None:
         self.folder = folder
@@ -128,11 +131,13 @@ class Cluster:
         self._host_process.kill(group=True)
         await self.start_hub()
 
-    async def start(self, num_full: int, num_clients: int) -> None:
+    async def start(self, num_full: int, num_clients: int, num_strangers: int) -> None:
         await self.start_hub()
         self._prepare()
-        for number in range(num_full + num_clients):
-            self.members.append(ChildMember(self, number, is_client=number >= num_full))
+        for number in range(num_full + num_clients + num_strangers):
+            is_client = num_full <= number < num_full + num_clients
+            is_stranger = number >= num_full + num_clients
+            self.members.append(ChildMember(self, number, is_client=is_client, is_stranger=is_stranger))
         await self.repair()
 
     async def repair(self) -> None:
@@ -202,10 +207,12 @@ def check_agreement(
 
 
 @asynccontextmanager
-async def open_cluster(folder: Path, *, num_full: int, num_clients: int) -> AsyncIterator[Cluster]:
+async def open_cluster(
+    folder: Path, *, num_full: int, num_clients: int, num_strangers: int = 0
+) -> AsyncIterator[Cluster]:
     with Children(log_folder=folder) as children:
         cluster = Cluster(folder, children)
-        await cluster.start(num_full, num_clients)
+        await cluster.start(num_full, num_clients, num_strangers)
         yield cluster
         running = [member for member in cluster.members if member.is_running]
         for member in running:

@@ -12,9 +12,12 @@ Decisions (pure):
     plan.py        the messages of a round              trigger.py, gathering.py   when to start, and with whom
     exchange.py    one member's book-keeping            director.py     the coordinator's side of one round
     adoption.py, commitment.py                          what a coordinator left complete; the record of an epoch
+    audit.py, testimony.py, disputes.py, exclusions.py  who is found out, by what witnesses show, and for how long
+    merkle.py, seals.py                                 what binds members to what they sent and hold
 
 Drivers:
     participation.py, exchanger.py, lane.py, mailroom.py, held.py, reduction.py, workers.py, messenger.py   a member
-    coordinator.py, signing.py, lineage.py              the coordinator, and the chain of committed epochs
+    tensorwork.py, witness.py                           its work, plain or sealed; its answers in an audit
+    coordinator.py, auditor.py, signing.py, lineage.py  the coordinator, and the chain of committed epochs
     milestones.py  where a member is, said aloud for tests that make it fail right there
 """

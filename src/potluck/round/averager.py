@@ -91,7 +91,9 @@ class Averager:
         self.lineage = Lineage(session.hub.store("lineage"), session.subjects.run, self._committed)
         self._workers = workers or Workers(self.config.num_threads)
         self._participation = Participation(self._links, session, self.lease.view, self.lineage, self._workers)
-        self._coordinator = Coordinator(self._links, session, self.lease, self.lineage, self.config.coordinator)
+        self._coordinator = Coordinator(
+            self._links, session, self.lease, self.lineage, self._workers, self.config.coordinator
+        )
         self._standing: asyncio.Task[None] | None = None
         self._layout: Layout | None = None
         self._stop_listening: Callable[[], None] = lambda: None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from potluck.round.director import Director
-from potluck.round.plan import Commit, CommittedMember, Plan, shortened
+from potluck.round.plan import Commit, CommittedMember, Exclusion, Plan, shortened
 
 NOT_HELD = "it lacked averages when the epoch was committed"
 
@@ -19,6 +21,8 @@ def make_commit(
     parent: str,
     committed_at: float,
     seconds: float,
+    audited: int = 0,
+    excluded: Mapping[str, Exclusion] | None = None,
 ) -> Commit:
     """The commit of a plan's epoch; without a director, for a round that somebody else had watched over."""
     left_out = dict(plan.left_out)
@@ -40,6 +44,8 @@ def make_commit(
         seconds=seconds,
         revisions=plan.revision,
         left_out=left_out,
+        audited=audited,
+        excluded=dict(excluded or {}),
     )
 
 

@@ -26,6 +26,8 @@ from potluck.peer.lease import Lease
 from potluck.peer.roster import RosterEvent
 from potluck.peer.session import Session
 from potluck.round.adoption import Adoption, Claim, find_adoption
+from potluck.round.audit import Verdict
+from potluck.round.auditor import Auditor
 from potluck.round.commitment import make_commit
 from potluck.round.director import Decision, Director, Finish, GiveUp, Patience, Publish
 from potluck.round.gathering import Candidate, GatherConfig, Gathering, Proposal, alive_trainers, senders
@@ -33,6 +35,7 @@ from potluck.round.lineage import Lineage
 from potluck.round.plan import Abort, Commit, Plan, Ready, Report, RoundKey
 from potluck.round.signing import Word, read_word, sign_word
 from potluck.round.trigger import Quorum, Trigger
+from potluck.round.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +76,13 @@ class Coordinator:
     """One candidate's work as coordinator."""
 
     def __init__(
-        self, links: Links, session: Session, lease: Lease, lineage: Lineage, config: CoordinatorConfig
+        self,
+        links: Links,
+        session: Session,
+        lease: Lease,
+        lineage: Lineage,
+        workers: Workers,
+        config: CoordinatorConfig,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._links = links
@@ -83,6 +92,7 @@ class Coordinator:
         self._config = config
         self._clock = session.clock
         self._gathering = Gathering(config.gather)
+        self._auditor = Auditor(links, session, workers, config.gather.audit, self.counts)
         self._office: _Office | None = None
         self._director: Director | None = None
         self._hub_was_away = False
@@ -221,7 +231,11 @@ class Coordinator:
                 return 0.0
             if not is_late:
                 return TICK_SECONDS
-        due_at = self._config.trigger.due_at(senders(candidates), alive_trainers(self._session.roster))
+        barred = self._auditor.barred(self._lineage.head)
+        due_at = self._config.trigger.due_at(
+            senders(candidate for candidate in candidates if candidate.peer not in barred),
+            alive_trainers(self._session.roster) - barred.keys(),
+        )
         if due_at is None:
             return IDLE_SECONDS
         wait_seconds = max(due_at, office.not_before) - now
@@ -232,7 +246,8 @@ class Coordinator:
 
     async def _begin(self, office: _Office, candidates: list[Candidate], key: RoundKey) -> None:
         try:
-            proposal = self._gathering.propose(candidates, key, hub_now=self._session.now())
+            barred = self._auditor.barred(self._lineage.head)
+            proposal = self._gathering.propose(candidates, key, hub_now=self._session.now(), barred=barred)
         except PotluckError as error:
             await self._complain(office, key, str(error))
             return
@@ -279,7 +294,14 @@ class Coordinator:
                     await self._say(plan)
                     reach("round.revision_published", **self._labels(plan))
                 case Finish(plan, digest, holders):
-                    await self._commit(plan, digest, holders, director)
+                    verdict = await self._auditor.audit(director, holders) if plan.audit else Verdict()
+                    if self._director is not director:
+                        return
+                    if verdict.is_good:
+                        await self._commit(plan, digest, holders, director, audited=verdict.num_good)
+                    else:
+                        now = self._clock.monotonic()
+                        self._decisions += director.overrule(verdict.liars, verdict.missing, verdict.stale, now)
                 case GiveUp(reason):
                     await self._give_up(office, director.plan, reason)
 
@@ -296,7 +318,9 @@ class Coordinator:
         logger.info("%s was complete when its coordinator went: committing it", adoption.plan.key)
         await self._commit(adoption.plan, adoption.digest, adoption.holders, None)
 
-    async def _commit(self, plan: Plan, digest: str, holders: tuple[int, ...], director: Director | None) -> None:
+    async def _commit(
+        self, plan: Plan, digest: str, holders: tuple[int, ...], director: Director | None, *, audited: int = 0
+    ) -> None:
         """Move the head. While the hub is away it is tried again, for as long as the lease holds."""
         assert self._office is not None, "only the holder of the lease commits"
         commit = make_commit(
@@ -309,6 +333,8 @@ class Coordinator:
             parent=self._lineage.parent_digest(),
             committed_at=self._session.now(),
             seconds=self._clock.monotonic() - director.started_at if director is not None else 0.0,
+            audited=audited,
+            excluded=self._auditor.excluded(self._lineage.head),
         )
         reach("round.committing", **self._labels(plan))
         while self._lease.token == commit.term:
@@ -354,7 +380,8 @@ class Coordinator:
                 self.counts["bad_claims"] += 1
                 continue
             known = self._lease.view.past_holders.get(plan.key.token) == completed.coordinator
-            if known and isinstance(plan, Plan) and plan.key.epoch == epoch:
+            # What should have been audited is done again: who is bound to what, only its coordinator had heard.
+            if known and isinstance(plan, Plan) and plan.key.epoch == epoch and not plan.audit:
                 claims.append(Claim(candidate.peer, plan, completed.digest))
         return claims
 

@@ -20,12 +20,14 @@ attempt is with whoever says then that it is ready.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from potluck.round.plan import Part, Plan, Report, from_bitmap, shortened
+
+OTHER_DIGEST = "its averages have another digest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,7 @@ class Director:
         self._patience = patience
         self._members = [_Known(heard_at=now) for _ in plan.members]
         self._to_redo: set[int] = set()  # reducers whose chunks are taken over once all survivors have answered
+        self._tainted: set[int] = set()  # chunks to be done again though all survivors hold them
         self._lost: set[int] = set()  # out, though perhaps alive
         self._majority_at: float | None = None
         self._published_revision = plan.revision
@@ -119,6 +122,18 @@ class Director:
         if self._over or not self.plan.members[member].receives:
             return []
         self._take_out({member: reason})
+        return self._next(now)
+
+    def overrule(
+        self, liars: Mapping[int, str], missing: Mapping[int, str], stale: Collection[int], now: float
+    ) -> list[Decision]:
+        """An audit says that the round is not finished after all: without these members, do these chunks again."""
+        self._over = False
+        self.resume(now)
+        self._tainted |= set(stale)
+        self._to_redo |= {part.reducer for part in self.plan.parts if self._tainted & set(range(part.start, part.stop))}
+        self._take_out(dict(liars))
+        self._lose(dict(missing))
         return self._next(now)
 
     def tick(self, now: float) -> list[Decision]:
@@ -211,7 +226,7 @@ class Director:
             votes[report.digest] += 1
         digest, _count = min(votes.items(), key=lambda vote: (-vote[1], vote[0]))
         holders = tuple(index for index in receivers if self._digest(index) == digest)
-        liars = {index: "its averages have another digest" for index in receivers if index not in holders}
+        liars = {index: OTHER_DIGEST for index in receivers if index not in holders}
         if len(holders) <= len(self._lost):
             return self._give_up("too many members were lost: " + self._troubles())
         self._take_out(liars, redo=False)
@@ -221,7 +236,7 @@ class Director:
     def _redo(self) -> str:
         """Give the chunks that not all survivors hold to other reducers. Returns what makes that impossible."""
         receivers = self._receivers()
-        common = set.intersection(*(self._held(index) for index in receivers))
+        common = set.intersection(*(self._held(index) for index in receivers)) - self._tainted
         reducers = [index for index in receivers if self.plan.members[index].reduces]
         parts: list[Part] = []
         turn = 0
@@ -240,6 +255,7 @@ class Director:
                     turn += 1
                     parts.append(Part(reducer=reducer, start=low, stop=high, generation=part.generation + 1))
         self._to_redo.clear()
+        self._tainted.clear()
         if tuple(parts) != self.plan.parts:
             self._revise(parts=tuple(parts))
         return ""

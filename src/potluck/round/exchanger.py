@@ -21,12 +21,13 @@ from potluck.link.links import Links
 from potluck.round.aggregators import aggregator_for
 from potluck.round.chunks import Chunk, ChunkGrid
 from potluck.round.exchange import Action, Complete, Discard, Exchange, Reduce, SendAverage, SendContribution
-from potluck.round.held import HeldAverages, check_average
+from potluck.round.held import HeldAverages
 from potluck.round.lane import Lane, Letter
 from potluck.round.layout import FlatTensors
 from potluck.round.milestones import Milestones
 from potluck.round.plan import Offence, Plan, Report, bitmap, shortened
-from potluck.round.reduction import Own, Reduced, encode_values, reduce_chunk
+from potluck.round.reduction import Own, Reduced
+from potluck.round.tensorwork import TensorWork
 from potluck.round.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class _Arrival:
     chunk: Chunk
     generation: int
     frame: Buffer
+    seal: bytes
 
 
 class Exchanger:
@@ -67,23 +69,29 @@ class Exchanger:
         clock: Clock,
         on_news: Callable[[], None],
         on_broken: Callable[[Exception], None],
+        work: TensorWork | None = None,
     ) -> None:
-        """`on_news` says that the coordinator should hear a report; `on_broken`, that this member cannot go on."""
+        """`on_news` says that the coordinator should hear a report; `on_broken`, that this member cannot go on.
+
+        `work` is what is done with tensors and frames; an audited round needs more of it.
+        """
         self.exchange = Exchange(plan, me)
         self.key = plan.key
         self.me = me
         self.index_by_peer = {member.peer: index for index, member in enumerate(plan.members)}
         self.counts = Counts()
         self.digest = ""
+        self.commitment = ""
         self.started_at = clock.monotonic()
         self.completed_at: float | None = None
         self.grid = ChunkGrid(runs=plan.runs, chunk_bytes=plan.chunk_bytes)
         if len(self.grid) != plan.num_chunks:
             raise ProtocolError(f"the plan shares out {plan.num_chunks} chunks, but there are {len(self.grid)}")
         self.averages = HeldAverages(self.grid)
+        self.work = work or TensorWork()
         self._links = links
         self._workers = workers
-        self._tensors = tensors
+        self.tensors = tensors
         self._clock = clock
         self._on_news = on_news
         self._on_broken = on_broken
@@ -138,7 +146,9 @@ class Exchanger:
         """Whether a message belongs to a revision that has not come yet."""
         return chunk < len(self.grid) and generation > self.exchange.generation(chunk)
 
-    def take_contribution(self, sender: int, number: int, generation: int, frames: Sequence[Buffer]) -> None:
+    def take_contribution(
+        self, sender: int, number: int, generation: int, frames: Sequence[Buffer], seal: bytes = b""
+    ) -> None:
         """A member's values of one of our chunks."""
         if self._stopped or not self.exchange.wants_contribution(sender, number, generation):
             self.counts.unwanted += 1
@@ -150,9 +160,12 @@ class Exchanger:
             self._carry_out(self.exchange.contribution_refused(sender, number, generation))
             return
         self._contributions.setdefault(number, {})[sender] = frames[0]
+        self.work.received(number, self.plan.members[sender].peer, seal)
         self._carry_out(self.exchange.contribution_arrived(sender, number, generation))
 
-    def take_average(self, sender: int, number: int, generation: int, frames: Sequence[Buffer]) -> None:
+    def take_average(
+        self, sender: int, number: int, generation: int, frames: Sequence[Buffer], seal: bytes = b""
+    ) -> None:
         """The average of a chunk, from its reducer."""
         if (
             self._stopped
@@ -167,7 +180,7 @@ class Exchanger:
             self._reject_average(sender, number, f"it does not have {chunk.encoded_bytes} bytes")
             return
         self._in_check.add((number, generation))
-        self._unchecked.append(_Arrival(sender, chunk, generation, frames[0]))
+        self._unchecked.append(_Arrival(sender, chunk, generation, frames[0], seal))
         self._check_next()
 
     def report(self) -> Report:
@@ -181,6 +194,7 @@ class Exchanger:
             missing_from=exchange.missing_from,
             idle_seconds=self._clock.monotonic() - self._heard_at,
             digest=self.digest,
+            commitment=self.commitment,
             offences=tuple(Offence(member=index, reason=reason) for index, reason in self._offences.items()),
             sent_bytes=self.counts.sent_bytes,
             received_bytes=self.counts.received_bytes,
@@ -217,7 +231,8 @@ class Exchanger:
                     self._complete()
 
     def _complete(self) -> None:
-        self.digest = self.averages.digest()
+        self.digest = self.work.digest(self.averages.hashes)
+        self.commitment = self.work.commit(len(self.grid))
         self.completed_at = self._clock.monotonic()
         self._milestones.complete()
         self._on_news()
@@ -232,6 +247,7 @@ class Exchanger:
                 encode=self._encode,
                 is_current=lambda chunk, generation: self.exchange.generation(chunk) == generation,
                 on_sent=self._sent,
+                seal_of=self.work.seal_of,
                 ahead_chunks=self._ahead_chunks(),
             )
         return lane
@@ -249,7 +265,7 @@ class Exchanger:
     # Tensor work
 
     def _encode(self, number: int, done: Callable[[Buffer | None], None]) -> None:
-        chunk, tensors = self.grid.chunks[number], self._tensors
+        chunk, tensors = self.grid.chunks[number], self.tensors
         assert tensors is not None, "only members with tensors contribute"
 
         def failed(error: Exception) -> None:
@@ -259,7 +275,7 @@ class Exchanger:
                 self._break(error)
             done(None)
 
-        self._workers.submit(lambda: encode_values(chunk, tensors), done, failed)
+        self._workers.submit(lambda: self.work.encode(chunk, tensors), done, failed)
 
     def _reduce(self, action: Reduce) -> None:
         chunk = self.grid.chunks[action.chunk]
@@ -269,10 +285,10 @@ class Exchanger:
         weights = {members[index].peer: members[index].weight for index in action.contributors}
         own = None
         if self.me in action.contributors:
-            assert self._tensors is not None, "only members with tensors contribute"
-            own = Own(peer=self.peer, tensors=self._tensors)
+            assert self.tensors is not None, "only members with tensors contribute"
+            own = Own(peer=self.peer, tensors=self.tensors)
         self._workers.submit(
-            lambda: reduce_chunk(chunk, self._aggregator, frames, weights, own),
+            lambda: self.work.reduce(chunk, action.generation, self._aggregator, frames, weights, own),
             lambda reduced: self._reduced(action, reduced),
             self._break,
         )
@@ -296,7 +312,19 @@ class Exchanger:
             return
         arrivals, self._unchecked = self._unchecked, []
         self._is_checking = True
-        self._workers.submit(lambda: _check(arrivals), self._checked, self._break)
+        self._workers.submit(lambda: self._check(arrivals), self._checked, self._break)
+
+    def _check(self, arrivals: list[_Arrival]) -> list[tuple[_Arrival, bytes | PeerError]]:
+        outcomes: list[tuple[_Arrival, bytes | PeerError]] = []
+        for arrival in arrivals:
+            reducer = self.plan.members[arrival.sender].peer
+            try:
+                frame_hash = self.work.check(arrival.chunk, arrival.generation, reducer, arrival.frame, arrival.seal)
+            except PeerError as error:
+                outcomes.append((arrival, error))
+            else:
+                outcomes.append((arrival, frame_hash))
+        return outcomes
 
     def _checked(self, outcomes: list[tuple[_Arrival, bytes | PeerError]]) -> None:
         self._is_checking = False
@@ -343,13 +371,3 @@ class Exchanger:
 
 def _fits(chunk: Chunk, frames: Sequence[Buffer]) -> bool:
     return len(frames) == 1 and len(frames[0]) == chunk.encoded_bytes
-
-
-def _check(arrivals: list[_Arrival]) -> list[tuple[_Arrival, bytes | PeerError]]:
-    outcomes: list[tuple[_Arrival, bytes | PeerError]] = []
-    for arrival in arrivals:
-        try:
-            outcomes.append((arrival, check_average(arrival.chunk, arrival.frame)))
-        except PeerError as error:
-            outcomes.append((arrival, error))
-    return outcomes

@@ -8,13 +8,14 @@ named in the plan with the reason, and so learns it from the commit.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from potluck.errors import ConfigurationError, RetryableError
 from potluck.hub.presence import Presence
 from potluck.round.aggregators import AggregatorSpec, cap_weights
+from potluck.round.audit import AuditConfig
 from potluck.round.chunks import ChunkGrid, Run, encoded_bytes, fitting_chunk_bytes
 from potluck.round.partition import Partition, PartitionConfig, partition, round_shares
 from potluck.round.plan import MAX_MEMBERS, MEAN, Part, Participant, Plan, Ready, RoundKey
@@ -32,7 +33,10 @@ class GatherConfig:
     """How contributions become one."""
 
     trusted_reducers: bool = False
-    """Whether only peers that the organisers trust may reduce."""
+    """Whether only peers that the organisers trust may reduce; by their invites, as the guard says in the roster."""
+
+    audit: AuditConfig = field(default_factory=AuditConfig)
+    """How rounds are audited in which others may reduce too."""
 
     weight_cap: float | None = None
     """No weight counts for more than so many times the median; None: as the peers say."""
@@ -131,9 +135,16 @@ class Gathering:
                 found.append(Candidate(presence, waiting.ready, waiting.since))
         return found
 
-    def propose(self, candidates: Iterable[Candidate], key: RoundKey, *, hub_now: float) -> Proposal:
-        """The plan for these peers. RetryableError when they cannot do it among themselves."""
-        left_out: dict[str, str] = {}
+    def propose(
+        self, candidates: Sequence[Candidate], key: RoundKey, *, hub_now: float, barred: Mapping[str, str] | None = None
+    ) -> Proposal:
+        """The plan for these peers. RetryableError when they cannot do it among themselves.
+
+        `barred` are peers that may not take part, and why.
+        """
+        barred = barred or {}
+        left_out = {candidate.peer: barred[candidate.peer] for candidate in candidates if candidate.peer in barred}
+        candidates = [candidate for candidate in candidates if candidate.peer not in barred]
         layout, runs = _common_layout(candidates)
         taken: list[Candidate] = []
         for candidate in candidates:
@@ -146,6 +157,7 @@ class Gathering:
             else:
                 taken.append(candidate)
         members = self._members(taken)
+        self._check_trusted(members)
         chunk_bytes, parts, predicted_seconds = self._cut(members, runs)
         plan = Plan(
             key=key,
@@ -156,6 +168,7 @@ class Gathering:
             chunk_bytes=chunk_bytes,
             aggregator=self.config.aggregator,
             deadline=hub_now + self._deadline_seconds(predicted_seconds),
+            audit=self._is_audited(taken, members),
             left_out=left_out,
         )
         return Proposal(
@@ -177,6 +190,18 @@ class Gathering:
             )
             for candidate in candidates
         ]
+
+    def _check_trusted(self, members: list[Member]) -> None:
+        if self.config.trusted_reducers and len(members) > 1 and not any(member.reduces for member in members):
+            raise RetryableError(
+                f"none of the {len(members)} members may reduce: this run lets only trusted peers do so, and none that "
+                "accepts connections is here. Start an aux peer whose invite says so (potluck members invite --trusted)"
+            )
+
+    def _is_audited(self, candidates: list[Candidate], members: list[Member]) -> bool:
+        """Whether somebody might reduce, now or after a repair, for whom the organisers do not vouch."""
+        strangers = any(m.reduces and not c.presence.trusted for c, m in zip(candidates, members, strict=True))
+        return strangers and len(members) > 1 and self.config.audit.chunks_per_reducer > 0
 
     def _participants(self, candidates: list[Candidate], members: list[Member]) -> Iterable[Participant]:
         weights = cap_weights(

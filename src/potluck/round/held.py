@@ -40,10 +40,11 @@ class HeldAverages:
         assert frame is not None, f"the average of chunk {chunk} is not here"
         return frame
 
-    def digest(self) -> str:
-        """What tells these averages from any others, once all are here: a hash over the frames' hashes, in order."""
+    @property
+    def hashes(self) -> list[bytes]:
+        """The frames' hashes in order, once all are here."""
         assert all(self._hashes), "averages are missing"
-        return xxhash.xxh3_128_hexdigest(b"".join(self._hashes))
+        return self._hashes
 
     def pieces(self, num_pieces: int) -> Iterator[range]:
         """The chunks in nearly equal runs, for as many threads."""

@@ -59,6 +59,7 @@ class Lane:
         encode: Encode,
         is_current: Callable[[int, int], bool],
         on_sent: Callable[[Letter], None],
+        seal_of: Callable[[Letter], bytes],
         ahead_chunks: int,
     ) -> None:
         """`is_current` tells whether a chunk's generation still counts; `on_sent`, that a letter has arrived."""
@@ -68,6 +69,7 @@ class Lane:
         self._encode = encode
         self._is_current = is_current
         self._on_sent = on_sent
+        self._seal_of = seal_of
         self._ahead_chunks = ahead_chunks
         self._contributions: deque[tuple[int, int]] = deque()  # chunk and generation
         self._again: deque[tuple[int, int]] = deque()  # those of a higher generation
@@ -147,7 +149,8 @@ class Lane:
         if not self._is_current(letter.chunk, letter.generation):
             return
         kind = Average if letter.is_average else Contribution
-        message = kind(key=self._key, chunk=letter.chunk, generation=letter.generation)
+        seal = self._seal_of(letter)
+        message = kind(key=self._key, chunk=letter.chunk, generation=letter.generation, seal=seal)
         size = len(letter.frame)
         try:
             receipt = await self._links.send(

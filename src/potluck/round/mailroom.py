@@ -64,9 +64,9 @@ class Mailroom:
         if sender is None:
             self.counts["strangers_messages"] += 1
         elif isinstance(message, Average):
-            exchanger.take_average(sender, message.chunk, message.generation, mail.frames)
+            exchanger.take_average(sender, message.chunk, message.generation, mail.frames, message.seal)
         else:
-            exchanger.take_contribution(sender, message.chunk, message.generation, mail.frames)
+            exchanger.take_contribution(sender, message.chunk, message.generation, mail.frames, message.seal)
 
     async def _wait(self, mail: Mail) -> None:
         try:

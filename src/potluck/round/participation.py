@@ -31,7 +31,10 @@ from potluck.round.mailroom import Mailroom
 from potluck.round.messenger import Audience, Messenger
 from potluck.round.outcome import LeftBehind, MemberRole, PhaseSeconds, RoundResult
 from potluck.round.plan import Abort, Commit, Completed, Plan, Ready, RoundKey
+from potluck.round.seals import Notary, Sealer
 from potluck.round.signing import Word, read_word
+from potluck.round.tensorwork import SealedWork, TensorWork
+from potluck.round.witness import Witness
 from potluck.round.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -91,6 +94,7 @@ class Participation:
         self._subscription: Subscription | None = None
         self._mailroom = Mailroom(links, self._exchanger, self._expects)
         self._messenger = Messenger(links, session, ready=self._ready, audience=self._audience)
+        self._witness = Witness(links, workers, self._audience)
 
     async def start(self) -> None:
         """Listen to coordinators, and speak."""
@@ -111,7 +115,7 @@ class Participation:
 
     def statistics(self) -> dict[str, int]:
         """Counters."""
-        return {**self.counts, **self._mailroom.counts}
+        return {**self.counts, **self._mailroom.counts, **self._witness.counts}
 
     # What the caller wants
 
@@ -305,6 +309,7 @@ class Participation:
                 self._clock,
                 on_news=self._messenger.report,
                 on_broken=lambda error: self._broke(wish, error),
+                work=self._work(plan),
             )
         except PotluckError as error:
             self.counts["bad_plans"] += 1
@@ -313,6 +318,12 @@ class Participation:
         self._round = _Round(exchanger, sender, data)
         exchanger.start()
         self._messenger.report()
+
+    def _work(self, plan: Plan) -> TensorWork:
+        if not plan.audit:
+            return TensorWork()
+        run = self._session.subjects.run
+        return SealedWork(Sealer(self._session.identity, run, plan.key), Notary(run, plan.key))
 
     def _broke(self, wish: _Wish, error: Exception) -> None:
         if not wish.committed.done():

@@ -28,6 +28,7 @@ Weight = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]  # a peer, a session, a digest
 Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)]
+Seal = Annotated[bytes, msgspec.Meta(max_length=64)]
 
 
 class RoundKey(Message, frozen=True, kw_only=True, order=True, array_like=True):
@@ -75,7 +76,7 @@ class Plan(Message, frozen=True, kw_only=True, tag="plan"):
     chunk_bytes: Counter = DEFAULT_CHUNK_BYTES
     aggregator: AggregatorSpec = MEAN
     deadline: float  # hub time
-    audit: bool = False  # members commit to hashes of what they send
+    audit: bool = False  # members seal what they send and commit to it, and a part is recomputed before the commit
     left_out: dict[Name, Reason] = {}  # peers that were ready and could not be taken, and why
 
     def __post_init__(self) -> None:
@@ -138,6 +139,7 @@ class Contribution(Message, frozen=True, kw_only=True, array_like=True, tag="rou
     key: RoundKey
     chunk: ChunkNumber
     generation: Counter
+    seal: Seal = b""  # the sender's word for the frame, where the round is audited
 
 
 class Average(Message, frozen=True, kw_only=True, array_like=True, tag="round.average"):
@@ -146,6 +148,7 @@ class Average(Message, frozen=True, kw_only=True, array_like=True, tag="round.av
     key: RoundKey
     chunk: ChunkNumber
     generation: Counter
+    seal: Seal = b""
 
 
 class Offence(Message, frozen=True, kw_only=True):
@@ -165,6 +168,7 @@ class Report(Message, frozen=True, kw_only=True, tag="round.report"):
     missing_from: tuple[Index, ...] = ()  # reducers whose averages it lacks
     idle_seconds: Seconds = 0.0  # since anything last arrived
     digest: Name = ""  # of all averages, once it holds them
+    commitment: Name = ""  # of all that it contributed, where the round is audited
     offences: tuple[Offence, ...] = ()
     sent_bytes: Counter = 0
     received_bytes: Counter = 0
@@ -179,6 +183,13 @@ class CommittedMember(Message, frozen=True, kw_only=True):
     seconds: Seconds = 0.0  # from the plan until it had them
     sent_bytes: Counter = 0
     received_bytes: Counter = 0
+
+
+class Exclusion(Message, frozen=True, kw_only=True):
+    """An audit found that a peer lied: it takes part in no round for a while."""
+
+    until: float  # hub time
+    reason: Reason
 
 
 class Commit(Message, frozen=True, kw_only=True):
@@ -198,6 +209,8 @@ class Commit(Message, frozen=True, kw_only=True):
     seconds: Seconds = 0.0  # from plan to commit
     revisions: Counter = 0  # how often the plan had to be repaired
     left_out: dict[Name, Reason] = {}  # peers without the averages, and why
+    audited: Counter = 0  # chunks that the coordinator recomputed
+    excluded: dict[Name, Exclusion] = {}  # liars; each commit carries on those of the one before
 
     @property
     def holders(self) -> tuple[str, ...]:

@@ -102,6 +102,7 @@ class MemoryRun:
         *,
         role: Role = "trainer",
         coordinates: bool = True,
+        trusted: bool = True,
         is_client: bool = False,
         identity: Identity | None = None,
     ) -> MemoryPeer:
@@ -118,7 +119,13 @@ class MemoryRun:
             self.network.mend("direct", identity.peer_id, other)
         peer = MemoryPeer(self, identity, card)
         self._presences[peer.peer_id] = Presence(
-            peer=peer.peer_id, card=card, state="left", host="127.0.0.1", person=name, coordinates=coordinates
+            peer=peer.peer_id,
+            card=card,
+            state="left",
+            host="127.0.0.1",
+            person=name,
+            coordinates=coordinates,
+            trusted=trusted,
         )
         await peer.open()
         self.peers[peer.peer_id] = peer

@@ -1,0 +1,236 @@
+"""The auditor's driver: asks the witnesses, recomputes, and brings the verdict (audit.py decides).
+
+    draw chunks ──▶ ask reducer and contributors ──▶ examine each answer ──▶ recompute ──▶ verdict
+                    (requests over links)            (in a worker)           (in a worker)
+
+So many chunks are under way at once as fit into a fixed memory; every question has a deadline, and none reaches beyond
+the round's own. The draw comes from the operating system's randomness, after everybody has reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from potluck import tasks
+from potluck.errors import PotluckError
+from potluck.faultpoints import reach
+from potluck.link.carrier import Buffer
+from potluck.link.links import Links
+from potluck.peer.session import Session
+from potluck.round.aggregators import aggregator_for
+from potluck.round.audit import Action, Ask, Audit, AuditConfig, Recompute, Verdict, draw_chunks
+from potluck.round.chunks import ChunkGrid
+from potluck.round.director import OTHER_DIGEST, Director
+from potluck.round.disputes import UNPROVEN, Holding, read_holding, settle
+from potluck.round.exclusions import Exclusions, why_excluded
+from potluck.round.plan import Commit, Exclusion, Plan, Report
+from potluck.round.reduction import reduce_chunk
+from potluck.round.seals import Notary, sealed_hash
+from potluck.round.testimony import Account, Challenge, Fault, Holdings, Inventory, Testimony, examine
+from potluck.round.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+MEMORY_BYTES = 64 * 1024 * 1024  # for contributions that wait to be recomputed
+
+
+class Auditor:
+    """Audits rounds, one at a time, and remembers who lied."""
+
+    def __init__(
+        self,
+        links: Links,
+        session: Session,
+        workers: Workers,
+        config: AuditConfig,
+        counts: Counter[str],
+        rng: random.Random | None = None,
+    ) -> None:
+        """`counts` are the coordinator's; `rng` draws the chunks, and reducers must not be able to foresee it."""
+        self._links = links
+        self._session = session
+        self._workers = workers
+        self._config = config
+        self._counts = counts
+        self._rng = rng or random.SystemRandom()
+        self._exclusions = Exclusions(config.exclusion_seconds)
+
+    def excluded(self, head: Commit | None) -> dict[str, Exclusion]:
+        """Liars whose time is not over, given the newest commit."""
+        return self._exclusions.current(head, self._session.now())
+
+    def barred(self, head: Commit | None) -> dict[str, str]:
+        """The same, in words."""
+        now = self._session.now()
+        return {peer: why_excluded(exclusion, now) for peer, exclusion in self.excluded(head).items()}
+
+    async def audit(self, director: Director, holders: tuple[int, ...]) -> Verdict:
+        """Look at a round that is complete: `holders` have the averages, as they have reported."""
+        plan = director.plan
+        reach("round.auditing", peer=self._session.peer_id, epoch=plan.key.epoch, role="coordinator")
+        dissenters = [i for i, member in enumerate(plan.members) if member.trouble == OTHER_DIGEST]
+        reports = [director.report_of(index) for index in range(len(plan.members))]
+        inquiry = _Inquiry(
+            self._links,
+            self._workers,
+            Notary(self._session.subjects.run, plan.key),
+            plan,
+            {index: report for index, report in enumerate(reports) if report is not None},
+            min(self._config.answer_seconds, max(0.0, plan.deadline - self._session.now())),
+        )
+        liars = await inquiry.settle(holders, dissenters) if dissenters else {}
+        verdict = await inquiry.hear(Audit(plan, holders, draw_chunks(plan, self._config, self._rng), liars))
+        self._counts["audits"] += 1
+        self._counts["audited_chunks"] += verdict.num_good
+        self._counts["unanswered_audits"] += len(verdict.missing)
+        for index, reason in verdict.liars.items():
+            peer = plan.members[index].peer
+            self._counts["liars"] += 1
+            self._exclusions.add(peer, reason, self._session.now())
+            logger.warning("%s lied in %s and is excluded: %s", peer, plan.key, reason)
+        return verdict
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a member said of a chunk, or why it said nothing."""
+
+    member: int
+    account: Account | Fault | str
+    frame: Buffer | None = None
+
+
+class _Inquiry:
+    """One audit under way."""
+
+    def __init__(
+        self,
+        links: Links,
+        workers: Workers,
+        notary: Notary,
+        plan: Plan,
+        reports: Mapping[int, Report],
+        answer_seconds: float,
+    ) -> None:
+        self._links = links
+        self._workers = workers
+        self._notary = notary
+        self._plan = plan
+        self._reports = reports
+        self._answer_seconds = answer_seconds
+        self._grid = ChunkGrid(runs=plan.runs, chunk_bytes=plan.chunk_bytes)
+        self._aggregator = aggregator_for(plan.aggregator)
+        self._generations = {n: part.generation for part in plan.parts for n in range(part.start, part.stop)}
+        num_senders = max(1, sum(member.weight > 0 for member in plan.members))
+        self._room = asyncio.Semaphore(max(1, MEMORY_BYTES // (plan.chunk_bytes * num_senders)))
+        self._verdict: Verdict | None = None
+
+    async def settle(self, holders: Collection[int], dissenters: Collection[int]) -> dict[int, str]:
+        """Who lied so that members hold different averages, as far as they can show it."""
+        liars: dict[int, str] = {}
+        agreed: Holding | None = None
+        for holder in holders:
+            agreed = await self._take_inventory(holder, liars)
+            if agreed is not None:
+                break
+        for dissenter in dissenters:
+            other = await self._take_inventory(dissenter, liars)
+            if agreed is not None and other is not None:
+                found = await self._workers.run(partial(settle, self._plan, self._notary, agreed, other))
+                liars = {**found, **liars}
+        return liars
+
+    async def _take_inventory(self, member: int, liars: dict[int, str]) -> Holding | None:
+        """What a member holds; None if it cannot say, or lies."""
+        try:
+            incoming = await self._links.request(
+                self._plan.members[member].peer,
+                Inventory(key=self._plan.key),
+                reply=Holdings,
+                timeout_seconds=self._answer_seconds,
+            )
+        except PotluckError as error:
+            logger.info("%s cannot say what it holds of %s: %s", self._plan.members[member].peer, self._plan.key, error)
+            return None
+        holding = read_holding(self._plan, member, self._reports[member].digest, incoming.frames)
+        if holding is None:
+            liars[member] = UNPROVEN
+        return holding
+
+    async def hear(self, audit: Audit) -> Verdict:
+        """Ask everybody everything about the chunks that were drawn."""
+        async with asyncio.TaskGroup() as group:
+            for action in self._note(audit.start()):
+                assert isinstance(action, Ask), "there is nothing to recompute yet"
+                group.create_task(self._hear_chunk(audit, action))
+        assert self._verdict is not None, "every chunk was looked at"
+        return self._verdict
+
+    def _note(self, actions: list[Action]) -> list[Action]:
+        """Keep the verdict, if it is there; returns what is left to do."""
+        for action in actions:
+            if isinstance(action, Verdict):
+                self._verdict = action
+        return [action for action in actions if not isinstance(action, Verdict)]
+
+    async def _hear_chunk(self, audit: Audit, ask: Ask) -> None:
+        """All about one chunk."""
+        frames: dict[int, Buffer] = {}
+        async with self._room:
+            questions = [asyncio.create_task(self._ask(ask.chunk, member)) for member in ask.members]
+            try:
+                for question in asyncio.as_completed(questions):
+                    answer = await question
+                    if answer.frame is not None:
+                        frames[answer.member] = answer.frame
+                    for action in self._note(_take(audit, ask.chunk, answer)):
+                        assert isinstance(action, Recompute), "all was asked at the start"
+                        self._note(audit.recomputed(ask.chunk, await self._recompute(action, frames)))
+                    if audit.is_closed(ask.chunk):
+                        break  # who has not answered about it was not needed
+            finally:
+                await tasks.end(*questions)
+
+    async def _ask(self, chunk: int, member: int) -> _Answer:
+        """One member's answer about one chunk."""
+        challenge = Challenge(key=self._plan.key, chunk=chunk, generation=self._generations[chunk])
+        try:
+            incoming = await self._links.request(
+                self._plan.members[member].peer,
+                challenge,
+                reply=Testimony,
+                timeout_seconds=self._answer_seconds,
+                bulk=True,
+            )
+        except PotluckError as error:
+            return _Answer(member, f"it did not testify in the audit: {error}")
+        testimony, frames, report = incoming.message, incoming.frames, self._reports[member]
+        account = await self._workers.run(
+            lambda: examine(self._plan, self._notary, challenge, member, report, testimony, frames)
+        )
+        return _Answer(member, account, frames[0] if frames else None)
+
+    async def _recompute(self, action: Recompute, frames: Mapping[int, Buffer]) -> bytes:
+        """The hash of the average of what the contributors showed."""
+        chunk = self._grid.chunks[action.chunk]
+        members = self._plan.members
+        shown = {members[index].peer: frames[index] for index in action.contributors}
+        weights = {members[index].peer: members[index].weight for index in action.contributors}
+
+        def work() -> bytes:
+            frame = reduce_chunk(chunk, self._aggregator, shown, weights, None).frame
+            return sealed_hash(frame) if frame is not None else b""
+
+        return await self._workers.run(work)
+
+
+def _take(audit: Audit, chunk: int, answer: _Answer) -> list[Action]:
+    if isinstance(answer.account, str):
+        return audit.unheard(answer.member, chunk, answer.account)
+    return audit.testified(answer.member, chunk, answer.account)

@@ -1,0 +1,404 @@
+"""Rounds with strangers among the reducers, in memory and in virtual time: liars are found, named, and done without."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from liars import LIES, Altering, BadlySealed, Deluded, Liar, LyingWork, TwoFaced, partial_to
+from roundlab import Lab, assert_same_average, at_point, lab, mean_of
+
+from potluck.errors import ProtocolError, RoundFailedError
+from potluck.round import testimony
+from potluck.round.aggregators import AGGREGATOR_NAMES, AggregatorSpec
+from potluck.round.audit import AuditConfig
+from potluck.round.codecs import CODEC_NAMES, CodecChoice
+from potluck.round.gathering import GatherConfig
+from potluck.testing.virtualloop import in_virtual_time
+
+EVERY_CHUNK = AuditConfig(chunks_per_reducer=10_000)
+
+
+@asynccontextmanager
+async def strangers(num_strangers: int, *, audit: AuditConfig = EVERY_CHUNK, **options: Any) -> AsyncIterator[Lab]:
+    """A trusted member that coordinates, and others that nobody vouches for."""
+    options.setdefault("gather", GatherConfig(audit=audit))
+    async with lab(1, **options) as there:
+        for _ in range(num_strangers):
+            await there.join(trusted=False)
+        yield there
+
+
+def statistics(there: Lab) -> dict[str, int]:
+    return there.members[0].averager.statistics()
+
+
+# Honest rounds
+
+
+@in_virtual_time
+async def test_honest_rounds_pass_the_audit() -> None:
+    async with strangers(3) as there:
+        for epoch in (1, 2):
+            results = await there.average()
+            assert_same_average(there.members, mean_of(there.members))
+            commit = results[0].commit
+            assert (commit.epoch, commit.left_out, commit.excluded, commit.revisions) == (epoch, {}, {}, 0)
+            assert commit.audited >= 8
+        assert statistics(there)["coordinator_audits"] == 2
+        assert "coordinator_liars" not in statistics(there)
+
+
+@in_virtual_time
+async def test_an_audit_looks_at_so_many_chunks_of_each_reducer() -> None:
+    async with strangers(3, audit=AuditConfig(chunks_per_reducer=2)) as there:
+        results = await there.average()
+        assert sum(result.role == "reducer" for result in results) == 4
+        assert results[0].commit.audited == 8
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@in_virtual_time
+async def test_with_every_codec_the_same_bits_are_recomputed(codec: str) -> None:
+    async with strangers(2, choice=CodecChoice.everything(codec)) as there:
+        results = await there.average()
+        assert_same_average(there.members)
+        assert results[0].commit.audited > 0
+        assert results[0].commit.revisions == 0
+
+
+@pytest.mark.parametrize("name", AGGREGATOR_NAMES)
+@in_virtual_time
+async def test_with_every_aggregator_the_same_bits_are_recomputed(name: str) -> None:
+    gather = GatherConfig(audit=EVERY_CHUNK, aggregator=AggregatorSpec(name=name))
+    async with strangers(2, gather=gather) as there:
+        results = await there.average()
+        assert_same_average(there.members)
+        assert results[0].commit.audited > 0
+        assert results[0].commit.revisions == 0
+
+
+@in_virtual_time
+async def test_among_trusted_reducers_nothing_is_sealed_or_audited() -> None:
+    async with lab(3) as there:
+        results = await there.average()
+        assert results[0].commit.audited == 0
+        assert "coordinator_audits" not in statistics(there)
+
+
+@in_virtual_time
+async def test_the_audit_can_be_turned_off() -> None:
+    async with strangers(2, audit=AuditConfig(chunks_per_reducer=0)) as there:
+        results = await there.average()
+        assert results[0].commit.audited == 0
+        assert "coordinator_audits" not in statistics(there)
+
+
+# Liars
+
+
+async def average_with_liar(there: Lab, liar: Liar) -> None:
+    """One round; the liar lies, is found, named, excluded, and the others hold the right average."""
+    guilty = liar.member
+    honest = [member for member in there.members if member is not guilty]
+    results = dict(zip(there.members, await there.average(), strict=True))
+    assert liar.lies, "it never lied"
+    commit = results[honest[0]].commit
+    assert all(results[member].holds for member in honest)
+    assert set(commit.holders) == {member.id for member in honest}
+    assert commit.left_out.keys() == {guilty.id}
+    assert commit.excluded.keys() == {guilty.id}
+    assert commit.excluded[guilty.id].reason == commit.left_out[guilty.id]
+    assert commit.audited > 0
+    assert_same_average(honest, mean_of([m for m in honest if not m.is_aux]))
+    assert results[guilty].left_behind is not None
+    assert statistics(there)["coordinator_liars"] == 1
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("seed", range(2))
+@in_virtual_time
+async def test_a_liar_is_found_named_and_excluded_and_its_work_done_again(lie: type[LyingWork], seed: int) -> None:
+    async with strangers(3) as there:
+        await there.average()
+        guilty = there.members[1 + random.Random(seed).randrange(3)]
+        liar = Liar(guilty, lie)
+        await average_with_liar(there, liar)
+        head = there.members[0].averager.lineage.head
+        assert head is not None
+        assert lie.named_for in head.excluded[guilty.id].reason
+
+
+@in_virtual_time
+async def test_a_liar_takes_part_in_nothing_more_until_its_time_is_over() -> None:
+    audit = replace(EVERY_CHUNK, exclusion_seconds=100.0)
+    async with strangers(3, audit=audit) as there:
+        liar = Liar(there.members[3], Altering)
+        honest = there.members[:3]
+        await average_with_liar(there, liar)
+        lies = len(liar.lies)
+        started = asyncio.get_running_loop().time()
+        results = await there.average()
+        assert asyncio.get_running_loop().time() - started < 0.5, "nobody waits for it"
+        assert_same_average(honest, mean_of(honest))
+        assert len(liar.lies) == lies, "it had no part"
+        assert results[3].left_behind is not None
+        assert "is excluded for another" in results[3].left_behind.reason
+        assert results[0].commit.excluded.keys() == {liar.member.id}
+        await asyncio.sleep(100.0)
+        liar.repent()
+        results = await there.average()
+        assert_same_average(there.members, mean_of(there.members))
+        assert results[0].commit.excluded == {}
+
+
+@in_virtual_time
+async def test_the_next_coordinator_knows_who_lied() -> None:
+    async with strangers(3) as there:
+        heir = await there.join(coordinates=True)
+        liar = Liar(there.members[3], Altering)
+        await average_with_liar(there, liar)
+        await there.kill(there.members[0])
+        honest = [member for member in there.members if member is not liar.member]
+        results = dict(zip(there.members, await there.average(), strict=True))
+        assert heir.averager.lease.is_held
+        assert not results[liar.member].holds
+        assert_same_average(honest, mean_of(honest))
+        assert results[heir].commit.excluded.keys() == {liar.member.id}
+
+
+@in_virtual_time
+async def test_two_liars_in_one_round_are_both_found() -> None:
+    async with strangers(4) as there:
+        liars = [Liar(there.members[2], Altering), Liar(there.members[4], TwoFaced)]
+        results = await there.average()
+        assert all(liar.lies for liar in liars)
+        guilty = {liar.member.id for liar in liars}
+        honest = [member for member in there.members if member.id not in guilty]
+        assert results[0].commit.excluded.keys() == guilty
+        assert_same_average(honest, mean_of(honest))
+
+
+@in_virtual_time
+async def test_an_honest_member_without_anybody_who_could_reduce_goes_on_alone() -> None:
+    async with lab() as there:
+        await there.join(is_client=True)
+        liar = Liar(await there.join(trusted=False), Altering)
+        results = await there.average()
+        assert liar.lies
+        assert results[0].holds
+        assert results[0].commit.excluded.keys() == {liar.member.id}
+        assert_same_average(there.members[:1], mean_of(there.members[:1]))
+        assert statistics(there)["coordinator_aborts"] == 1
+
+
+@in_virtual_time
+async def test_of_a_liar_that_contributes_nothing_only_its_own_parts_are_done_again() -> None:
+    async with strangers(2) as there:
+        aux = await there.join(role="aux", trusted=False)
+        liar = Liar(aux, Altering)
+        results = await there.average()
+        assert liar.lies
+        commit = results[0].commit
+        assert commit.excluded.keys() == {aux.id}
+        trainers = there.members[:3]
+        assert_same_average(trainers, mean_of(trainers))
+        again = {m.peer: m.sent_bytes for m in commit.members}
+        assert max(again[m.id] for m in trainers) < 2 * there.members[1].values.nbytes * 1.5
+
+
+@in_virtual_time
+async def test_a_reducer_that_gives_one_member_something_else_is_found_though_most_agree() -> None:
+    async with strangers(4, audit=AuditConfig(chunks_per_reducer=1)) as there:
+        guilty, victim = there.members[2], there.members[4]
+        liar = Liar(guilty, Altering, most_chunks=0)
+        partial_to(guilty, victim, liar.lies)
+        results = await there.average()
+        assert liar.lies
+        commit = results[0].commit
+        assert commit.excluded.keys() == {guilty.id}
+        assert "two different averages" in commit.excluded[guilty.id].reason
+        assert commit.left_out.keys() == {guilty.id, victim.id}
+        honest = [there.members[0], there.members[1], there.members[3]]
+        assert_same_average(honest, mean_of(honest))
+        results = await there.average()
+        assert results[4].holds, "the victim is in again"
+
+
+@in_virtual_time
+async def test_a_member_that_holds_what_nobody_gave_it_is_found() -> None:
+    async with strangers(3) as there:
+        liar = Liar(there.members[3], Deluded)
+        results = await there.average()
+        assert liar.lies
+        assert results[0].commit.excluded.keys() == {there.members[3].id}
+        assert Deluded.named_for in results[0].commit.excluded[there.members[3].id].reason
+        assert_same_average(there.members[:3], mean_of(there.members[:3]))
+
+
+@in_virtual_time
+async def test_a_reducer_that_spoils_a_single_chunk_is_found_within_some_rounds() -> None:
+    async with lab(gather=GatherConfig(audit=AuditConfig(chunks_per_reducer=1))) as there:
+        await there.join(is_client=True)
+        for _ in range(2):
+            await there.join(trusted=False)
+        auditor = there.members[0].averager._coordinator._auditor
+        auditor._rng = random.Random(7)
+        liar = Liar(there.members[2], Altering, most_chunks=1)
+        num_spoilt = 0
+        for _ in range(50):  # of six or seven chunks each: found in a round with odds of 1 in 7
+            liar.lies.clear()
+            results = await there.average()
+            assert liar.lies
+            if results[0].commit.excluded:
+                break
+            num_spoilt += 1
+        assert num_spoilt, "with this seed it gets away with it for a while, as the odds say"
+        assert results[0].commit.excluded.keys() == {liar.member.id}
+        honest = there.members[:2]
+        assert_same_average(honest, mean_of(honest))
+
+
+# Members that only fail
+
+
+@in_virtual_time
+async def test_values_that_do_not_match_their_seal_are_left_out_and_nobody_is_excluded() -> None:
+    async with strangers(3) as there:
+        guilty = await there.join(trusted=False, is_client=True)
+        liar = Liar(guilty, BadlySealed)
+        results = await there.average()
+        assert liar.lies
+        assert_same_average(there.members, mean_of(there.members[:4]))
+        assert results[0].commit.excluded == {}, "it is one's word against the other's"
+
+
+@in_virtual_time
+async def test_who_does_not_testify_is_left_out_and_not_excluded() -> None:
+    async with strangers(3) as there:
+        mute = there.members[2]
+        mute.averager._participation._witness._audience = lambda: None
+        results = await there.average()
+        honest = [member for member in there.members if member is not mute]
+        assert_same_average(honest, mean_of(honest))
+        assert "did not testify" in results[0].commit.left_out[mute.id]
+        assert results[0].commit.excluded == {}
+        assert statistics(there)["coordinator_unanswered_audits"] == 1
+
+
+@pytest.mark.parametrize("point", ["planned", "half_sent", "all_sent", "half_averages_sent", "complete", "reported"])
+@in_virtual_time
+async def test_a_member_that_dies_at_any_point_leaves_nothing_unaudited(point: str) -> None:
+    async with strangers(3) as there:
+        await there.average()
+        victim = there.members[3]
+        deaths: list[asyncio.Task[None]] = []
+
+        def die() -> None:
+            there.sever(victim)
+            deaths.append(asyncio.create_task(there.kill(victim)))
+
+        survivors = there.members[:3]
+        with at_point(f"round.{point}", die, peer=victim.id) as reached:
+            tasks = there.start()
+            results = await asyncio.gather(*tasks[:3])
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert reached
+        await asyncio.gather(*deaths)
+        assert all(result.holds for result in results)
+        assert results[0].commit.audited > 0
+        assert results[0].commit.excluded == {}
+        assert_same_average(survivors)
+        if results[0].commit.left_out:
+            assert_same_average(survivors, mean_of(survivors))
+
+
+@in_virtual_time
+async def test_an_auditor_that_dies_is_replaced_and_what_it_had_not_audited_is_done_again() -> None:
+    async with strangers(3) as there:
+        await there.join(coordinates=True)
+        await there.average()
+        victim = there.coordinator()
+        survivors = [member for member in there.members if member is not victim]
+        deaths: list[asyncio.Task[None]] = []
+
+        def die() -> None:
+            there.sever(victim)
+            deaths.append(asyncio.create_task(there.kill(victim)))
+
+        with at_point("round.auditing", die, peer=victim.id) as reached:
+            tasks = dict(zip(there.members, there.start(), strict=True))
+            results = await asyncio.gather(*(tasks[member] for member in survivors))
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        assert reached
+        await asyncio.gather(*deaths)
+        assert all(result.holds and result.commit.audited > 0 for result in results)
+        assert_same_average(survivors, mean_of(survivors))
+
+
+@in_virtual_time
+async def test_only_the_coordinator_may_ask() -> None:
+    async with strangers(2) as there:
+        curious, asked = there.members[1:]
+        answers: list[asyncio.Task[Any]] = []
+
+        def ask() -> None:
+            key = asked.averager._participation._round.exchanger.key  # type: ignore[union-attr]
+            challenge = testimony.Challenge(key=key, chunk=0, generation=0)
+            request = curious.peer.links.request(asked.id, challenge, reply=testimony.Testimony, timeout_seconds=5)
+            answers.append(asyncio.create_task(request))
+
+        with at_point("round.auditing", ask) as reached:
+            await there.average()
+        assert reached
+        with pytest.raises(ProtocolError, match="not a round in which"):
+            await answers[0]
+        assert asked.averager.statistics()["foreign_challenges"] == 1
+
+
+# Who reduces
+
+
+@in_virtual_time
+async def test_where_only_trusted_peers_reduce_strangers_have_no_part_and_nothing_is_audited() -> None:
+    async with strangers(2, gather=GatherConfig(trusted_reducers=True)) as there:
+        await there.join()
+        results = await there.average()
+        assert [result.role for result in results] == ["reducer", "sender", "sender", "reducer"]
+        assert results[0].commit.audited == 0
+        assert_same_average(there.members, mean_of(there.members))
+
+
+@in_virtual_time
+async def test_a_stranger_does_not_take_over_from_a_trusted_reducer_that_dies() -> None:
+    async with strangers(2, gather=GatherConfig(trusted_reducers=True)) as there:
+        other = await there.join()
+        await there.average()
+        deaths: list[asyncio.Task[None]] = []
+
+        def die() -> None:
+            there.sever(other)
+            deaths.append(asyncio.create_task(there.kill(other)))
+
+        with at_point("round.first_reduced", die, peer=other.id) as reached:
+            tasks = there.start()
+            results = await asyncio.gather(*tasks[:3])
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert reached
+        await asyncio.gather(*deaths)
+        assert [result.role for result in results] == ["reducer", "sender", "sender"]
+        assert_same_average(there.members)
+
+
+@in_virtual_time
+async def test_without_a_trusted_peer_everybody_learns_why_there_is_no_round() -> None:
+    async with lab(gather=GatherConfig(trusted_reducers=True)) as there:
+        for _ in range(2):
+            await there.join(trusted=False)
+        results = await asyncio.gather(*there.start(timeout_seconds=5.0), return_exceptions=True)
+        assert all(isinstance(result, RoundFailedError) and "--trusted" in str(result) for result in results)

@@ -88,7 +88,7 @@ class Coordinator:
         self._hub_was_away = False
         self._decisions: list[Decision] = []
         self._wake = asyncio.Event()
-        self._subscription: Subscription | None = None
+        self._subscriptions: list[Subscription] = []
         self._stop_listening: Callable[[], None] = lambda: None
         self._task: asyncio.Task[None] | None = None
 
@@ -97,15 +97,15 @@ class Coordinator:
         session = self._session
         self._links.handle(Report, self._reported)
         self._stop_listening = session.roster.listen(self._roster_changed)
-        self._subscription = await session.hub.subscribe(session.subjects.news("*", "ready"), self._ready_came)
+        for topic, came in (("ready", self._ready_came), ("report", self._report_came)):
+            self._subscriptions.append(await session.hub.subscribe(session.subjects.news("*", topic), came))
         self._task = asyncio.create_task(self._run(), name="coordinator")
 
     async def close(self) -> None:
         """Coordinate nothing more. Calling it twice does no harm."""
         self._stop_listening()
-        if self._subscription is not None:
-            await self._subscription.cancel()
-            self._subscription = None
+        while self._subscriptions:
+            await self._subscriptions.pop().cancel()
         await tasks.end(self._task)
         self._task = None
 
@@ -154,9 +154,23 @@ class Coordinator:
             self._decisions += director.member_gone(index, reason, self._clock.monotonic())
             self._wake.set()
 
+    def _report_came(self, delivery: Delivery) -> None:
+        peer = delivery.subject.rsplit(".", 2)[-2]
+        try:
+            report = decode(Report, delivery.payload)
+        except ProtocolError as error:
+            self.counts["bad_reports"] += 1
+            logger.debug("a report of %s cannot be read: %s", peer, error)
+            return
+        self.counts["reports_by_hub"] += 1
+        self._take_report(peer, report)
+
     def _reported(self, incoming: Incoming[Report]) -> None:
-        director, report = self._director, incoming.message
-        index = director.plan.index_of(incoming.sender) if director is not None else None
+        self._take_report(incoming.sender, incoming.message)
+
+    def _take_report(self, sender: str, report: Report) -> None:
+        director = self._director
+        index = director.plan.index_of(sender) if director is not None else None
         if director is None or index is None or report.key != director.plan.key:
             self.counts["late_reports"] += 1
             return

@@ -63,7 +63,7 @@ class Proposal:
     """Whether the prediction rests on measured speeds."""
 
     chunk_seconds: float
-    """How long the slowest sender needs for one chunk to each reducer, as far as speeds are known."""
+    """How long the slowest needs for one chunk to each reducer, or of a reducer to all, as far as speeds are known."""
 
 
 @dataclass(slots=True)
@@ -164,7 +164,7 @@ class Gathering:
             plan=plan,
             predicted_seconds=predicted_seconds,
             is_measured=any(member.upload_bytes_per_second for member in members),
-            chunk_seconds=chunk_bytes * len({part.reducer for part in parts}) / _slowest_upload(members),
+            chunk_seconds=_chunk_seconds(chunk_bytes, members, {part.reducer for part in parts}),
         )
 
     def _members(self, candidates: list[Candidate]) -> list[Member]:
@@ -247,6 +247,12 @@ def _common_layout(candidates: Iterable[Candidate]) -> tuple[str, tuple[Run, ...
 def _chunk_bytes(runs: tuple[Run, ...], num_reducers: int, members: list[Member]) -> int:
     fitting = fitting_chunk_bytes(runs, num_reducers)
     return max(SMALLEST_CHUNK_BYTES, int(min(fitting, _slowest_upload(members) * CHUNK_SECONDS)))
+
+
+def _chunk_seconds(chunk_bytes: int, members: list[Member], reducers: set[int]) -> float:
+    uploads = known_speeds([member.upload_bytes_per_second for member in members], math.inf)
+    copies = [len(members) - 1 if index in reducers else len(reducers) for index in range(len(members))]
+    return max(chunk_bytes * num_copies / upload for num_copies, upload in zip(copies, uploads, strict=True))
 
 
 def _slowest_upload(members: list[Member]) -> float:

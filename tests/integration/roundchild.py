@@ -212,5 +212,6 @@ async def main() -> None:
 if __name__ == "__main__":
     peer_module.TELL_SPEED_EVERY_SECONDS = 3600.0  # whoever was frozen seems slow for a while, and would reduce nothing
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    logging.getLogger("potluck").setLevel(logging.DEBUG)
     torch.set_num_threads(1)
     asyncio.run(main())

@@ -603,6 +603,105 @@ async def test_the_hub_may_stay_away_longer_than_a_lease_lasts() -> None:
         assert_same_average(there.members, mean_of(there.members))
 
 
+@pytest.mark.parametrize("point", ["plan_published", "half_sent", "committing"])
+@in_virtual_time
+async def test_after_an_outage_of_the_hub_those_who_come_back_last_are_waited_for(point: str) -> None:
+    async with lab(4, all_coordinate=True) as there:
+        await there.average()
+        await asyncio.sleep(1.0)
+        members = [there.coordinator(), *(m for m in there.members if m is not there.coordinator())]
+        with at_point(f"round.{point}", there.run.hub.disconnect) as reached:
+            tasks = there.start()
+            await asyncio.sleep(6.0)
+        assert reached
+        there.run.hub.reconnect("GUARD")
+        for member in members:
+            there.run.hub.reconnect(member.id)
+            await asyncio.sleep(0.1)
+        results = await asyncio.gather(*tasks)
+        assert all(result.holds for result in results)
+        assert_same_average(there.members, mean_of(there.members))
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("cuts", [[(0, 1), (0, 2)], [(0, 1), (2, 3)], [(0, 2), (1, 3)]])
+@in_virtual_time
+async def test_two_broken_links_of_four_members_leave_out_one_at_most(
+    cuts: list[tuple[int, int]], is_told: bool
+) -> None:
+    """Also where the coordinator does not reach two of them: it hears their reports by way of the hub."""
+    async with lab(4, all_coordinate=True) as there:
+        await there.average()
+        await asyncio.sleep(1.0)
+        coordinator = there.coordinator()
+        members = [coordinator, *(m for m in there.members if m is not coordinator)]
+
+        def sever() -> None:
+            for one, other in cuts:
+                pair = members[one].peer, members[other].peer
+                if is_told:
+                    there.run.cut(*pair)
+                else:
+                    there.run.muffle(*pair)
+                    there.run.muffle(*pair[::-1])
+
+        with at_point("round.planned", sever, peer=coordinator.id) as reached:
+            results = await there.average()
+        assert reached
+        assert results[0].commit.epoch == 2
+        holders = [member for member, result in zip(there.members, results, strict=True) if result.holds]
+        assert len(holders) >= 3
+        assert_same_average(holders)
+        if len({member for pair in cuts for member in pair}) < 4:
+            assert coordinator.averager.statistics()["coordinator_reports_by_hub"] > 0
+        for result in results:
+            assert result.holds or (result.left_behind and len(result.left_behind.holders) == len(holders))
+
+
+@in_virtual_time
+async def test_a_coordinator_that_reaches_nobody_leaves_itself_out() -> None:
+    async with lab(5, all_coordinate=True) as there:
+        await there.average()
+        await asyncio.sleep(1.0)
+        lonely = there.coordinator()
+        others = [member for member in there.members if member is not lonely]
+
+        def cut_all() -> None:
+            for other in others:
+                there.run.cut(lonely.peer, other.peer)
+
+        with at_point("round.planned", cut_all, peer=lonely.id) as reached:
+            results = await there.average()
+        assert reached
+        assert [member for member, result in zip(there.members, results, strict=True) if result.holds] == others
+        assert_same_average(others)
+        assert "nothing gets through" in results[0].commit.left_out[lonely.id]
+
+
+@pytest.mark.parametrize("seconds", [1.0, 2.5, 4.0, 12.0])
+@pytest.mark.parametrize("point", ["plan_published", "half_sent", "complete", "committing", "committed"])
+@in_virtual_time
+async def test_a_coordinator_that_freezes_for_a_while_does_no_harm(point: str, seconds: float) -> None:
+    async with lab(4, all_coordinate=True) as there:
+        await there.average()
+        await asyncio.sleep(1.0)
+        victim = there.coordinator()
+        others = [member for member in there.members if member is not victim]
+        with at_point(f"round.{point}", lambda: there.freeze(victim), peer=victim.id) as reached:
+            tasks = there.start()
+            await asyncio.sleep(seconds)
+            there.thaw(victim)
+            results = await asyncio.gather(*tasks)
+        assert reached
+        assert len({result.commit.digest for result in results}) == 1
+        assert {result.commit.epoch for result in results} == {2}
+        holders = [member for member, result in zip(there.members, results, strict=True) if result.holds]
+        assert set(holders) >= set(others)
+        assert_same_average(holders)
+        results = await there.average()
+        assert all(result.holds for result in results)
+
+
 @in_virtual_time
 async def test_a_peer_that_comes_back_as_another_life_is_a_new_member() -> None:
     async with lab(3) as there:

@@ -105,8 +105,10 @@ class Gathering:
             self.forget(peer)
             return
         known = self._waiting.get(peer)
-        same = known is not None and (known.ready.epoch, known.ready.session) == (ready.epoch, ready.session)
-        self._waiting[peer] = _Waiting(ready, known.since if known is not None and same else now, now)
+        # Under another lease the wait begins anew: after an outage of the hub its peers come back one by one, and the
+        # first must not run away with the epoch because they had been ready for long.
+        is_same = known is not None and _wait_of(known.ready) == _wait_of(ready)
+        self._waiting[peer] = _Waiting(ready, known.since if known is not None and is_same else now, now)
 
     def forget(self, peer: str) -> None:
         """A peer is gone."""
@@ -212,6 +214,10 @@ class Gathering:
     def _deadline_seconds(self, predicted_seconds: float) -> float:
         wanted = 10.0 + 5.0 * predicted_seconds
         return min(max(wanted, self.config.least_round_seconds), self.config.most_round_seconds)
+
+
+def _wait_of(ready: Ready) -> tuple[int, str, int]:
+    return ready.epoch, ready.session, ready.token
 
 
 def senders(candidates: Iterable[Candidate]) -> list[ReadySender]:

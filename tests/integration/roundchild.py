@@ -6,6 +6,8 @@ python -m potluck.testing.faulty roundchild.py
 {"do": "arm", "faults": [...]}   from now on these faults, as in potluck.testing.faults; with "cut": also lose all
                                  packets from and to these peers, from that moment on
 {"do": "mend"}                   lose packets no more
+{"do": "lie", "epoch": 3}        report another digest than that of the averages in that epoch
+{"do": "slow", "seconds": 0.1}   let each piece of tensor work take so much longer
 {"do": "round", "epoch": 3}      take part, and tell what came of it
 {"do": "status"}                 tell what is known
 {"do": "leave"}                  good-bye
@@ -22,8 +24,9 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from potluck import faultpoints
@@ -34,10 +37,15 @@ from potluck.round.averager import Averager, AveragerConfig
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
 from potluck.round.director import Patience
+from potluck.round.exchanger import Exchanger
+from potluck.round.plan import Report
 from potluck.round.trigger import Quorum
+from potluck.round.workers import Workers
 from potluck.run import peer as peer_module
 from potluck.run.peer import Peer, PeerConfig
 from potluck.testing.faults import Fault, FaultHook
+
+T = TypeVar("T")
 
 ELEMENTS = 600_000
 POLL_SECONDS = 0.01
@@ -76,6 +84,40 @@ class Cutter:
         carrier.send = lambda peer, header, payload: True if peer in self.peers else send(peer, header, payload)
 
 
+class Liar:
+    """Changes what this member reports."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.num_lies = 0
+        report = Exchanger.report
+
+        def lie(exchanger: Exchanger) -> Report:
+            told = report(exchanger)
+            if told.key.epoch != self.epoch or not told.digest:
+                return told
+            self.num_lies += 1
+            return msgspec.structs.replace(told, digest="f" * 32)
+
+        Exchanger.report = lie  # type: ignore[method-assign]
+
+
+class SlowWorkers(Workers):
+    """Takes its time."""
+
+    extra_seconds = 0.0
+    num_slowed = 0
+
+    def submit(self, work: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]) -> None:
+        def slowly() -> T:
+            if self.extra_seconds:
+                self.num_slowed += 1
+                time.sleep(self.extra_seconds)
+            return work()
+
+        super().submit(slowly, done, failed)
+
+
 class Member:
     """The process's peer."""
 
@@ -92,13 +134,15 @@ class Member:
         address = HubAddress(servers=tuple(arguments["servers"]), ca_pem=arguments["ca_pem"])
         self.peer = Peer(address, arguments["run"], Identity.open(Path(arguments["identity"])), config)
         self.cutter = Cutter(self.peer)
+        self.liar = Liar()
+        self.workers = SlowWorkers(1)
         self.averager: Averager | None = None
 
     async def start(self) -> None:
         await self.peer.start()
         coordinator = CoordinatorConfig(trigger=Quorum(grace_seconds=3.0), patience=PATIENCE)
         config = AveragerConfig(codecs=CodecChoice.everything("float32"), coordinator=coordinator, num_threads=1)
-        self.averager = Averager(self.peer, config)
+        self.averager = Averager(self.peer, config, workers=self.workers)
         await self.averager.start()
 
     async def close(self) -> None:
@@ -141,6 +185,8 @@ class Member:
             "left_out": dict(result.commit.left_out),
             "commit": result.commit.digest,
             "term": result.commit.term,
+            "holders": list(result.commit.holders),
+            "fetch_from": list(result.left_behind.holders) if result.left_behind is not None else [],
         }
         if result.holds and tensors is not None:
             answer["values"] = hashlib.sha256(values.numpy().tobytes()).hexdigest()
@@ -160,6 +206,8 @@ class Member:
             "epoch": self.averager.epoch,
             "coordinator": self.averager.lease.view.holder,
             "statistics": self.averager.statistics(),
+            "lies": self.liar.num_lies,
+            "slowed": self.workers.num_slowed,
         }
 
 
@@ -204,6 +252,10 @@ async def main() -> None:
             member.arm(order["faults"])
         elif order["do"] == "mend":
             member.cutter.peers.clear()
+        elif order["do"] == "lie":
+            member.liar.epoch = order["epoch"]
+        elif order["do"] == "slow":
+            member.workers.extra_seconds = order["seconds"]
         say({"answer": order["id"], **member.status()})
     if member is not None:
         await member.close()

@@ -234,6 +234,11 @@ def alive_trainers(roster: Iterable[Presence]) -> frozenset[str]:
     return frozenset(p.peer for p in roster if p.state == "alive" and p.card.role == "trainer")
 
 
+def present_trainers(roster: Iterable[Presence]) -> frozenset[str]:
+    """Also those under suspicion, who may only not have found the way back yet."""
+    return frozenset(p.peer for p in roster if p.card.role == "trainer")
+
+
 @lru_cache(maxsize=8)  # it takes some milliseconds, and members and speeds change rarely
 def _shares(members: tuple[Member, ...], contribution_bytes: int, config: PartitionConfig) -> Partition:
     return partition(members, contribution_bytes=contribution_bytes, num_chunks=1 << 20, config=config)

@@ -17,6 +17,7 @@ from roundcluster import PATIENCE_SECONDS, ROUND_SECONDS, Answer, ChildMember, c
 from roundstage import SENDER_POINTS, Stage, open_stage
 
 from potluck.testing.polling import poll_until
+from potluck.testing.processes import ChildError
 
 pytestmark = pytest.mark.xdist_group("round trouble")
 
@@ -57,10 +58,16 @@ class Chaos:
         answers = await self._answers(patterns, troubled)
         self._check(answers)
         self.num_fired += len(self.stage.fired())
-        for victim in troubled:
+        for victim, kind in troubled.items():
             if victim.is_running:
-                await victim.ask("arm", faults=[])
-                await victim.ask("mend")
+                await self._heal(victim, kind)
+
+    async def _heal(self, victim: ChildMember, kind: str) -> None:
+        try:
+            await victim.ask("arm", faults=[])
+            await victim.ask("mend")
+        except ChildError:
+            assert kind == "kill", f"member {victim.number} died by itself"  # after it had answered
 
     async def whole(self) -> None:
         """Everybody is back, and holds the mean of all."""

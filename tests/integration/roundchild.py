@@ -5,8 +5,10 @@ python -m potluck.testing.faulty roundchild.py
 {"servers": …, "identity": …, …} the first line: who to be, and where. Until then it only has its imports done
 {"do": "arm", "faults": [...]}   from now on these faults, as in potluck.testing.faults; with "cut": also lose all
                                  packets from and to these peers, from that moment on
-{"do": "lie"}                    from now on, as a reducer, give out something else than the average
+{"do": "poison"}                 from now on, as a reducer, give out something else than the average
 {"do": "mend"}                   lose packets no more
+{"do": "lie", "epoch": 3}        report another digest than that of the averages in that epoch
+{"do": "slow", "seconds": 0.1}   let each piece of tensor work take so much longer
 {"do": "round", "epoch": 3}      take part, and tell what came of it
 {"do": "status"}                 tell what is known
 {"do": "leave"}                  good-bye
@@ -24,8 +26,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from potluck import faultpoints
@@ -37,14 +40,18 @@ from potluck.round.chunks import Chunk
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
 from potluck.round.director import Patience
-from potluck.round.plan import Plan
+from potluck.round.exchanger import Exchanger
+from potluck.round.plan import Plan, Report
 from potluck.round.reduction import Reduced
 from potluck.round.seals import Notary, Sealer, sealed_hash
 from potluck.round.tensorwork import SealedWork, TensorWork
 from potluck.round.trigger import Quorum
+from potluck.round.workers import Workers
 from potluck.run import peer as peer_module
 from potluck.run.peer import Peer, PeerConfig
 from potluck.testing.faults import Fault, FaultHook
+
+T = TypeVar("T")
 
 ELEMENTS = 600_000
 POLL_SECONDS = 0.01
@@ -66,12 +73,12 @@ def contributors_of(value: float) -> list[int]:
     raise AssertionError(f"{value} is nobody's average")
 
 
-class LyingWork(SealedWork):
+class PoisoningWork(SealedWork):
     """A reducer's work that gives out the negative of the average, sealed as it should be."""
 
-    def __init__(self, sealer: Sealer, notary: Notary, lies: list[int]) -> None:
+    def __init__(self, sealer: Sealer, notary: Notary, poisoned: list[int]) -> None:
         super().__init__(sealer, notary)
-        self.lies = lies
+        self.poisoned = poisoned
 
     def reduce(self, chunk: Chunk, generation: int, *arguments: Any) -> Reduced:
         reduced = super().reduce(chunk, generation, *arguments)
@@ -80,7 +87,7 @@ class LyingWork(SealedWork):
         frame = (-torch.frombuffer(bytearray(reduced.frame), dtype=torch.float32)).numpy().tobytes()
         frame_hash = sealed_hash(frame)
         self.average_seals[chunk.index, generation] = self._sealer.seal_average(chunk.index, generation, frame_hash)
-        self.lies.append(chunk.index)
+        self.poisoned.append(chunk.index)
         return replace(reduced, frame=frame, frame_hash=frame_hash)
 
 
@@ -101,6 +108,40 @@ class Cutter:
         carrier.send = lambda peer, header, payload: True if peer in self.peers else send(peer, header, payload)
 
 
+class Liar:
+    """Changes what this member reports."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.num_lies = 0
+        report = Exchanger.report
+
+        def lie(exchanger: Exchanger) -> Report:
+            told = report(exchanger)
+            if told.key.epoch != self.epoch or not told.digest:
+                return told
+            self.num_lies += 1
+            return msgspec.structs.replace(told, digest="f" * 32)
+
+        Exchanger.report = lie  # type: ignore[method-assign]
+
+
+class SlowWorkers(Workers):
+    """Takes its time."""
+
+    extra_seconds = 0.0
+    num_slowed = 0
+
+    def submit(self, work: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]) -> None:
+        def slowly() -> T:
+            if self.extra_seconds:
+                self.num_slowed += 1
+                time.sleep(self.extra_seconds)
+            return work()
+
+        super().submit(slowly, done, failed)
+
+
 class Member:
     """The process's peer."""
 
@@ -117,14 +158,16 @@ class Member:
         address = HubAddress(servers=tuple(arguments["servers"]), ca_pem=arguments["ca_pem"])
         self.peer = Peer(address, arguments["run"], Identity.open(Path(arguments["identity"])), config)
         self.cutter = Cutter(self.peer)
+        self.liar = Liar()
+        self.workers = SlowWorkers(1)
         self.averager: Averager | None = None
-        self.lies: list[int] = []  # chunks
+        self.poisoned: list[int] = []  # chunks
 
     async def start(self) -> None:
         await self.peer.start()
         coordinator = CoordinatorConfig(trigger=Quorum(grace_seconds=3.0), patience=PATIENCE)
         config = AveragerConfig(codecs=CodecChoice.everything("float32"), coordinator=coordinator, num_threads=1)
-        self.averager = Averager(self.peer, config)
+        self.averager = Averager(self.peer, config, workers=self.workers)
         await self.averager.start()
 
     async def close(self) -> None:
@@ -148,16 +191,18 @@ class Member:
 
         faultpoints.install(reached)
 
-    def turn_liar(self) -> None:
+    def turn_poisoner(self) -> None:
         """Replace our work in rounds that are audited."""
         assert self.averager is not None
         participation, run = self.averager._participation, self.peer.session.subjects.run
 
-        def lying_work(plan: Plan) -> TensorWork:
+        def poisoning_work(plan: Plan) -> TensorWork:
             assert plan.audit, "nobody would find out"
-            return LyingWork(Sealer(self.peer.session.identity, run, plan.key), Notary(run, plan.key), self.lies)
+            return PoisoningWork(
+                Sealer(self.peer.session.identity, run, plan.key), Notary(run, plan.key), self.poisoned
+            )
 
-        participation._work = lying_work  # type: ignore[method-assign]
+        participation._work = poisoning_work  # type: ignore[method-assign]
 
     async def round(self, epoch: int, timeout_seconds: float) -> dict[str, Any]:
         """Take part once."""
@@ -180,6 +225,8 @@ class Member:
             "term": result.commit.term,
             "audited": result.commit.audited,
             "excluded": {peer: exclusion.reason for peer, exclusion in result.commit.excluded.items()},
+            "holders": list(result.commit.holders),
+            "fetch_from": list(result.left_behind.holders) if result.left_behind is not None else [],
         }
         if result.holds and tensors is not None:
             answer["values"] = hashlib.sha256(values.numpy().tobytes()).hexdigest()
@@ -197,9 +244,11 @@ class Member:
             "full": sorted(presence.peer for presence in alive if presence.card.addresses),
             "linked": sorted(peer for peer, link in self.peer.links.statistics().peers.items() if link.path),
             "epoch": self.averager.epoch,
-            "lies": len(self.lies),
+            "poisoned": len(self.poisoned),
             "coordinator": self.averager.lease.view.holder,
             "statistics": self.averager.statistics(),
+            "lies": self.liar.num_lies,
+            "slowed": self.workers.num_slowed,
         }
 
 
@@ -242,10 +291,14 @@ async def main() -> None:
             break
         if order["do"] == "arm":
             member.arm(order["faults"])
-        elif order["do"] == "lie":
-            member.turn_liar()
+        elif order["do"] == "poison":
+            member.turn_poisoner()
         elif order["do"] == "mend":
             member.cutter.peers.clear()
+        elif order["do"] == "lie":
+            member.liar.epoch = order["epoch"]
+        elif order["do"] == "slow":
+            member.workers.extra_seconds = order["seconds"]
         say({"answer": order["id"], **member.status()})
     if member is not None:
         await member.close()
@@ -254,5 +307,6 @@ async def main() -> None:
 if __name__ == "__main__":
     peer_module.TELL_SPEED_EVERY_SECONDS = 3600.0  # whoever was frozen seems slow for a while, and would reduce nothing
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    logging.getLogger("potluck").setLevel(logging.DEBUG)
     torch.set_num_threads(1)
     asyncio.run(main())

@@ -53,6 +53,10 @@ class ChildMember:
     def is_running(self) -> bool:
         return self._process is not None and self._process.exit_code is None
 
+    @property
+    def has_joined(self) -> bool:
+        return self.is_running and bool(self.process.find_line(r'"joined"'))
+
     def spawn(self) -> None:
         """Give it a process, which joins by itself."""
         cluster = self._cluster

@@ -17,11 +17,11 @@ async def test_a_lying_reducer_is_found_and_done_without(tmp_path: Path) -> None
         assert answers[0]["excluded"] == {}
 
         liar = cluster.members[2]
-        await liar.ask("lie")
+        await liar.ask("poison")
         honest = [member for member in cluster.members if member is not liar]
         patterns = cluster.begin()
         answers = await cluster.answers(patterns, honest)
-        assert (await liar.ask("status"))["lies"] > 0, "it never lied"
+        assert (await liar.ask("status"))["poisoned"] > 0, "it never lied"
         check_agreement(answers, must_contribute=[m.number for m in honest], may_contribute=[])
         for answer in answers:
             assert answer["excluded"].keys() == answer["left_out"].keys() == {liar.id}

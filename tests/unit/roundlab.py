@@ -19,15 +19,20 @@ from potluck.round.outcome import RoundResult
 from potluck.round.trigger import Quorum
 from potluck.testing.inlineworkers import InlineWorkers
 from potluck.testing.memoryrun import MemoryPeer, MemoryRun
-from potluck.testing.virtualloop import LoopClock
+from potluck.testing.virtualloop import LoopClock, VirtualTimeLoop, process
 
 TIMEOUT_SECONDS = 60.0
 ELEMENTS = 100_000  # several chunks for each of a few reducers
 EXACT = CodecChoice.everything("float32")
 
 
+def process_name(number: int, session: str) -> str:
+    """By which the virtual loop freezes a member."""
+    return f"m{number}-{session}"
+
+
 class Member:
-    """One peer with its averager and tensors."""
+    """One peer with its averager and tensors, in a process of its own as far as freezing is concerned."""
 
     def __init__(self, peer: MemoryPeer, averager: Averager, number: int) -> None:
         self.peer = peer
@@ -35,6 +40,7 @@ class Member:
         self.number = number
         self.values = torch.full((ELEMENTS,), float(number))
         self.is_aux = peer.session.card.role == "aux"
+        self.process = process_name(number, peer.session.card.session)
 
     @property
     def id(self) -> str:
@@ -51,6 +57,13 @@ class Member:
         return await self.averager.average(tensors, **options)
 
 
+def loop_of_lab() -> VirtualTimeLoop:
+    """The loop on which all of this runs."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    return loop
+
+
 class Lab:
     """A run in memory with members."""
 
@@ -63,9 +76,10 @@ class Lab:
         """A new member; the first one coordinates unless said otherwise."""
         number = len(self.members) if number is None else number
         options.setdefault("coordinates", not self.members)
-        peer = await self.run.join(f"m{number}", identity=identity, **options)
-        averager = Averager(peer, self.config, workers=InlineWorkers())
-        await averager.start()
+        with process(process_name(number, self.run.next_session)):
+            peer = await self.run.join(f"m{number}", identity=identity, **options)
+            averager = Averager(peer, self.config, workers=InlineWorkers())
+            await averager.start()
         member = Member(peer, averager, number)
         self.members.append(member)
         return member
@@ -86,10 +100,24 @@ class Lab:
 
     def start(self, members: Sequence[Member] | None = None, **options: Any) -> list[asyncio.Task[RoundResult]]:
         """Everybody starts to take part, with values of their own."""
-        members = list(self.members if members is None else members)
-        for member in members:
+        started = []
+        for member in list(self.members if members is None else members):
             member.fill()
-        return [asyncio.create_task(member.average(**options)) for member in members]
+            with process(member.process):
+                started.append(asyncio.create_task(member.average(**options)))
+        return started
+
+    def freeze(self, member: Member) -> None:
+        """As SIGSTOP."""
+        loop_of_lab().freeze(member.process)
+
+    def is_frozen(self, member: Member) -> bool:
+        """Whether it is stopped."""
+        return loop_of_lab().is_frozen(member.process)
+
+    def thaw(self, member: Member) -> None:
+        """As SIGCONT."""
+        loop_of_lab().thaw(member.process)
 
     def coordinator(self) -> Member:
         """Who holds the lease."""

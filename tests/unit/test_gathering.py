@@ -92,6 +92,16 @@ def test_waiting_counts_from_the_first_word_and_starts_again_with_the_next_epoch
     assert candidate.since == 12.0
 
 
+def test_waiting_starts_again_under_another_lease() -> None:
+    """Else, after an outage of the hub, the first peer to come back would find that all have had their time."""
+    room = Room()
+    room.add("A", now=10.0)
+    room.add("A", now=20.0, token=8)
+    room.add("A", now=21.0, token=8)
+    [candidate] = room.gathering.candidates(room.roster.values(), epoch=1, token=8, now=21.0)
+    assert candidate.since == 20.0
+
+
 def test_a_commit_forgets_those_who_were_ready_for_it_or_before() -> None:
     room = Room()
     room.add("A", epoch=1)

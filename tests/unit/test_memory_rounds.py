@@ -6,8 +6,10 @@ import asyncio
 import gc
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from roundlab import (
@@ -25,9 +27,11 @@ from potluck.round import exchanger as exchanger_module
 from potluck.round.aggregators import AggregatorSpec
 from potluck.round.codecs import CodecChoice
 from potluck.round.gathering import GatherConfig
-from potluck.round.plan import Average, Contribution, Participant, Plan, Ready, RoundKey
+from potluck.round.plan import Average, Contribution, Participant, Plan, Ready, Report, RoundKey
 from potluck.round.signing import sign_word
 from potluck.round.trigger import Quorum
+from potluck.testing.memorycarrier import Conditions
+from potluck.testing.memoryhub import MemoryRule
 from potluck.testing.virtualloop import in_virtual_time
 
 
@@ -50,6 +54,33 @@ async def test_all_hold_the_mean(num_members: int) -> None:
             assert set(results[0].commit.holders) == {member.id for member in there.members}
             assert results[0].commit.left_out == {}
         assert [member.averager.epoch for member in there.members] == [3] * num_members
+
+
+@in_virtual_time
+async def test_sixty_four_members_agree_and_lose_some_on_the_way() -> None:
+    async with lab(64) as there:
+        results = await there.average()
+        assert all(result.holds for result in results)
+        assert_same_average(there.members)
+        expected = sum(2.0**number for number in range(64)) / 64
+        assert float(there.members[0].values[0]) == pytest.approx(expected, rel=1e-6)
+        killed = there.members[10:60:10]
+        deaths: list[asyncio.Task[None]] = []
+
+        def die() -> None:
+            for victim in killed:
+                there.sever(victim)
+                deaths.append(asyncio.create_task(there.kill(victim)))
+
+        survivors = [member for member in there.members if member not in killed]
+        with at_point("round.half_sent", die, peer=there.members[5].id) as reached:
+            tasks = dict(zip(there.members, there.start(), strict=True))
+            results = await asyncio.gather(*(tasks[member] for member in survivors))
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        await asyncio.gather(*deaths)
+        assert reached
+        assert all(result.holds for result in results)
+        assert_same_average(survivors)
 
 
 @in_virtual_time
@@ -603,6 +634,201 @@ async def test_the_hub_may_stay_away_longer_than_a_lease_lasts() -> None:
         assert_same_average(there.members, mean_of(there.members))
 
 
+@pytest.mark.parametrize("point", ["plan_published", "half_sent", "committing"])
+@in_virtual_time
+async def test_after_an_outage_of_the_hub_those_who_come_back_last_are_waited_for(point: str) -> None:
+    async with lab(4, all_coordinate=True) as there:
+        await there.average()
+        await asyncio.sleep(1.0)
+        members = [there.coordinator(), *(m for m in there.members if m is not there.coordinator())]
+        with at_point(f"round.{point}", there.run.hub.disconnect) as reached:
+            tasks = there.start()
+            await asyncio.sleep(6.0)
+        assert reached
+        there.run.hub.reconnect("GUARD")
+        for member in members:
+            there.run.hub.reconnect(member.id)
+            await asyncio.sleep(2.0)  # longer than the grace that a trigger gives
+        results = await asyncio.gather(*tasks)
+        assert all(result.holds for result in results)
+        assert_same_average(there.members, mean_of(there.members))
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("cuts", [[(0, 1), (0, 2)], [(0, 1), (2, 3)], [(0, 2), (1, 3)]])
+@in_virtual_time
+async def test_two_broken_links_of_four_members_leave_out_one_at_most(
+    cuts: list[tuple[int, int]], is_told: bool
+) -> None:
+    """Also where the coordinator does not reach two of them: it hears their reports by way of the hub."""
+    async with lab(4, all_coordinate=True) as there:
+        await there.average()
+        await asyncio.sleep(1.0)
+        coordinator = there.coordinator()
+        members = [coordinator, *(m for m in there.members if m is not coordinator)]
+
+        def sever() -> None:
+            for one, other in cuts:
+                pair = members[one].peer, members[other].peer
+                if is_told:
+                    there.run.cut(*pair)
+                else:
+                    there.run.muffle(*pair)
+                    there.run.muffle(*pair[::-1])
+
+        with at_point("round.planned", sever, peer=coordinator.id) as reached:
+            results = await there.average()
+        assert reached
+        assert results[0].commit.epoch == 2
+        holders = [member for member, result in zip(there.members, results, strict=True) if result.holds]
+        assert len(holders) >= 3
+        assert_same_average(holders)
+        if len({member for pair in cuts for member in pair}) < 4:
+            assert coordinator.averager.statistics()["coordinator_reports_by_hub"] > 0
+        for result in results:
+            assert result.holds or (result.left_behind and len(result.left_behind.holders) == len(holders))
+
+
+@in_virtual_time
+async def test_a_coordinator_that_reaches_nobody_leaves_itself_out() -> None:
+    async with lab(5, all_coordinate=True) as there:
+        await there.average()
+        await asyncio.sleep(1.0)
+        lonely = there.coordinator()
+        others = [member for member in there.members if member is not lonely]
+
+        def cut_all() -> None:
+            for other in others:
+                there.run.cut(lonely.peer, other.peer)
+
+        with at_point("round.planned", cut_all, peer=lonely.id) as reached:
+            results = await there.average()
+        assert reached
+        assert [member for member, result in zip(there.members, results, strict=True) if result.holds] == others
+        assert_same_average(others)
+        assert "nothing gets through" in results[0].commit.left_out[lonely.id]
+
+
+@pytest.mark.parametrize("seconds", [1.0, 2.5, 4.0, 12.0])
+@pytest.mark.parametrize("point", ["plan_published", "half_sent", "complete", "committing", "committed"])
+@in_virtual_time
+async def test_a_coordinator_that_freezes_for_a_while_does_no_harm(point: str, seconds: float) -> None:
+    async with lab(4, all_coordinate=True) as there:
+        await there.average()
+        await asyncio.sleep(1.0)
+        victim = there.coordinator()
+        others = [member for member in there.members if member is not victim]
+        with at_point(f"round.{point}", lambda: there.freeze(victim), peer=victim.id) as reached:
+            tasks = there.start()
+            await asyncio.sleep(seconds)
+            there.thaw(victim)
+            results = await asyncio.gather(*tasks)
+        assert reached
+        assert len({result.commit.digest for result in results}) == 1
+        assert {result.commit.epoch for result in results} == {2}
+        holders = [member for member, result in zip(there.members, results, strict=True) if result.holds]
+        assert set(holders) >= set(others)
+        assert_same_average(holders)
+        results = await there.average()
+        assert all(result.holds for result in results)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+@in_virtual_time
+async def test_who_reports_another_digest_is_left_out(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    async with lab(4) as there:
+        liar = there.members[number]
+        report = exchanger_module.Exchanger.report
+        lies: list[str] = []
+
+        def lie(exchanger: exchanger_module.Exchanger) -> Report:
+            told = report(exchanger)
+            if exchanger.peer != liar.id or not told.digest:
+                return told
+            lies.append(told.digest)
+            return msgspec.structs.replace(told, digest="f" * 32)
+
+        monkeypatch.setattr(exchanger_module.Exchanger, "report", lie)
+        results = await there.average()
+        assert lies
+        assert_same_average(there.members, mean_of(there.members))
+        assert results[0].commit.left_out == {liar.id: "its averages have another digest"}
+        assert liar.id not in results[0].commit.holders
+
+
+@in_virtual_time
+async def test_a_slow_line_is_given_its_time() -> None:
+    async with lab(3) as there:
+        await there.average()
+        slow = there.members[2]
+        for other in there.members[:2]:
+            conditions = Conditions(bytes_per_second=50_000.0, delay_seconds=0.1)
+            there.run.network.set_conditions(conditions, kind="direct", sender=slow.id, receiver=other.id)
+        for member in there.members:
+            speed = 50_000.0 if member is slow else 1e8
+            member.peer.session.update_card(upload_bytes_per_second=speed, download_bytes_per_second=1e8)
+        await asyncio.sleep(1.0)
+        started = now()
+        results = await there.average()
+        assert now() - started > 2.0, "it was slow indeed"
+        assert all(result.holds for result in results)
+        assert_same_average(there.members, mean_of(there.members))
+
+
+@in_virtual_time
+async def test_a_commit_that_reaches_the_hub_late_is_refused() -> None:
+    """A coordinator freezes while its commit is under way. When it arrives, the epoch is long agreed on, otherwise."""
+    async with lab(4, all_coordinate=True) as there:
+        await there.average()
+        await asyncio.sleep(1.0)
+        old = there.coordinator()
+        others = [member for member in there.members if member is not old]
+        table = there.run.hub.table("lineage")
+        write = there.run.hub.subjects.store_write("lineage", ">")
+        held: list[MemoryRule] = []
+
+        def delay() -> None:
+            held.append(there.run.hub.hold(write, count=1))
+            there.freeze(old)
+
+        with at_point("round.committing", delay, peer=old.id):
+            tasks = dict(zip(there.members, there.start(), strict=True))
+            results = await asyncio.gather(*(tasks[member] for member in others))
+        [rule] = held
+        assert rule.num_caught == 1
+        head = table.version("head")
+        rule.release()
+        there.thaw(old)
+        late = await tasks[old]
+        assert table.version("head") is head, "the late commit changed nothing"
+        assert {result.commit.term for result in results} == {late.commit.term}
+        assert late.commit.term > late.commit.key.token
+        await there.average()
+        assert_same_average(there.members, mean_of(there.members))
+
+
+@in_virtual_time
+async def test_of_two_who_think_that_they_coordinate_one_commits() -> None:
+    """The news of a new lease do not reach the old holder: it goes on, and nobody listens to it."""
+    async with lab(4, all_coordinate=True) as there:
+        await there.average()
+        await asyncio.sleep(1.0)
+        old = there.coordinator()
+        others = [member for member in there.members if member is not old]
+        there.freeze(old)
+        tasks = there.start(others)
+        await asyncio.sleep(0.5)
+        assert not any(task.done() for task in tasks)
+        await asyncio.gather(*tasks)
+        new = next(member for member in others if member.averager.lease.is_held)
+        old.averager.lease._valid_until = now() + 60.0  # its clock stood still: it believes in its lease
+        there.thaw(old)
+        results = await there.average()
+        assert {result.commit.coordinator for result in results} == {new.id}
+        assert all(result.holds for result in results)
+        assert [member.averager.epoch for member in there.members] == [3] * 4
+
+
 @in_virtual_time
 async def test_a_peer_that_comes_back_as_another_life_is_a_new_member() -> None:
     async with lab(3) as there:
@@ -627,6 +853,56 @@ async def test_a_deadline_names_the_peers_and_the_phase() -> None:
         assert "exchanging epoch 1" in str(failure.value)
         assert "averages are missing from" in str(failure.value)
         assert there.members[0].id in str(failure.value)
+
+
+@in_virtual_time
+async def test_an_error_in_any_phase_names_it_and_the_peers() -> None:
+    async with lab(2) as there:
+        coordinator, other = there.members
+        await there.average()
+
+        async def failure_of_other(point: str, trouble: Callable[[], None]) -> str:
+            with at_point(f"round.{point}", trouble) as reached:
+                tasks = there.start(timeout_seconds=2.0)
+                results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert reached
+            assert isinstance(results[1], RoundFailedError)
+            return str(results[1])
+
+        def break_link() -> None:
+            there.run.cut(coordinator.peer, other.peer)
+
+        text = await failure_of_other("planned", break_link)
+        assert f"exchanging epoch 2 (attempt 1.0); averages are missing from {coordinator.id}" in text
+        there.run.mend(coordinator.peer, other.peer)
+        await asyncio.sleep(5.0)
+        text = await failure_of_other("committing", lambda: there.freeze(coordinator))
+        assert f"coordinator {coordinator.id} has not committed it" in text
+        assert "committing epoch 2" in text
+        there.thaw(coordinator)
+        await asyncio.sleep(5.0)
+        there.freeze(coordinator)
+        await asyncio.sleep(5.0)
+        [task] = there.start([other], timeout_seconds=2.0)
+        with pytest.raises(RoundFailedError, match="gathering; nobody coordinates"):
+            await task
+        there.thaw(coordinator)
+
+
+@in_virtual_time
+async def test_a_round_that_the_coordinator_gave_up_says_why() -> None:
+    """Two members that do not reach each other: neither may go on without the other, and both learn the reason."""
+    async with lab(2) as there:
+        one, other = there.members
+        with at_point("round.planned", lambda: there.run.cut(one.peer, other.peer)) as reached:
+            results = await asyncio.gather(*there.start(timeout_seconds=10.0), return_exceptions=True)
+        assert reached
+        for result in results:
+            assert isinstance(result, RoundFailedError)
+            assert "too many members were lost" in str(result)
+            assert "nothing gets through between it and" in str(result)
+            assert one.id in str(result)
+            assert other.id in str(result)
 
 
 @in_virtual_time

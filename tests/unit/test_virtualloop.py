@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from potluck.testing.virtualloop import LoopClock, NothingLeftError, VirtualTimeLoop, in_virtual_time
+from potluck.testing.virtualloop import LoopClock, NothingLeftError, VirtualTimeLoop, in_virtual_time, process
 
 
 @in_virtual_time
@@ -57,3 +57,43 @@ def test_a_task_left_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(AssertionError, match="forgotten"):
         leaves_a_task()
+
+
+@in_virtual_time
+async def test_a_stopped_process_goes_on_where_it_was() -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    seen: list[tuple[str, float]] = []
+    started_at = loop.time()
+
+    async def count(name: str) -> None:
+        for _ in range(3):
+            await asyncio.sleep(1)
+            seen.append((name, loop.time() - started_at))
+
+    with process("alice"):
+        alice = asyncio.create_task(count("alice"))
+    bob = asyncio.create_task(count("bob"))
+    await asyncio.sleep(1.5)
+    loop.freeze("alice")
+    await asyncio.sleep(10)
+    loop.thaw("alice")
+    await asyncio.gather(alice, bob)
+    assert [round(at) for name, at in seen if name == "bob"] == [1, 2, 3]
+    assert [round(at, 1) for name, at in seen if name == "alice"] == [1.0, 11.5, 12.5]
+
+
+@in_virtual_time
+async def test_what_was_cancelled_meanwhile_does_not_run() -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    seen: list[str] = []
+    with process("alice"):
+        handle = loop.call_later(1, seen.append, "cancelled")
+        loop.call_later(1, seen.append, "kept")
+    loop.freeze("alice")
+    await asyncio.sleep(2)
+    handle.cancel()
+    loop.thaw("alice")
+    await asyncio.sleep(1)
+    assert seen == ["kept"]

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from potluck.round.plan import Plan
+from potluck.errors import ProtocolError
+from potluck.round.plan import Completed, Plan
+from potluck.round.signing import read_word
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,14 @@ class Adoption:
     plan: Plan
     digest: str
     holders: tuple[int, ...]
+
+
+def read_claim(peer: str, completed: Completed, run: str, coordinators: Mapping[int, str]) -> Claim:
+    """What a member says; ProtocolError unless one of these coordinators, by token, signed that plan in its term."""
+    plan = read_word(completed.plan, completed.coordinator, run)
+    if not isinstance(plan, Plan) or coordinators.get(plan.key.token) != completed.coordinator:
+        raise ProtocolError(f"{completed.coordinator} is not known to have coordinated {plan.key}")
+    return Claim(peer, plan, completed.digest)
 
 
 def find_adoption(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -24,17 +25,25 @@ from potluck.link.links import Incoming, Links
 from potluck.messages import decode
 from potluck.peer.lease import Lease
 from potluck.peer.roster import RosterEvent
-from potluck.peer.session import Session
-from potluck.round.adoption import Adoption, Claim, find_adoption
+from potluck.peer.session import HubChange, Session
+from potluck.round.adoption import Adoption, Claim, find_adoption, read_claim
 from potluck.round.audit import Verdict
 from potluck.round.auditor import Auditor
 from potluck.round.commitment import make_commit
 from potluck.round.director import Decision, Director, Finish, GiveUp, Patience, Publish
-from potluck.round.gathering import Candidate, GatherConfig, Gathering, Proposal, alive_trainers, senders
+from potluck.round.gathering import (
+    Candidate,
+    GatherConfig,
+    Gathering,
+    Proposal,
+    alive_trainers,
+    present_trainers,
+    senders,
+)
 from potluck.round.lineage import Lineage
 from potluck.round.plan import Abort, Commit, Plan, Ready, Report, RoundKey
-from potluck.round.signing import Word, read_word, sign_word
-from potluck.round.trigger import Quorum, Trigger
+from potluck.round.signing import Word, sign_word
+from potluck.round.trigger import Quorum, ReadySender, Trigger
 from potluck.round.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -42,6 +51,7 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.1  # while a round is under way
 IDLE_SECONDS = 0.5
 ADOPT_SECONDS = 1.0  # how long a new coordinator waits for members that may have completed the round before
+RETURN_SECONDS = 7.5  # after an outage of the hub its peers try every 2 s, and may be held up until the guard is there
 RETRY_SECONDS = 0.2
 LONGEST_RETRY_SECONDS = 2.0
 COMPLAIN_EVERY_SECONDS = 2.0
@@ -96,26 +106,28 @@ class Coordinator:
         self._office: _Office | None = None
         self._director: Director | None = None
         self._hub_was_away = False
+        self._hub_back_at = -math.inf
         self._decisions: list[Decision] = []
         self._wake = asyncio.Event()
-        self._subscription: Subscription | None = None
-        self._stop_listening: Callable[[], None] = lambda: None
+        self._subscriptions: list[Subscription] = []
+        self._stop_listening: list[Callable[[], None]] = []
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen to those who are ready, and be prepared."""
         session = self._session
         self._links.handle(Report, self._reported)
-        self._stop_listening = session.roster.listen(self._roster_changed)
-        self._subscription = await session.hub.subscribe(session.subjects.news("*", "ready"), self._ready_came)
+        self._stop_listening = [session.roster.listen(self._roster_changed), session.listen(self._hub_changed)]
+        for topic, came in (("ready", self._ready_came), ("report", self._report_came)):
+            self._subscriptions.append(await session.hub.subscribe(session.subjects.news("*", topic), came))
         self._task = asyncio.create_task(self._run(), name="coordinator")
 
     async def close(self) -> None:
         """Coordinate nothing more. Calling it twice does no harm."""
-        self._stop_listening()
-        if self._subscription is not None:
-            await self._subscription.cancel()
-            self._subscription = None
+        for stop in self._stop_listening:
+            stop()
+        while self._subscriptions:
+            await self._subscriptions.pop().cancel()
         await tasks.end(self._task)
         self._task = None
 
@@ -156,6 +168,10 @@ class Coordinator:
             self._member_gone(event.peer, event.presence.card.session, event.presence.reason or event.change)
         self._wake.set()
 
+    def _hub_changed(self, change: HubChange) -> None:
+        if change == "back":
+            self._hub_back_at = self._clock.monotonic()
+
     def _member_gone(self, peer: str, session: str, reason: str) -> None:
         director = self._director
         if director is None or (index := director.plan.index_of(peer)) is None:
@@ -164,9 +180,23 @@ class Coordinator:
             self._decisions += director.member_gone(index, reason, self._clock.monotonic())
             self._wake.set()
 
+    def _report_came(self, delivery: Delivery) -> None:
+        peer = delivery.subject.rsplit(".", 2)[-2]
+        try:
+            report = decode(Report, delivery.payload)
+        except ProtocolError as error:
+            self.counts["bad_reports"] += 1
+            logger.debug("a report of %s cannot be read: %s", peer, error)
+            return
+        self.counts["reports_by_hub"] += 1
+        self._take_report(peer, report)
+
     def _reported(self, incoming: Incoming[Report]) -> None:
-        director, report = self._director, incoming.message
-        index = director.plan.index_of(incoming.sender) if director is not None else None
+        self._take_report(incoming.sender, incoming.message)
+
+    def _take_report(self, sender: str, report: Report) -> None:
+        director = self._director
+        index = director.plan.index_of(sender) if director is not None else None
         if director is None or index is None or report.key != director.plan.key:
             self.counts["late_reports"] += 1
             return
@@ -225,24 +255,29 @@ class Coordinator:
         claims = self._claims(candidates, epoch)
         if claims:
             is_late = now - office.since > ADOPT_SECONDS
-            adoption = self._find_adoption(claims, candidates, is_late=is_late)
+            alive = {presence.peer: presence.card.session for presence in self._session.roster}
+            waiting = {candidate.peer for candidate in candidates}
+            adoption = find_adoption(claims, alive=alive, waiting=waiting, is_late=is_late)
             if adoption is not None:
                 await self._adopt(adoption)
                 return 0.0
             if not is_late:
                 return TICK_SECONDS
         barred = self._auditor.barred(self._lineage.head)
-        due_at = self._config.trigger.due_at(
-            senders(candidate for candidate in candidates if candidate.peer not in barred),
-            alive_trainers(self._session.roster) - barred.keys(),
-        )
+        ready = senders(candidate for candidate in candidates if candidate.peer not in barred)
+        due_at = self._config.trigger.due_at(ready, alive_trainers(self._session.roster) - barred.keys())
         if due_at is None:
             return IDLE_SECONDS
-        wait_seconds = max(due_at, office.not_before) - now
+        wait_seconds = max(due_at, office.not_before, self._returned_by(ready)) - now
         if wait_seconds > 0:
             return min(wait_seconds, IDLE_SECONDS)
         await self._begin(office, candidates, RoundKey(epoch=epoch, token=office.token, attempt=office.attempt))
         return TICK_SECONDS
+
+    def _returned_by(self, ready: list[ReadySender]) -> float:
+        """Until when to wait for trainers that were there before the hub was away."""
+        missing = present_trainers(self._session.roster) - {sender.peer for sender in ready}
+        return self._hub_back_at + RETURN_SECONDS if missing else -math.inf
 
     async def _begin(self, office: _Office, candidates: list[Candidate], key: RoundKey) -> None:
         try:
@@ -313,6 +348,24 @@ class Coordinator:
         logger.warning("%s is given up: %s", plan.key, reason)
         await self._say(Abort(key=plan.key, reason=reason))
 
+    def _claims(self, candidates: list[Candidate], epoch: int) -> list[Claim]:
+        """What members say that they completed under a coordinator before us."""
+        claims = []
+        for candidate in candidates:
+            if (completed := candidate.ready.completed) is None:
+                continue
+            coordinators = self._lease.view.past_holders
+            try:
+                claim = read_claim(candidate.peer, completed, self._session.subjects.run, coordinators)
+            except ProtocolError as error:
+                self.counts["bad_claims"] += 1
+                logger.debug("what %s says that it completed does not count: %s", candidate.peer, error)
+            else:
+                # What should have been audited is done again: who is bound to what, only its coordinator had heard.
+                if claim.plan.key.epoch == epoch and not claim.plan.audit:
+                    claims.append(claim)
+        return claims
+
     async def _adopt(self, adoption: Adoption) -> None:
         self.counts["adoptions"] += 1
         logger.info("%s was complete when its coordinator went: committing it", adoption.plan.key)
@@ -365,33 +418,6 @@ class Coordinator:
     def _end_round(self) -> None:
         self._director = None
         self._decisions.clear()
-
-    # Rounds that were left complete
-
-    def _claims(self, candidates: list[Candidate], epoch: int) -> list[Claim]:
-        claims = []
-        for candidate in candidates:
-            completed = candidate.ready.completed
-            if completed is None:
-                continue
-            try:
-                plan = read_word(completed.plan, completed.coordinator, self._session.subjects.run)
-            except ProtocolError:
-                self.counts["bad_claims"] += 1
-                continue
-            known = self._lease.view.past_holders.get(plan.key.token) == completed.coordinator
-            # What should have been audited is done again: who is bound to what, only its coordinator had heard.
-            if known and isinstance(plan, Plan) and plan.key.epoch == epoch and not plan.audit:
-                claims.append(Claim(candidate.peer, plan, completed.digest))
-        return claims
-
-    def _find_adoption(self, claims: list[Claim], candidates: list[Candidate], *, is_late: bool) -> Adoption | None:
-        return find_adoption(
-            claims,
-            alive={presence.peer: presence.card.session for presence in self._session.roster},
-            waiting={candidate.peer for candidate in candidates},
-            is_late=is_late,
-        )
 
     def _labels(self, plan: Plan) -> dict[str, object]:
         return {"peer": self._session.peer_id, "epoch": plan.key.epoch, "role": "coordinator"}

@@ -3,10 +3,11 @@
 The director knows reports, deaths and time. It never touches a tensor. What it can do is publish a revised plan:
 
 - A member whose values cannot be used is no longer waited for (`sends` off). It still gets the averages.
-- A member whose values do not get through to one reducer is not waited for there (`unheard_by`).
 - A member that is dead, silent, or without the averages when all others have them, is out (`receives` off).
-- The chunks of a reducer that is out are done again by others, in two steps. First a revision takes it out, and every
-  survivor answers with what it holds. Then those of its chunks that not all survivors hold get a new reducer and a
+- A reducer between which and another member nothing gets through any more loses its chunks to one that reaches all.
+  Where there is none, the fewest members that make one are out (reach.py).
+- Chunks that a reducer has lost are done again by others, in two steps. First a revision says so, and every
+  survivor answers with what it holds. Then those of the chunks that not all survivors hold get a new reducer and a
   higher generation. Only they move again; one that reaches a survivor late is discarded with the older generation.
 
 When every receiver reports a digest under the newest revision, the round can be committed. Where digests differ, the
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 import msgspec
 
 from potluck.round.plan import Part, Plan, Report, from_bitmap, shortened
+from potluck.round.reach import Choice, Reach
 
 OTHER_DIGEST = "its averages have another digest"
 
@@ -38,8 +40,7 @@ class Patience:
     """A member that sends no report for this long, though others are waiting, is out; they report every 0.3 s."""
 
     stalled_seconds: float = 3.0
-    """A sender from which a waiting reducer has had nothing for this long is not waited for any more. When nobody has
-    had anything for this long, somebody who cannot be reached, or reaches nobody, is out."""
+    """When a member has had nothing for this long though it waits for another, the link between them is broken."""
 
     straggler_seconds: float = 2.0
     """Once most hold all averages, the others have this long before the round is committed without them; or twice as
@@ -99,6 +100,7 @@ class Director:
         self._to_redo: set[int] = set()  # reducers whose chunks are taken over once all survivors have answered
         self._tainted: set[int] = set()  # chunks to be done again though all survivors hold them
         self._lost: set[int] = set()  # out, though perhaps alive
+        self._reach = Reach()
         self._majority_at: float | None = None
         self._published_revision = plan.revision
         self._published_at = now
@@ -107,7 +109,8 @@ class Director:
     def report_arrived(self, member: int, report: Report, now: float) -> list[Decision]:
         """Take in a member's report."""
         known = self._members[member]
-        if self._over or report.key != self.plan.key or report.revision < known.revision:
+        is_old = known.report is not None and report.number < known.report.number  # reports come on two ways
+        if self._over or report.key != self.plan.key or report.revision < known.revision or is_old:
             return []
         known.heard_at = now
         known.report, known.revision = report, report.revision
@@ -141,8 +144,8 @@ class Director:
         if self._over:
             return []
         self._lose(self._silent(now))
-        self._stop_waiting()
-        self._lose(self._stragglers(now) or self._stuck())
+        self._lose(self._stragglers(now))
+        self._mend(self._broken_links())
         return self._next(now) or self._repeat(now)
 
     def resume(self, now: float) -> None:
@@ -179,7 +182,7 @@ class Director:
             return self._give_up("no member is left")
         if not any(member.weight > 0 and member.sends for member in self.plan.members) and not self._all_done():
             return self._give_up("nobody is left who could contribute: " + self._troubles())
-        if self._to_redo and all(self._members[i].revision >= self.plan.revision for i in receivers):
+        if self._to_redo and all(self._is_current(index) for index in receivers):
             trouble = self._redo()
             if trouble:
                 return self._give_up(trouble)
@@ -195,7 +198,7 @@ class Director:
 
     def _repeat(self, now: float) -> list[Decision]:
         """The plan once more, if somebody seems not to have it."""
-        unanswered = any(self._members[index].revision < self.plan.revision for index in self._receivers())
+        unanswered = not all(self._is_current(index) for index in self._receivers())
         if unanswered and now - self._published_at >= self._patience.repeat_seconds:
             return [self._publish(now)]
         return []
@@ -237,7 +240,7 @@ class Director:
         """Give the chunks that not all survivors hold to other reducers. Returns what makes that impossible."""
         receivers = self._receivers()
         common = set.intersection(*(self._held(index) for index in receivers)) - self._tainted
-        reducers = [index for index in receivers if self.plan.members[index].reduces]
+        reducers = sorted(self._choose_reducers().reducers)
         parts: list[Part] = []
         turn = 0
         for part in self.plan.parts:
@@ -265,17 +268,16 @@ class Director:
         self._take_out(reasons)
 
     def _take_out(self, reasons: dict[int, str], *, redo: bool = True) -> None:
-        if not reasons:
-            return
         if redo:
             self._to_redo |= {index for index in reasons if any(part.reducer == index for part in self.plan.parts)}
         self._change(reasons, sends=False, receives=False, reduces=False)
 
     def _stop_sending(self, reasons: dict[int, str]) -> None:
-        if reasons:
-            self._change(reasons, sends=False)
+        self._change(reasons, sends=False)
 
     def _change(self, reasons: dict[int, str], **flags: object) -> None:
+        if not reasons:
+            return
         members = list(self.plan.members)
         for index, why in reasons.items():
             members[index] = msgspec.structs.replace(members[index], trouble=shortened(why), **flags)
@@ -292,25 +294,6 @@ class Director:
             for index in self._receivers()
             if not self._is_done(index) and now - self._members[index].heard_at > limit
         }
-
-    def _stop_waiting(self) -> None:
-        """Senders that a reducer waits for in vain are not waited for there; with most reducers, nowhere."""
-        unheard: dict[int, set[int]] = {}
-        for index in self._receivers():
-            known = self._members[index]
-            if known.report is None or known.report.idle_seconds < self._patience.stalled_seconds:
-                continue  # a reducer that is itself silent is another matter (`_silent`)
-            for sender in self._waits(known):
-                member = self.plan.members[sender]
-                if member.sends and index not in member.unheard_by:
-                    unheard.setdefault(sender, set(member.unheard_by)).add(index)
-        reducers = {part.reducer for part in self.plan.parts} & set(self._receivers())
-        for sender, deaf in unheard.items():
-            names = ", ".join(self._name(index) for index in sorted(deaf))
-            sends = 2 * len(deaf & reducers) <= len(reducers - {sender})
-            self._change(
-                {sender: f"nothing of it gets through to {names}"}, unheard_by=tuple(sorted(deaf)), sends=sends
-            )
 
     def _stragglers(self, now: float) -> dict[int, str]:
         """Members that still lack averages long after most have them all."""
@@ -329,28 +312,48 @@ class Director:
             self.started_at + patience.expected_seconds,
         )
 
-    def _stuck(self) -> dict[int, str]:
-        """Whom to take out when nothing moves any more though nobody has to wait for contributions.
+    def _broken_links(self) -> dict[int, set[int]]:
+        """By reducer, the members between which and it nothing gets through any more.
 
-        Then averages do not get from reducers to members. Each pair has two suspects; whoever is in most pairs is the
-        likeliest culprit. In a draw the one with the smaller weight goes, since less is lost.
+        A reducer that has had nothing for long blames the senders it waits for. A member that has had nothing for long
+        blames the reducers whose averages it lacks, unless these wait for somebody themselves.
         """
         receivers = self._receivers()
-        partners: dict[int, set[int]] = {index: set() for index in receivers}
+        broken: dict[int, set[int]] = {}
         for index in receivers:
-            if self._is_done(index):
-                continue
             known = self._members[index]
-            if known.report is None or known.report.idle_seconds < self._patience.stalled_seconds or self._waits(known):
-                return {}
-            for reducer in set(known.report.missing_from) & partners.keys():
-                partners[index].add(reducer)
-                partners[reducer].add(index)
-        if not any(partners.values()):
-            return {}
-        culprit = max(receivers, key=lambda index: (len(partners[index]), -self.plan.members[index].weight, index))
-        names = ", ".join(self._name(index) for index in sorted(partners[culprit]))
-        return {culprit: f"no averages get through between it and {names}"}
+            if known.report is None or known.report.idle_seconds < self._patience.stalled_seconds:
+                continue
+            for sender in self._waits(known):
+                if self.plan.members[sender].sends and sender in receivers:
+                    broken.setdefault(index, set()).add(sender)
+            for reducer in known.report.missing_from:
+                if reducer in receivers and self._is_current(reducer) and not self._waits(self._members[reducer]):
+                    broken.setdefault(reducer, set()).add(index)
+        return broken
+
+    def _mend(self, broken: dict[int, set[int]]) -> None:
+        """Let those reduce who reach everybody; if nobody does, leave out as few as possible."""
+        news = [
+            (index, other) for index, others in broken.items() for other in others if self._reach.broke(index, other)
+        ]
+        if not news:
+            return
+        choice = self._choose_reducers()
+        receivers = self._receivers()
+        self._lose({index: self._describe_break(index, receivers) for index in choice.lost})
+        unfit = {part.reducer for part in self.plan.parts} & set(self._receivers()) - choice.reducers
+        self._to_redo |= unfit
+        self._change({index: self._describe_break(index, receivers) for index in unfit})
+
+    def _choose_reducers(self) -> Choice:
+        members = self.plan.members
+        weights = {index: members[index].weight for index in self._receivers()}
+        return self._reach.choose([index for index in weights if members[index].reduces], weights)
+
+    def _describe_break(self, index: int, among: Collection[int]) -> str:
+        names = ", ".join(self._name(other) for other in sorted(self._reach.partners(index, among)))
+        return f"nothing gets through between it and {names}"
 
     def _give_up(self, reason: str) -> list[Decision]:
         self._over = True
@@ -363,8 +366,12 @@ class Director:
         report = self._members[index].report
         return from_bitmap(report.held, self.plan.num_chunks) if report is not None else set()
 
+    def _is_current(self, index: int) -> bool:
+        """Whether its newest report answers the newest plan."""
+        return self._members[index].revision >= self.plan.revision
+
     def _is_done(self, index: int) -> bool:
-        return self._members[index].revision >= self.plan.revision and bool(self._digest(index))
+        return self._is_current(index) and bool(self._digest(index))
 
     def _all_done(self) -> bool:
         return all(self._is_done(index) for index in self._receivers())

@@ -6,10 +6,9 @@ and carries out the actions. Each chunk has one reducer at a time:
     sender ──SendContribution──▶ reducer: has all that can still come? ──Reduce──▶ driver averages and encodes
                                  reducer ──SendAverage──▶ every receiver, itself included
 
-When a plan is revised, two things can change. A member that no longer *sends*, or is unheard by a reducer, is not
-waited for (there); what it sent before is used. A chunk of a higher *generation* starts over: everybody sends it again,
-to the new reducer, and an average of the older generation is forgotten. So after any sequence of revisions all
-survivors use the same bytes.
+When a plan is revised, two things can change. A member that no longer *sends* is not waited for; what it sent before
+is used. A chunk of a higher *generation* starts over: everybody sends it again, to the new reducer, and an average of
+the older generation is forgotten. So after any sequence of revisions all survivors use the same bytes.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class Exchange:
         self._chunks: list[_Chunk] = [
             _Chunk(part.reducer, part.generation) for part in plan.parts for _ in range(part.start, part.stop)
         ]
-        self._expected = _senders(plan, self.me)
+        self._expected = _senders(plan)
         self._num_held = 0
         self._complete = False
 
@@ -131,7 +130,7 @@ class Exchange:
         if plan.key != self.plan.key or plan.revision <= self.plan.revision:
             return []
         self.plan = plan
-        self._expected = _senders(plan, self.me)
+        self._expected = _senders(plan)
         actions: list[Action] = []
         again: list[int] = []
         for part in plan.parts:
@@ -260,10 +259,6 @@ class Exchange:
         return [Complete()]
 
 
-def _senders(plan: Plan, reducer: int) -> frozenset[int]:
-    """Members that this reducer still waits for."""
-    return frozenset(
-        index
-        for index, member in enumerate(plan.members)
-        if member.sends and member.receives and reducer not in member.unheard_by
-    )
+def _senders(plan: Plan) -> frozenset[int]:
+    """Members that reducers still wait for."""
+    return frozenset(index for index, member in enumerate(plan.members) if member.sends and member.receives)

@@ -103,6 +103,7 @@ class Exchanger:
         self._is_checking = False
         self._offences: dict[int, str] = {}
         self._heard_at = self.started_at
+        self._num_reports = 0
         self._stopped = False
         self._milestones = Milestones(plan, me)
 
@@ -186,8 +187,10 @@ class Exchanger:
     def report(self) -> Report:
         """What the coordinator should know."""
         exchange = self.exchange
+        self._num_reports += 1
         return Report(
             key=self.key,
+            number=self._num_reports,
             revision=self.plan.revision,
             held=bitmap(exchange.held),
             waiting_for=exchange.waiting_for,

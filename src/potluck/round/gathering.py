@@ -65,7 +65,7 @@ class Proposal:
     """Whether the prediction rests on measured speeds."""
 
     chunk_seconds: float
-    """How long the slowest sender needs for one chunk to each reducer, as far as speeds are known."""
+    """How long the slowest needs for one chunk to each reducer, or of a reducer to all, as far as speeds are known."""
 
 
 @dataclass(slots=True)
@@ -107,8 +107,10 @@ class Gathering:
             self.forget(peer)
             return
         known = self._waiting.get(peer)
-        same = known is not None and (known.ready.epoch, known.ready.session) == (ready.epoch, ready.session)
-        self._waiting[peer] = _Waiting(ready, known.since if known is not None and same else now, now)
+        # Under another lease the wait begins anew: after an outage of the hub its peers come back one by one, and the
+        # first must not run away with the epoch because they had been ready for long.
+        is_same = known is not None and _wait_of(known.ready) == _wait_of(ready)
+        self._waiting[peer] = _Waiting(ready, known.since if known is not None and is_same else now, now)
 
     def forget(self, peer: str) -> None:
         """A peer is gone."""
@@ -175,7 +177,7 @@ class Gathering:
             plan=plan,
             predicted_seconds=predicted_seconds,
             is_measured=any(member.upload_bytes_per_second for member in members),
-            chunk_seconds=chunk_bytes * len({part.reducer for part in parts}) / self._slowest_upload(members),
+            chunk_seconds=self._chunk_seconds(chunk_bytes, members, {part.reducer for part in parts}),
         )
 
     def _members(self, candidates: list[Candidate]) -> list[Member]:
@@ -232,6 +234,13 @@ class Gathering:
         )
         return chunk_bytes, parts, shared.predicted_seconds
 
+    def _chunk_seconds(self, chunk_bytes: int, members: list[Member], reducers: set[int]) -> float:
+        """How long the busiest member takes to send one chunk to everybody it sends to."""
+        speeds = [member.upload_bytes_per_second for member in members]
+        uploads = known_speeds(speeds, self.config.partition.default_bytes_per_second)
+        copies = [len(members) - 1 if index in reducers else len(reducers) for index in range(len(members))]
+        return max(chunk_bytes * num_copies / upload for num_copies, upload in zip(copies, uploads, strict=True))
+
     def _slowest_upload(self, members: list[Member]) -> float:
         speeds = [member.upload_bytes_per_second for member in members if member.sends]
         return min(known_speeds(speeds, self.config.partition.default_bytes_per_second))
@@ -239,6 +248,10 @@ class Gathering:
     def _deadline_seconds(self, predicted_seconds: float) -> float:
         wanted = 10.0 + 5.0 * predicted_seconds
         return min(max(wanted, self.config.least_round_seconds), self.config.most_round_seconds)
+
+
+def _wait_of(ready: Ready) -> tuple[int, str, int]:
+    return ready.epoch, ready.session, ready.token
 
 
 def senders(candidates: Iterable[Candidate]) -> list[ReadySender]:
@@ -253,6 +266,11 @@ def senders(candidates: Iterable[Candidate]) -> list[ReadySender]:
 def alive_trainers(roster: Iterable[Presence]) -> frozenset[str]:
     """The peers that a round would wait for."""
     return frozenset(p.peer for p in roster if p.state == "alive" and p.card.role == "trainer")
+
+
+def present_trainers(roster: Iterable[Presence]) -> frozenset[str]:
+    """Also those under suspicion, who may only not have found the way back yet."""
+    return frozenset(p.peer for p in roster if p.card.role == "trainer")
 
 
 @lru_cache(maxsize=8)  # it takes some milliseconds, and members and speeds change rarely

@@ -1,4 +1,8 @@
-"""What a member says by itself: each second to all that it is ready, and to the coordinator how its round goes."""
+"""What a member says by itself: each second to all that it is ready, and to the coordinator how its round goes.
+
+Reports go over the link to the coordinator. When it does not acknowledge them they go by way of the hub: a link that
+is broken must not look like a member that is dead.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,14 @@ from potluck.link.links import Links
 from potluck.messages import encode
 from potluck.peer.session import Session
 from potluck.round.exchanger import Exchanger
-from potluck.round.plan import Ready
+from potluck.round.plan import Ready, Report
 
 logger = logging.getLogger(__name__)
 
 READY_EVERY_SECONDS = 1.0
 REPORT_EVERY_SECONDS = 0.3
-REPORT_TIMEOUT_SECONDS = 1.0
+REPORT_TIMEOUT_SECONDS = 0.5
+UNHEARD_SECONDS = 0.5  # well below a director's patience with silence
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,14 @@ class Audience:
 
     coordinator: str
     exchanger: Exchanger
+
+
+@dataclass(frozen=True, slots=True)
+class _Unheard:
+    """A report on its way over a link."""
+
+    coordinator: str
+    since: float
 
 
 class Messenger:
@@ -47,6 +60,7 @@ class Messenger:
         self._audience = audience
         self._ready_wanted = asyncio.Event()
         self._report_wanted = asyncio.Event()
+        self._unheard: _Unheard | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -92,15 +106,44 @@ class Messenger:
             await _wait(self._report_wanted, REPORT_EVERY_SECONDS if audience is not None else None)
 
     async def _send_report(self, audience: Audience) -> None:
+        report = audience.exchanger.report()
+        if self._is_heard(audience.coordinator):
+            try:
+                await self._report_by_link(audience, report)
+            except PotluckError as error:
+                logger.debug("the coordinator cannot be told over the link how the round goes: %s", error)
+            else:
+                return
+        await self._report_by_hub(audience, report)
+
+    def _is_heard(self, coordinator: str) -> bool:
+        unheard = self._unheard
+        if unheard is None or unheard.coordinator != coordinator:
+            return True
+        return self._session.clock.monotonic() - unheard.since < UNHEARD_SECONDS
+
+    async def _report_by_link(self, audience: Audience, report: Report) -> None:
         exchanger = audience.exchanger
-        report = exchanger.report()
+        receipt = await self._links.send(audience.coordinator, report, timeout_seconds=REPORT_TIMEOUT_SECONDS)
+        if self._unheard is None or self._unheard.coordinator != audience.coordinator:
+            self._unheard = _Unheard(audience.coordinator, self._session.clock.monotonic())
+
+        def settled() -> None:
+            self._unheard = None  # also when the channel broke: another one is tried
+            if receipt.acknowledged and report.digest:
+                exchanger.reported()
+
+        receipt.watch(settled)
+
+    async def _report_by_hub(self, audience: Audience, report: Report) -> None:
+        session = self._session
         try:
-            receipt = await self._links.send(audience.coordinator, report, timeout_seconds=REPORT_TIMEOUT_SECONDS)
+            await session.hub.publish(session.subjects.news(session.peer_id, "report"), encode(report))
         except PotluckError as error:
-            logger.debug("the coordinator could not be told how the round goes: %s", error)
-            return
-        if report.digest:
-            receipt.watch(lambda: exchanger.reported() if receipt.acknowledged else None)
+            logger.debug("the coordinator cannot be told by way of the hub how the round goes: %s", error)
+        else:
+            if report.digest:
+                audience.exchanger.reported()
 
 
 async def _wait(event: asyncio.Event, seconds: float | None) -> None:

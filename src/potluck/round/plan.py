@@ -49,7 +49,6 @@ class Participant(Message, frozen=True, kw_only=True):
     session: Name
     weight: Weight = 0.0  # of its contribution: samples
     sends: bool = True  # contributes tensors
-    unheard_by: tuple[Index, ...] = ()  # reducers that do not wait for its contributions, since none get through
     reduces: bool = True  # may be given parts
     receives: bool = True  # gets the averages; False once it is out of the round
     trouble: Reason = ""  # why less is expected of it than at first
@@ -162,6 +161,7 @@ class Report(Message, frozen=True, kw_only=True, tag="round.report"):
     """A member's state in a round, told to the coordinator when it changes and while it waits."""
 
     key: RoundKey
+    number: Counter = 0  # grows with each report: they may come by link and by hub, and the newest counts
     revision: Counter
     held: bytes = b""  # bitmap of the chunks whose averages it holds, chunk 0 in the lowest bit of the first byte
     waiting_for: tuple[Index, ...] = ()  # senders whose contributions it, as a reducer, lacks

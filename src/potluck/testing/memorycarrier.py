@@ -14,6 +14,7 @@ comes from the seed.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -106,14 +107,14 @@ class MemoryNetwork:
         """The network's time."""
         return self._schedule.now() if self._schedule is not None else asyncio.get_running_loop().time()
 
-    def call_at(self, when: float, callback: Callable[[], None]) -> None:
-        """Do something at that time."""
+    def call_at(self, when: float, callback: Callable[[], None], context: contextvars.Context) -> None:
+        """Do something at that time, in somebody's context."""
         if self._schedule is not None:
             self._schedule.call_at(when, callback)
         elif when <= self.now():
-            asyncio.get_running_loop().call_soon(callback)
+            asyncio.get_running_loop().call_soon(callback, context=context)
         else:
-            asyncio.get_running_loop().call_at(when, callback)
+            asyncio.get_running_loop().call_at(when, callback, context=context)
 
 
 class _Path:
@@ -138,6 +139,7 @@ class MemoryCarrier:
         self._alive: dict[str, str] = {}  # sessions, by peer
         self._paths: dict[str, _Path] = {}
         self._counts: Counter[str] = Counter()
+        self.context = contextvars.copy_context()  # what arrives belongs to whoever made the carrier
         network.attach(self)
 
     @property
@@ -167,11 +169,11 @@ class MemoryCarrier:
         if path is not None and path.remote is not remote:
             path.is_open = False
             del self._paths[peer]
-            self._events.path_closed(self, peer, reason)
+            self.context.copy().run(self._events.path_closed, self, peer, reason)
             path = None
         if path is None and remote is not None:
             self._paths[peer] = _Path(remote)
-            self._events.path_opened(self, peer)
+            self.context.copy().run(self._events.path_opened, self, peer)
 
     def send(self, peer: str, header: bytes, payload: Buffer | None) -> bool:
         """Hand over one packet."""
@@ -196,7 +198,7 @@ class MemoryCarrier:
         seconds = size / conditions.bytes_per_second if conditions.bytes_per_second else 0.0
         path.free_at = max(path.free_at, now) + seconds
         path.waiting_bytes += size
-        network.call_at(path.free_at, lambda: self._left(path, peer, size))
+        network.call_at(path.free_at, lambda: self._left(path, peer, size), self.context)
         self._deliver_later(path, header, payload, conditions, path.free_at + conditions.delay_seconds)
         return True
 
@@ -210,7 +212,7 @@ class MemoryCarrier:
         copies = 2 if network.random.random() < conditions.duplication else 1
         network.num_duplicated += copies - 1
         for _ in range(copies):
-            network.call_at(when, lambda: self._arrive(path, header, payload))
+            network.call_at(when, lambda: self._arrive(path, header, payload), path.remote.context)
 
     def _arrive(self, path: _Path, header: bytes, payload: Buffer | None) -> None:
         if path.is_open:

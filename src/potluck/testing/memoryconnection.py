@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -125,6 +126,7 @@ class MemoryConnection:
         self._reply_numbers = itertools.count()
         self._life = 0  # grows with every loss: what was on its way to us then never arrives
         self._closed = False
+        self._context = contextvars.copy_context()  # what arrives belongs to whoever made the connection
         self._counts = {
             "published": 0,
             "published_bytes": 0,
@@ -240,7 +242,7 @@ class MemoryConnection:
         for reply in self._replies:
             reply.fail("the connection to the hub was lost")
         if self._on_disconnected is not None:
-            self._on_disconnected()
+            self._context.copy().run(self._on_disconnected)
 
     def _restore(self) -> None:
         if self.is_connected or self._closed or self.closed_error is not None:
@@ -250,7 +252,7 @@ class MemoryConnection:
         for watch in self._watches:
             self._soon(watch.sync)
         if self._on_connected is not None:
-            self._on_connected()
+            self._context.copy().run(self._on_connected)
 
     def _refuse(self) -> None:
         self.closed_error = NotAdmittedError("the hub does not let this identity in")
@@ -265,7 +267,7 @@ class MemoryConnection:
             if life == self._life and not self._closed:
                 action()
 
-        asyncio.get_running_loop().call_soon(act)
+        asyncio.get_running_loop().call_soon(act, context=self._context)
 
     def _check_usable(self) -> None:
         if self.closed_error is not None:

@@ -12,6 +12,7 @@ time, except that a request that gets no answer waits for its deadline; keys exp
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -83,6 +84,7 @@ class MemoryHub:
         self._rules: list[MemoryRule] = []
         self._tables: dict[str, MemoryTable] = {}
         self._turns: dict[str, int] = {}
+        self._context = contextvars.copy_context()  # its timers are its own, whoever causes them
         for definition in stores:
             self.create_store(definition.name)
 
@@ -132,6 +134,10 @@ class MemoryHub:
         """Give a store a leader again; what should have expired meanwhile expires now."""
         self.table(store).lead()
 
+    def remove_rules(self) -> None:
+        """Let every message pass from now on."""
+        self._rules.clear()
+
     def create_store(self, name: str) -> None:
         """Make a store; nothing happens if it exists."""
         self._tables.setdefault(self.subjects.stream(name), MemoryTable(self, name))
@@ -141,7 +147,7 @@ class MemoryHub:
         if self._virtual_clock is not None:
             self._virtual_clock.call_later(delay_seconds, callback)
         else:
-            asyncio.get_running_loop().call_later(delay_seconds, callback)
+            asyncio.get_running_loop().call_later(delay_seconds, callback, context=self._context)
 
     def table(self, name: str) -> MemoryTable:
         """The store of that name, or HubUnavailableError, as the real hub has it."""

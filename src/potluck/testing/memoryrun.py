@@ -26,7 +26,7 @@ from potluck.messages import decode, encode
 from potluck.peer.identity import Identity
 from potluck.peer.roster import RosterEvent
 from potluck.peer.session import Session
-from potluck.testing.memorycarrier import MemoryCarrier, MemoryNetwork
+from potluck.testing.memorycarrier import PERFECT, Conditions, MemoryCarrier, MemoryNetwork
 from potluck.testing.memoryconnection import MemoryConnection
 from potluck.testing.memoryhub import MemoryHub
 
@@ -96,6 +96,11 @@ class MemoryRun:
             await self.leave(peer)
         await self._guard.close()
 
+    @property
+    def next_session(self) -> str:
+        """The session of whoever joins next."""
+        return f"s{self._num_sessions + 1}"
+
     async def join(
         self,
         name: str,
@@ -108,15 +113,18 @@ class MemoryRun:
     ) -> MemoryPeer:
         """A new peer; with the identity of one that was killed, its next life."""
         identity = identity or Identity.temporary()
+        session = self.next_session
         self._num_sessions += 1
         card = Card(
-            session=f"s{self._num_sessions}",
+            session=session,
             role=role,
             name=name,
             addresses=() if is_client else (f"tcp://127.0.0.1:{self._num_sessions}",),
         )
         for other in self.peers:  # cuts belong to the life before
             self.network.mend("direct", identity.peer_id, other)
+            for pair in ((identity.peer_id, other), (other, identity.peer_id)):
+                self.network.set_conditions(PERFECT, kind="direct", sender=pair[0], receiver=pair[1])
         peer = MemoryPeer(self, identity, card)
         self._presences[peer.peer_id] = Presence(
             peer=peer.peer_id,
@@ -163,6 +171,11 @@ class MemoryRun:
         for other in self.peers.values():
             if other is not peer:
                 self.mend(peer, other)
+
+    def muffle(self, one: MemoryPeer, other: MemoryPeer, *, is_silent: bool = True) -> None:
+        """What one sends to the other vanishes, and nobody is told."""
+        conditions = Conditions(is_silent=True) if is_silent else PERFECT
+        self.network.set_conditions(conditions, kind="direct", sender=one.peer_id, receiver=other.peer_id)
 
     def cut(self, one: MemoryPeer, other: MemoryPeer) -> None:
         """Nothing moves between the two any more."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from potluck.errors import NobodyAnswersError, PermissionDeniedError, RevisionConflictError
+from potluck.errors import (
+    DeadlineExceededError,
+    HubUnavailableError,
+    NobodyAnswersError,
+    PermissionDeniedError,
+    RevisionConflictError,
+)
 from potluck.hub.connection import Entry
 from potluck.hub.nats.ledger import WatchLedger
 from potluck.hub.stores import DELETED_FOR_SECONDS, check_key, check_prefix, check_ttl
@@ -17,6 +24,8 @@ if TYPE_CHECKING:
     from potluck.testing.memoryhub import MemoryHub
 
 logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 5.0  # how long a write waits that the hub holds back
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,7 @@ class MemoryTable:
         self._overdue: list[Entry] = []
         self._versions: dict[str, Entry] = {}
         self._watches: dict[MemoryWatch, None] = {}
+        self.num_answers_to_lose = 0  # of so many writes that are carried out, nobody learns it
 
     def version(self, key: str) -> Entry | None:
         """The newest version of a key."""
@@ -113,8 +123,30 @@ class MemoryStore:
         """Write a key and return its revision; see Store."""
         ttl_seconds = check_ttl(ttl_seconds)
         table = self._writable(key)
-        self._check_expected(table, key, expected)
-        return table.write(key, bytes(value), ttl_seconds)
+        written: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def arrive() -> None:
+            """The hub carries it out, be it late and whether or not anybody still waits for the answer."""
+            try:
+                self._check_expected(table, key, expected)
+                revision = table.write(key, bytes(value), ttl_seconds)
+            except RevisionConflictError as error:
+                if not written.done():
+                    written.set_exception(error)
+            else:
+                if not written.done():
+                    written.set_result(revision)
+
+        self._connection.hub.deliver(self._subjects.store_write(self._name, key), arrive)
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                revision = await written
+        except TimeoutError:
+            raise DeadlineExceededError(f"the write of {key} was not answered: it may or may not come") from None
+        if table.num_answers_to_lose:
+            table.num_answers_to_lose -= 1
+            raise HubUnavailableError(f"the answer to the write of {key} was lost")
+        return revision
 
     async def delete(self, key: str, *, expected: int | None = None) -> None:
         """Delete a key; a missing one does no harm."""

@@ -5,22 +5,46 @@ and in the same order every time. Everything must live on the loop: a thread or 
 
     @in_virtual_time
     async def test_patience() -> None: ...
+
+What is started inside `process("alice")` belongs to a process of that name, which can be stopped as by SIGSTOP: its
+callbacks and timers wait until it goes on, then run in the order in which they came due, while time passes for others.
+
+    with process("alice"):
+        task = asyncio.create_task(work())
+    loop.freeze("alice"); await asyncio.sleep(5); loop.thaw("alice")
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
+import heapq
 import selectors
-from collections.abc import Callable, Coroutine
-from typing import Any, ParamSpec
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVarTuple
 
 from potluck.testing.leaks import pending_tasks
 from potluck.testing.virtualclock import START_WALL_SECONDS
 
 P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 
 START_SECONDS = 1000.0
+
+_PROCESS = contextvars.ContextVar("process", default="")
+
+
+@contextmanager
+def process(name: str) -> Iterator[None]:
+    """Whatever is scheduled inside belongs to the process of that name, and so does what it schedules itself."""
+    token = _PROCESS.set(name)
+    try:
+        yield
+    finally:
+        _PROCESS.reset(token)
 
 
 class NothingLeftError(AssertionError):
@@ -42,16 +66,75 @@ class _JumpingSelector(selectors.SelectSelector):
         return []
 
 
+# Handles ask the loop before they run. asyncio has no public way to say so, hence the underscores.
+
+
+class _Handle(asyncio.Handle):
+    def _run(self) -> None:
+        if not self._loop.parks(self):  # type: ignore[attr-defined]
+            super()._run()
+
+
+class _TimerHandle(asyncio.TimerHandle):
+    def _run(self) -> None:
+        if not self._loop.parks(self):  # type: ignore[attr-defined]
+            super()._run()
+
+
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An asyncio loop whose time jumps from timer to timer."""
 
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
+        self._parked: dict[str, list[asyncio.Handle]] = {}  # what frozen processes have to do
         super().__init__(self._jumping)
 
     def time(self) -> float:
         """Virtual seconds."""
         return self._jumping.now
+
+    def freeze(self, name: str) -> None:
+        """Stop a process. Doing it twice does no harm."""
+        self._parked.setdefault(name, [])
+
+    def thaw(self, name: str) -> None:
+        """Let a process go on; nothing happens if it was not stopped."""
+        self._ready.extend(handle for handle in self._parked.pop(name, []) if not handle.cancelled())
+
+    def is_frozen(self, name: str) -> bool:
+        """Whether a process is stopped."""
+        return name in self._parked
+
+    def parks(self, handle: asyncio.Handle) -> bool:
+        """Whether this is for later, since its process is stopped."""
+        parked = self._parked.get(handle._context.get(_PROCESS, "")) if self._parked else None  # type: ignore[attr-defined]
+        if parked is None:
+            return False
+        parked.append(handle)
+        return True
+
+    def _call_soon(
+        self, callback: Callable[..., object], args: Any, context: contextvars.Context | None
+    ) -> asyncio.Handle:
+        handle = _Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Call at that time."""
+        timer = _TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._scheduled, timer)
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
 
 
 class LoopClock:

@@ -190,9 +190,7 @@ class Audit:
         members = self._plan.members
         return _Case(
             reducer=reducer,
-            required=frozenset(
-                i for i, m in enumerate(members) if m.sends and m.receives and reducer not in m.unheard_by
-            ),
+            required=frozenset(i for i, m in enumerate(members) if m.sends and m.receives),
             asked=frozenset(i for i in self._holders if i == reducer or members[i].weight > 0),
         )
 

@@ -42,6 +42,7 @@ from potluck.hub.subjects import Subjects
 
 logger = logging.getLogger(__name__)
 
+THROUGH_GUARD = 0.4  # of the time that the hub may take
 VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
 
 
@@ -266,6 +267,14 @@ class NatsConnection:
         if self.config.stores == "guard":
             return self.subjects.write(self.peer, store, key)
         return self.subjects.store_write(store, key)
+
+    @property
+    def write_timeout_seconds(self) -> float:
+        """How long to wait for a write: less where a guard passes it on, which may die with its machine meanwhile.
+
+        Whoever writes tries again anyway, and another guard answers then.
+        """
+        return self.config.reply_timeout_seconds * (THROUGH_GUARD if self.config.stores == "guard" else 1)
 
     def adopt(self, watch: NatsWatch) -> None:
         """Keep a watch up to date over reconnects, and end it with the connection."""

@@ -188,7 +188,7 @@ class NatsStore:
             self._connection.write_subject(self.name, key),
             value,
             headers=headers,
-            timeout_seconds=self._connection.config.reply_timeout_seconds,
+            timeout_seconds=self._connection.write_timeout_seconds,
         )
         answer = decode_answer(message.data)
         if answer.error is None:

@@ -74,6 +74,14 @@ def test_our_own_values_that_are_not_finite_are_left_out_and_named() -> None:
     assert bytes(reduced.frame or b"") == bytes(frame)
 
 
+def test_others_values_that_cannot_be_used_are_left_out_and_named() -> None:
+    chunk = chunk_of("float16")
+    frame = encode_values(chunk, tensors_of(1))
+    reduced = reduce_chunk(chunk, MEAN, {"b": frame, "c": bytes(3)}, {"b": 1.0, "c": 1.0}, None)
+    assert reduced.refused.keys() == {"c"}
+    assert bytes(reduced.frame or b"") == bytes(frame)
+
+
 def test_where_nobodys_values_can_be_used_everybody_is_named() -> None:
     chunk = chunk_of("float16")
     spoilt = tensors_of(0)

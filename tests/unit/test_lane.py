@@ -225,11 +225,14 @@ async def test_values_that_cannot_be_encoded_hold_nothing_up() -> None:
 
 @in_virtual_time
 async def test_a_closed_lane_sends_nothing_more_and_lets_go_of_its_frames() -> None:
-    way = Way()
+    way = Way(frame_bytes=IN_FLIGHT_BYTES)
     way.links.acknowledges = False
-    way.lane.contribute(0, 0)
+    for chunk in range(3):
+        way.lane.contribute(chunk, 0)
     await turns()
+    assert way.lane._letters, "one is on its way, others wait"
     await way.lane.close()
+    assert not way.lane._letters
     way.lane.contribute(1, 0)
     way.lane.send_average(2, 0, b"average")
     way.links.receipts[0].settle(PeerUnreachableError("gone"))

@@ -53,6 +53,15 @@ def test_the_average_does_not_depend_on_who_reduces(codec: str) -> None:
         assert reduced.refused == {}
 
 
+def test_weights_count() -> None:
+    chunk = chunk_of("float32")
+    frames = {peer: encode_values(chunk, tensors_of(seed)) for seed, peer in enumerate(("a", "b"))}
+    reduced = reduce_chunk(chunk, MEAN, frames, {"a": 1.0, "b": 3.0}, None)
+    found = torch.frombuffer(bytearray(reduced.frame or b""), dtype=torch.float32)
+    values = [tensors_of(seed).gather() for seed in range(2)]
+    torch.testing.assert_close(found, (values[0] + 3 * values[1]) / 4)
+
+
 def test_our_own_values_that_are_not_finite_are_left_out_and_named() -> None:
     chunk = chunk_of("float16")
     spoilt = tensors_of(0)
@@ -62,6 +71,14 @@ def test_our_own_values_that_are_not_finite_are_left_out_and_named() -> None:
     frame = encode_values(chunk, tensors_of(1))
     reduced = reduce_chunk(chunk, MEAN, {"b": frame}, {"a": 9.0, "b": 1.0}, Own(peer="a", tensors=spoilt))
     assert reduced.refused.keys() == {"a"}
+    assert bytes(reduced.frame or b"") == bytes(frame)
+
+
+def test_others_values_that_cannot_be_used_are_left_out_and_named() -> None:
+    chunk = chunk_of("float16")
+    frame = encode_values(chunk, tensors_of(1))
+    reduced = reduce_chunk(chunk, MEAN, {"b": frame, "c": bytes(3)}, {"b": 1.0, "c": 1.0}, None)
+    assert reduced.refused.keys() == {"c"}
     assert bytes(reduced.frame or b"") == bytes(frame)
 
 

@@ -70,18 +70,18 @@ class Auditor:
         now = self._session.now()
         return {peer: why_excluded(exclusion, now) for peer, exclusion in self.excluded(head).items()}
 
-    async def audit(self, director: Director, holders: tuple[int, ...]) -> Verdict:
-        """Look at a round that is complete: `holders` have the averages, as they have reported."""
+    async def audit(self, director: Director, digest: str, holders: tuple[int, ...]) -> Verdict:
+        """Look at a round that is complete: `holders` have the averages with this digest, as they have reported."""
         plan = director.plan
         reach("round.auditing", peer=self._session.peer_id, epoch=plan.key.epoch, role="coordinator")
-        dissenters = [i for i, member in enumerate(plan.members) if member.trouble == OTHER_DIGEST]
-        reports = [director.report_of(index) for index in range(len(plan.members))]
+        reports = {i: report for i in range(len(plan.members)) if (report := director.report_of(i)) is not None}
+        dissenters = [index for index, report in reports.items() if _dissents(plan, index, report, digest)]
         inquiry = _Inquiry(
             self._links,
             self._workers,
             Notary(self._session.subjects.run, plan.key),
             plan,
-            {index: report for index, report in enumerate(reports) if report is not None},
+            reports,
             min(self._config.answer_seconds, max(0.0, plan.deadline - self._session.now())),
         )
         liars = await inquiry.settle(holders, dissenters) if dissenters else {}
@@ -228,6 +228,12 @@ class _Inquiry:
             return sealed_hash(frame) if frame is not None else b""
 
         return await self._workers.run(work)
+
+
+def _dissents(plan: Plan, index: int, report: Report, digest: str) -> bool:
+    """Whether a member holds other averages of this very revision, before the director's next one took it out."""
+    is_fresh = report.revision >= plan.revision - 1
+    return plan.members[index].trouble == OTHER_DIGEST and is_fresh and report.digest not in ("", digest)
 
 
 def _take(audit: Audit, chunk: int, answer: _Answer) -> list[Action]:

@@ -329,7 +329,7 @@ class Coordinator:
                     await self._say(plan)
                     reach("round.revision_published", **self._labels(plan))
                 case Finish(plan, digest, holders):
-                    verdict = await self._auditor.audit(director, holders) if plan.audit else Verdict()
+                    verdict = await self._auditor.audit(director, digest, holders) if plan.audit else Verdict()
                     if self._director is not director:
                         return
                     if verdict.is_good:

@@ -17,7 +17,7 @@ from roundlab import assert_same_average, lab, mean_of
 
 from potluck.testing.virtualloop import in_virtual_time
 
-SEEDS = 3
+SEEDS = 5
 EPOCHS = 12
 SOAK_SEEDS = 200
 SOAK_EPOCHS = 200

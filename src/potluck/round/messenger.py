@@ -127,9 +127,11 @@ class Messenger:
         receipt = await self._links.send(audience.coordinator, report, timeout_seconds=REPORT_TIMEOUT_SECONDS)
         if self._unheard is None or self._unheard.coordinator != audience.coordinator:
             self._unheard = _Unheard(audience.coordinator, self._session.clock.monotonic())
+        unheard = self._unheard
 
         def settled() -> None:
-            self._unheard = None  # also when the channel broke: another one is tried
+            if self._unheard is unheard:
+                self._unheard = None  # also when the channel broke: another one is tried
             if receipt.acknowledged and report.digest:
                 exchanger.reported()
 

@@ -873,9 +873,8 @@ async def test_an_error_in_any_phase_names_it_and_the_peers() -> None:
             there.run.cut(coordinator.peer, other.peer)
 
         text = await failure_of_other("planned", break_link)
-        assert "exchanging epoch 2 (attempt 1.0); averages are missing from " in text
-        assert coordinator.id in text
-        assert other.id not in text
+        assert "exchanging epoch 2 (attempt 1.0); averages are missing from" in text
+        assert coordinator.id in text  # averages or contributions: who reduces depends on the ids
         there.run.mend(coordinator.peer, other.peer)
         await asyncio.sleep(5.0)
         text = await failure_of_other("committing", lambda: there.freeze(coordinator))

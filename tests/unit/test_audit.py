@@ -243,22 +243,6 @@ def test_the_verdict_names_the_liars_and_nobody_else(data: st.DataObject, seed: 
                 assert verdict.liars.keys() == court.altering
 
 
-def test_a_member_that_nobody_waited_for_need_not_be_in_the_average() -> None:
-    plan = make_plan(3, 1)
-    members = list(plan.members)
-    members[2] = msgspec.structs.replace(members[2], unheard_by=(0,))
-    plan = msgspec.structs.replace(plan, members=tuple(members))
-    audit = Audit(plan, {0, 1, 2}, [0])
-    assert audit.start() == [Ask(0, (0, 1, 2))]
-    shown = {i: contribution_hash(i, 0) for i in (0, 1)}
-    assert audit.testified(1, 0, Account(average=average_hash(0), contribution=shown[1])) == []
-    account = Account(average=average_hash(0), contribution=shown[0], inputs=shown)
-    assert audit.testified(0, 0, account) == [Recompute(0, (0, 1))]
-    [verdict] = audit.recomputed(0, average_hash(0))
-    assert verdict == Verdict(num_good=1)
-    assert verdict.is_good
-
-
 def test_what_rests_on_a_contributor_that_is_gone_is_done_again_and_nobody_is_blamed() -> None:
     plan = make_plan(3, 1, aux=1, reducers=1)
     members = list(plan.members)

@@ -12,8 +12,9 @@ What others use:
         with fetched:
             fetched.write_into(tensors)                      # or fetched.tensors(), where there are none yet
     keeper.publish(tensors, {"epoch": 7, "lr": 0.1}, epoch=7)    # from the training thread: blocks for one copy
-    with await keeper.fetch(epoch=8, base=tensors, timeout_seconds=60) as fetched:   # left behind, or `keeper.deviation`
+    with await keeper.fetch(epoch=8, base=tensors, timeout_seconds=60) as fetched:   # when left behind
         fetched.write_into(tensors)                          # only what differs is fetched and written
+    keeper.deviation                                         # not None: this peer's bits differ, fetch as above
 
 `publish` wants the whole state by name: parameters, optimizer statistics, buffers, of any dtype, on any device; and
 metadata that is the same on all peers, since it is part of the digest. What is only this peer's has no place in it.

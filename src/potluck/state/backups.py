@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,9 +125,16 @@ class Backups:
         found = (_RECORD.fullmatch(path.name) for path in self.folder.iterdir())
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
+    def _newest_first(self) -> Iterator[int]:
+        """Each epoch once. The folder is looked at each time: another process may save and clear away meanwhile."""
+        tried: set[int] = set()
+        while left := [epoch for epoch in self.epochs() if epoch not in tried]:
+            tried.add(left[0])
+            yield left[0]
+
     def latest(self) -> BackupInfo | None:
         """The newest backup whose record can be read; its tensors are looked at by `restore` only."""
-        for epoch in self.epochs():
+        for epoch in self._newest_first():
             try:
                 return self._info(epoch)
             except BackupError as error:
@@ -136,7 +143,7 @@ class Backups:
 
     def restore(self, epoch: int | None = None) -> Restored | None:
         """The newest backup that is whole, or that of an epoch; None when there is none. Broken ones are named."""
-        for candidate in self.epochs() if epoch is None else [epoch]:
+        for candidate in self._newest_first() if epoch is None else [epoch]:
             try:
                 info = self._info(candidate)
                 snapshot = read_snapshot(info, self._pool)

@@ -67,7 +67,8 @@ class Herald:
             await self._publish(KEPT, encode(Kept(session=self._session.card.session)))
 
     def announce(self) -> None:
-        """The shelf has changed: say so soon."""
+        """The shelf has changed: say so soon. We ourselves know it at once."""
+        self.announcements.take(self._session.peer_id, self._kept())
         self._speak.set()
 
     async def ask(self) -> None:
@@ -159,17 +160,21 @@ class Herald:
     async def _keep_speaking(self) -> None:
         while True:
             self._speak.clear()
-            states = tuple(held.announced() for held in self._shelf)[-MAX_KEPT:]
-            if states or self._has_spoken:
-                self._has_spoken = bool(states)
-                await self._publish(KEPT, encode(Kept(session=self._session.card.session, states=states)))
+            kept = self._kept()
+            if kept.states or self._has_spoken:
+                self._has_spoken = bool(kept.states)
+                await self._publish(KEPT, encode(kept))
                 self.counts["announcements"] += 1
             try:
-                async with asyncio.timeout(SPEAK_EVERY_SECONDS if states else None):
+                async with asyncio.timeout(SPEAK_EVERY_SECONDS if kept.states else None):
                     await self._speak.wait()
             except TimeoutError:
                 continue
             await asyncio.sleep(SPEAK_PAUSE_SECONDS)
+
+    def _kept(self) -> Kept:
+        states = tuple(held.announced() for held in self._shelf)[-MAX_KEPT:]
+        return Kept(session=self._session.card.session, states=states)
 
     async def _publish(self, topic: str, payload: bytes) -> None:
         session = self._session

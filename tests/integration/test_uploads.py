@@ -34,7 +34,8 @@ def saved(folder: Path, epoch: int) -> BackupInfo:
 
 
 @pytest.fixture
-def hub() -> Iterator[Repositories]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Repositories]:
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # else the library starts one thread for the whole process
     with repositories() as server:
         yield server
         huggingface_hub.close_session()

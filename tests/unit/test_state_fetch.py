@@ -405,3 +405,21 @@ def _limited(bytes_per_second: float, **options: int) -> ServingConfig:
 def test_the_tensors_of_the_tests_are_several() -> None:
     assert sum(t.numel() * t.element_size() for t in model(1, 8).values()) > 8 * MIB
     assert torch.equal(model(3)["weight"], model(3)["weight"])
+
+
+@in_virtual_time
+async def test_a_trainer_leaves_its_link_to_the_training_for_part_of_the_time() -> None:
+    async def seconds_from(role: str) -> float:
+        async with state_lab() as lab:
+            keeper = await lab.join("keeper", role=role)  # type: ignore[arg-type]
+            joiner = await lab.join("joiner")
+            conditions = Conditions(bytes_per_second=8 * MIB)
+            lab.run.network.set_conditions(conditions, kind="direct", sender=keeper.id, receiver=joiner.id)
+            lab.commit(1, keeper)
+            await keeper.publish(model(1, 32), 1)
+            started = asyncio.get_running_loop().time()
+            (await joiner.keeper.fetch(timeout_seconds=TIMEOUT_SECONDS)).release()
+            return asyncio.get_running_loop().time() - started
+
+    assert 4.0 <= await seconds_from("aux") <= 5.0
+    assert 7.0 <= await seconds_from("trainer") <= 10.0

@@ -2,8 +2,9 @@
 
 A joiner asks for the manifest of a state by its digest, then opens a stream and sends the numbers of the chunks that it
 wants; they come back in that order. A stream's own credit sees to it that nothing piles up for a joiner that does not
-read. All streams together stay within a rate, and take turns, so that no joiner starves another or the training. A
-snapshot that is being served stays in memory until the last of its bytes has arrived.
+read. All streams together stay within a rate if one is set, and take turns; and a trainer leaves its link to the
+training for part of the time, so that no joiner starves another or the training. A snapshot that is being served stays
+in memory until the last of its bytes has arrived.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import asyncio
 import logging
 import struct
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from potluck.clock import Clock
 from potluck.errors import ConfigurationError, DeadlineExceededError, PeerError, RetryableError
 from potluck.faultpoints import reach
-from potluck.link.links import Incoming, Links, Stream
+from potluck.link.links import Incoming, Links, Receipt, Stream
 from potluck.messages import Message
 from potluck.state.announcement import Digest
+from potluck.state.manifest import MIB
 from potluck.state.schedule import MAX_OPEN
 from potluck.state.shelf import Shelf
 from potluck.state.snapshot import Snapshot
@@ -31,6 +32,8 @@ NUMBER = struct.Struct(">I")
 SEND_SECONDS = 60.0  # a joiner that takes nothing for so long is given up
 IDLE_SECONDS = 60.0  # … or asks nothing
 STREAMS_PER_PEER = 2
+BURST_BYTES = 4 * MIB  # what a trainer sends to a joiner before it rests: enough for a long way
+LONGEST_REST_SECONDS = 5.0
 
 
 class AskManifest(Message, frozen=True, kw_only=True, tag="state.manifest"):
@@ -60,39 +63,38 @@ class ServingConfig:
     """States in memory because they are being served, those on the shelf aside; the oldest has to go."""
 
     bytes_per_second: float | None = None
-    """For all joiners together; None: `upload_share` of what the links measured."""
+    """For all joiners together; None: no limit but `trainer_share`."""
 
-    upload_share: float = 0.5
-    """Of a trainer's measured upload speed; an aux peer, which has little else to do, gives all of it."""
+    trainer_share: float = 0.5
+    """How much of the time a trainer's link may be busy with this; an aux peer, or one with a rate, needs no rest."""
 
     def __post_init__(self) -> None:
         if self.max_streams < 1 or self.max_snapshots < 1:
             raise ConfigurationError(f"{self}: a keeper serves at least one joiner and one state")
         if self.bytes_per_second is not None and not self.bytes_per_second > 0:
             raise ConfigurationError(f"bytes_per_second={self.bytes_per_second}: it must be more than 0, or None")
-        if not 0 < self.upload_share <= 1:
-            raise ConfigurationError(f"upload_share={self.upload_share}: it must be more than 0 and at most 1")
+        if not 0 < self.trainer_share <= 1:
+            raise ConfigurationError(f"trainer_share={self.trainer_share}: it must be more than 0 and at most 1")
 
 
 class Turnstile:
     """Lets bytes pass at a rate, first come, first served."""
 
-    def __init__(self, rate: Callable[[], float | None], clock: Clock) -> None:
-        self._rate = rate
+    def __init__(self, bytes_per_second: float | None, clock: Clock) -> None:
+        self._rate = bytes_per_second
         self._clock = clock
         self._free_at = 0.0
         self._turns = asyncio.Lock()  # fair: in the order of asking
 
     async def admit(self, num_bytes: int) -> None:
         """Return when so many bytes may leave."""
+        if self._rate is None:
+            return
         async with self._turns:
-            rate = self._rate()
-            if rate is None:
-                return
             now = self._clock.monotonic()
             if self._free_at > now:
                 await asyncio.sleep(self._free_at - now)
-            self._free_at = max(self._free_at, now) + num_bytes / rate
+            self._free_at = max(self._free_at, now) + num_bytes / self._rate
 
 
 @dataclass(eq=False, slots=True)
@@ -104,9 +106,22 @@ class _Service:
     num_unsettled: int = 0
     is_over: bool = False
     is_released: bool = False
+    burst_bytes: int = 0
+    burst_began: float = 0.0
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)  # all that was sent
+
+    def sent(self, num_bytes: int, now: float, receipt: Receipt) -> None:
+        if not self.burst_bytes:
+            self.burst_began = now
+        self.burst_bytes += num_bytes
+        self.num_unsettled += 1
+        self.arrived.clear()
+        receipt.watch(self.settled)
 
     def settled(self) -> None:
         self.num_unsettled -= 1
+        if not self.num_unsettled:
+            self.arrived.set()
         self.release_if_done()
 
     def release_if_done(self) -> None:
@@ -126,9 +141,10 @@ class Serving:
         self._shelf = shelf
         self._config = config
         self._peer_id = peer_id
-        self._is_trainer = is_trainer
+        self._share = config.trainer_share if is_trainer and config.bytes_per_second is None else 1.0
         self._services: list[_Service] = []  # the oldest first
-        self._turnstile = Turnstile(self._rate, clock)
+        self._turnstile = Turnstile(config.bytes_per_second, clock)
+        self._clock = clock
         links.handle(AskManifest, self._manifest_asked)
         links.handle_stream(FetchChunks, self._serve)
 
@@ -136,14 +152,6 @@ class Serving:
         """End all streams. Calling it twice does no harm."""
         for service in list(self._services):
             await service.stream.cancel("the keeper leaves")
-
-    def _rate(self) -> float | None:
-        if self._config.bytes_per_second is not None:
-            return self._config.bytes_per_second
-        measured = self._links.statistics().upload_bytes_per_second
-        if measured is None:
-            return None
-        return measured * self._config.upload_share if self._is_trainer else measured
 
     def _manifest_asked(self, incoming: Incoming[AskManifest]) -> tuple[Message, list[bytes]]:
         return ManifestAnswer(), [self._find(incoming.message.digest).manifest.encoded]
@@ -199,13 +207,30 @@ class Serving:
 
     async def _give(self, service: _Service, number: int) -> None:
         view = service.snapshot.view(number)
+        if self._share < 1 and service.burst_bytes >= BURST_BYTES:
+            await self._rest(service)
         await self._turnstile.admit(len(view))
+        now = self._clock.monotonic()
         receipt = await service.stream.send([NUMBER.pack(number), view], timeout_seconds=SEND_SECONDS)
-        service.num_unsettled += 1
-        receipt.watch(service.settled)
+        service.sent(len(view), now, receipt)
         self.counts["chunks"] += 1
         self.counts["bytes"] += len(view)
         reach("state.chunk_served", peer=self._peer_id, number=self.counts["chunks"])
+
+    async def _rest(self, service: _Service) -> None:
+        """Leave the link to the training for a while, in proportion to how long it was busy with this joiner.
+
+        That needs no measured speed, which would in turn depend on how fast we send.
+        """
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                await service.arrived.wait()
+        except TimeoutError:
+            raise DeadlineExceededError(f"nothing arrived at {service.stream.peer} for {SEND_SECONDS:g} s") from None
+        busy_seconds = self._clock.monotonic() - service.burst_began
+        share = self._share / len(self._services)
+        await asyncio.sleep(min(busy_seconds * (1 - share) / share, LONGEST_REST_SECONDS))
+        service.burst_bytes = 0
 
 
 def _read_numbers(frames: list[memoryview], num_chunks: int) -> list[int]:

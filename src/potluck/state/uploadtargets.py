@@ -130,7 +130,7 @@ class HuggingFaceTarget:
 
     @contextmanager
     def _without_progress_bars(self) -> Iterator[None]:
-        # They would be drawn into somebody's console, and leave a thread behind.
+        # They would be drawn into somebody's console, from a thread in the background.
         utils = self._hub.utils
         were_off = utils.are_progress_bars_disabled()
         utils.disable_progress_bars()

@@ -113,7 +113,7 @@ async def test_64_megabytes_come_though_a_keeper_is_killed_half_way(company: Com
     assert report.given[kept[0]["peer"]] > 0, "some came from the one that died"
     assert report.given[kept[1]["peer"]] >= 62 - 15
     assert report.liars == {}
-    assert seen[-1] == fetched.snapshot.manifest.num_bytes
+    assert seen[-1] == fetched.snapshot.inventory.num_bytes
     assert steady.exit_code is None
     logging.getLogger(__name__).info("%d MB in %.2f s: %s", MEGABYTES, seconds, report)
 

@@ -22,7 +22,7 @@ from potluck.errors import BackupError, ConfigurationError
 from potluck.state.backupfile import read_info
 from potluck.state.backups import BackupConfig, Backups, superfluous
 from potluck.state.chunkpool import ChunkPool
-from potluck.state.manifest import DTYPES
+from potluck.state.inventory import DTYPES
 from potluck.state.snapshot import Snapshot, stage
 
 POOL = ChunkPool(4096)

@@ -38,7 +38,7 @@ async def test_a_joiner_gets_the_state_from_all_keepers_at_once() -> None:
             assert all(number > 0 for number in fetched.report.given.values())
             assert sum(fetched.report.given.values()) == 9
             assert seen[0][0] == 0
-            assert seen[-1][0] == seen[-1][1] == fetched.snapshot.manifest.num_bytes
+            assert seen[-1][0] == seen[-1][1] == fetched.snapshot.inventory.num_bytes
             assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
@@ -118,7 +118,7 @@ async def test_the_fetch_goes_on_when_the_only_keeper_comes_back() -> None:
             await again.publish(model(1, 32), 1)
             with await fetching as fetched:
                 assert same(fetched.tensors(), model(1, 32))
-                assert fetched.report.fetched_bytes == fetched.snapshot.manifest.num_bytes
+                assert fetched.report.fetched_bytes == fetched.snapshot.inventory.num_bytes
             assert again.served <= 17
 
 
@@ -163,7 +163,7 @@ async def test_a_lying_keeper_is_dropped_and_named(caplog: pytest.LogCaptureFixt
 
 
 @in_virtual_time
-async def test_a_wrong_manifest_is_refused() -> None:
+async def test_a_wrong_inventory_is_refused() -> None:
     async with state_lab() as lab:
         liar, honest = [await lab.join(name) for name in ("liar", "honest")]
         joiner = await lab.join("joiner")
@@ -172,7 +172,7 @@ async def test_a_wrong_manifest_is_refused() -> None:
             await keeper.publish(model(1), 1)
         held = liar.keeper._shelf.get(1)
         assert held is not None
-        held.snapshot.manifest.__dict__["encoded"] = held.snapshot.manifest.encoded[:-1] + b"\x00"
+        held.snapshot.inventory.__dict__["encoded"] = held.snapshot.inventory.encoded[:-1] + b"\x00"
         claims = {"liar": liar.id, "honest": honest.id}
         with await joiner.keeper.fetch(timeout_seconds=TIMEOUT_SECONDS) as fetched:
             assert same(fetched.tensors(), model(1))

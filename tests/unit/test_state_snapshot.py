@@ -15,15 +15,15 @@ from torch import Tensor
 
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.state.chunkpool import ChunkPool
-from potluck.state.manifest import (
+from potluck.state.inventory import (
     DTYPES,
-    Manifest,
+    Inventory,
     Piece,
     TensorSpec,
     cut,
     decode_metadata,
     encode_metadata,
-    read_manifest,
+    read_inventory,
 )
 from potluck.state.snapshot import Snapshot, stage
 
@@ -70,7 +70,7 @@ def test_every_bit_comes_back(tensors: dict[str, Tensor], chunk_bytes: int) -> N
     }
     again = snap(dict(reversed(tensors.items())), pool)
     assert again.digest == snapshot.digest
-    assert read_manifest(snapshot.manifest.encoded, snapshot.digest) == snapshot.manifest
+    assert read_inventory(snapshot.inventory.encoded, snapshot.digest) == snapshot.inventory
     snapshot.release()
     again.release()
     assert pool.statistics()["chunk_bytes_used"] == 0
@@ -102,7 +102,7 @@ def _end(piece: Piece, chunk_bytes: int) -> int:
 
 def test_tensors_are_aligned_to_their_elements() -> None:
     tensors = {"a": torch.zeros(3, dtype=torch.uint8), "b": torch.zeros(5), "c": torch.zeros(2, dtype=torch.float64)}
-    specs = snap(tensors, ChunkPool()).manifest.tensors
+    specs = snap(tensors, ChunkPool()).inventory.tensors
     position = 0
     for spec in specs:
         assert position % DTYPES[spec.dtype].itemsize == 0
@@ -253,30 +253,30 @@ def test_metadata_that_is_not_plain_is_refused(metadata: dict[Any, Any]) -> None
         encode_metadata(metadata)
 
 
-def good() -> Manifest:
-    return snap({"a": torch.arange(100.0), "b": torch.arange(7)}, ChunkPool(64), epoch=1).manifest
+def good() -> Inventory:
+    return snap({"a": torch.arange(100.0), "b": torch.arange(7)}, ChunkPool(64), epoch=1).inventory
 
 
 @given(st.binary(max_size=200))
 @settings(max_examples=200)
-def test_no_bytes_pass_for_a_manifest(data: bytes) -> None:
+def test_no_bytes_pass_for_a_inventory(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        read_manifest(data, hashlib.sha256(data).hexdigest())
+        read_inventory(data, hashlib.sha256(data).hexdigest())
 
 
 @given(st.data())
 @settings(max_examples=200, deadline=None)
-def test_a_manifest_that_was_tampered_with_is_refused(data: st.DataObject) -> None:
+def test_a_inventory_that_was_tampered_with_is_refused(data: st.DataObject) -> None:
     encoded = bytearray(good().encoded)
     place = data.draw(st.integers(0, len(encoded) - 1))
     encoded[place] ^= data.draw(st.integers(1, 255))
     with pytest.raises(ProtocolError):
-        read_manifest(bytes(encoded), good().digest)
+        read_inventory(bytes(encoded), good().digest)
     try:  # and with its own digest it is either refused or consistent
-        manifest = read_manifest(bytes(encoded), hashlib.sha256(encoded).hexdigest())
+        inventory = read_inventory(bytes(encoded), hashlib.sha256(encoded).hexdigest())
     except ProtocolError:
         return
-    assert len(manifest.hashes) == 32 * manifest.num_chunks
+    assert len(inventory.hashes) == 32 * inventory.num_chunks
 
 
 @pytest.mark.parametrize(
@@ -293,8 +293,8 @@ def test_a_manifest_that_was_tampered_with_is_refused(data: st.DataObject) -> No
         {"metadata": b"\x01"},
     ],
 )
-def test_manifests_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
+def test_inventories_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
     fields = {name: getattr(good(), name) for name in good().__struct_fields__}
     data = msgspec.msgpack.encode(list({**fields, **changes}.values()))
     with pytest.raises(ProtocolError):
-        read_manifest(data, hashlib.sha256(data).hexdigest())
+        read_inventory(data, hashlib.sha256(data).hexdigest())

@@ -20,7 +20,7 @@ What others use:
 metadata that is the same on all peers, since it is part of the digest. What is only this peer's has no place in it.
 
 The state itself:
-    manifest.py      tensors as one flat space, in chunks with hashes; one digest over all (pure)
+    inventory.py      tensors as one flat space, in chunks with hashes; one digest over all (pure)
     chunkpool.py     memory that is used again               snapshot.py  a copy at one moment
     publishing.py    from the training thread to a snapshot
 

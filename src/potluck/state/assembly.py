@@ -9,7 +9,7 @@ import numpy as np
 
 from potluck.state.chunklog import ChunkLog
 from potluck.state.chunkpool import Chunk, ChunkPool
-from potluck.state.manifest import Manifest
+from potluck.state.inventory import Inventory
 from potluck.state.snapshot import Snapshot
 
 
@@ -19,24 +19,25 @@ class Assembly:
     def __init__(self, pool: ChunkPool, log: ChunkLog | None = None) -> None:
         self._pool = pool
         self._log = log
-        self._manifest: Manifest | None = None
+        self._inventory: Inventory | None = None
         self._chunks: dict[bytes, Chunk] = {}  # each held by us
         self._wanted: dict[bytes, list[int]] = {}
+        self._held_bytes = 0
 
     @property
-    def _goal(self) -> Manifest:
-        assert self._manifest is not None, "it is not known yet what to put together"
-        return self._manifest
+    def _goal(self) -> Inventory:
+        assert self._inventory is not None, "it is not known yet what to put together"
+        return self._inventory
 
-    def begin(self, manifest: Manifest, bases: Iterable[Snapshot]) -> list[int]:
+    def begin(self, inventory: Inventory, bases: Iterable[Snapshot]) -> list[int]:
         """Aim at this state, with all that is here; returns the chunks that are missing. Not for the event loop.
 
         What was put together for another state before is used as far as it fits, and let go otherwise.
         """
-        self._manifest = manifest
+        self._inventory = inventory
         self._wanted = {}
-        for number in range(manifest.num_chunks):
-            self._wanted.setdefault(manifest.hash_of(number), []).append(number)
+        for number in range(inventory.num_chunks):
+            self._wanted.setdefault(inventory.hash_of(number), []).append(number)
         for chunk_hash in [chunk_hash for chunk_hash in self._chunks if chunk_hash not in self._wanted]:
             self._pool.drop(self._chunks.pop(chunk_hash))
         for chunk in (chunk for base in bases for chunk in base.by_hash().values()):
@@ -44,6 +45,7 @@ class Assembly:
                 self._chunks[chunk.hash] = self._pool.share(chunk)
         if self._log is not None:
             self._read_log(self._log)
+        self._held_bytes = sum(map(self._bytes_of, self._chunks))
         return [numbers[0] for chunk_hash, numbers in self._wanted.items() if chunk_hash not in self._chunks]
 
     def _read_log(self, log: ChunkLog) -> None:
@@ -55,7 +57,7 @@ class Assembly:
             log.start_anew()
 
     def check(self, number: int, data: memoryview) -> Chunk | None:
-        """The chunk, copied, if the data is what the manifest says. For a worker; hand the chunk to `add`."""
+        """The chunk, copied, if the data is what the inventory says. For a worker; hand the chunk to `add`."""
         chunk_hash = self._goal.hash_of(number)
         if hashlib.sha256(data).digest() != chunk_hash:
             return None
@@ -68,6 +70,7 @@ class Assembly:
         """A chunk that was checked."""
         if chunk.hash in self._wanted and chunk.hash not in self._chunks:
             self._chunks[chunk.hash] = chunk
+            self._held_bytes += self._bytes_of(chunk.hash)
         else:
             self._pool.drop(chunk)
 
@@ -75,9 +78,10 @@ class Assembly:
         """A chunk that was checked too late."""
         self._pool.drop(chunk)
 
+    @property
     def held_bytes(self) -> int:
         """How much of the state is here."""
-        return sum(self._bytes_of(chunk_hash) for chunk_hash in self._chunks)
+        return self._held_bytes
 
     def _bytes_of(self, chunk_hash: bytes) -> int:
         return sum(self._goal.bytes_of(number) for number in self._wanted[chunk_hash])
@@ -85,16 +89,16 @@ class Assembly:
     def finish(self) -> Snapshot:
         """The state, complete."""
         assert self._chunks.keys() == self._wanted.keys(), "a state is finished that is not complete"
-        manifest = self._goal
-        chunks = list(self._shared(manifest))
+        inventory = self._goal
+        chunks = list(self._shared(inventory))
         self.close()
         if self._log is not None:
             self._log.start_anew()
-        return Snapshot(manifest, chunks, self._pool)
+        return Snapshot(inventory, chunks, self._pool)
 
-    def _shared(self, manifest: Manifest) -> Iterator[Chunk]:
-        for number in range(manifest.num_chunks):
-            yield self._pool.share(self._chunks[manifest.hash_of(number)])
+    def _shared(self, inventory: Inventory) -> Iterator[Chunk]:
+        for number in range(inventory.num_chunks):
+            yield self._pool.share(self._chunks[inventory.hash_of(number)])
 
     def close(self) -> None:
         """Let go of all chunks; what is on disk stays. Calling it twice does no harm."""

@@ -1,11 +1,11 @@
 """One backup on disk: a `safetensors` file with the tensors, and a JSON file that makes it count.
 
     epoch-00000120-3f6c0b1d2e9a.safetensors     the tensors, as any tool reads them
-    epoch-00000120.json                         epoch, digest, manifest and metadata, with a checksum of its own
+    epoch-00000120.json                         epoch, digest, inventory and metadata, with a checksum of its own
 
 The tensors are written first, under a name that nothing refers to; the JSON file comes into being by a rename, when all
 else is on disk. So a crash at any moment leaves the backup before it, and at most a file that is cleared away later.
-Reading checks everything: the JSON by its checksum, each chunk of the tensors by the manifest.
+Reading checks everything: the JSON by its checksum, each chunk of the tensors by the inventory.
 
 The file format is ten lines, and a snapshot lies in chunks that are shared between epochs: written from there, no
 second copy of the state is needed, and the interpreter lock is free meanwhile. It is read without mapping it into
@@ -31,11 +31,11 @@ import msgspec
 from potluck.errors import BackupError, PotluckError, ProtocolError
 from potluck.state.assembly import Assembly
 from potluck.state.chunkpool import ChunkPool
-from potluck.state.manifest import MAX_MANIFEST_BYTES, Manifest, TensorSpec, read_manifest
+from potluck.state.inventory import MAX_INVENTORY_BYTES, Inventory, TensorSpec, read_inventory
 from potluck.state.snapshot import Snapshot
 
 FORMAT = "potluck-backup-1"
-MAX_RECORD_BYTES = 2 * MAX_MANIFEST_BYTES
+MAX_RECORD_BYTES = 2 * MAX_INVENTORY_BYTES
 MAX_HEADER_BYTES = 100 * 1024 * 1024  # as the safetensors library has it
 _LENGTH = struct.Struct("<Q")
 
@@ -64,7 +64,7 @@ _SAFETENSORS = {
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON file. `metadata` is there to be looked at; what counts is in the manifest."""
+    """The JSON file. `metadata` is there to be looked at; what counts is in the inventory."""
 
     format: str
     run: str
@@ -73,7 +73,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     tensors_file: str
     saved_at: float
-    manifest: str
+    inventory: str
     metadata: Any = None
     checksum: str = ""
 
@@ -91,7 +91,7 @@ class BackupInfo:
     saved_at: float
     record_path: Path
     tensors_path: Path
-    manifest: Manifest
+    inventory: Inventory
 
 
 def record_path(folder: Path, epoch: int) -> Path:
@@ -103,20 +103,20 @@ def write_backup(
     folder: Path, snapshot: Snapshot, *, epoch: int, made_at: int, run: str, saved_at: float
 ) -> BackupInfo:
     """Write a backup; OSError when the disk will not have it, and nothing is left of it then."""
-    manifest = snapshot.manifest
-    tensors_path = folder / f"epoch-{epoch:08d}-{manifest.digest[:12]}.safetensors"
-    header = _header(manifest, epoch)
-    chunks = (snapshot.view(number) for number in range(manifest.num_chunks))
+    inventory = snapshot.inventory
+    tensors_path = folder / f"epoch-{epoch:08d}-{inventory.digest[:12]}.safetensors"
+    header = _header(inventory, epoch)
+    chunks = (snapshot.view(number) for number in range(inventory.num_chunks))
     _write_whole(tensors_path, _concatenated([_LENGTH.pack(len(header)), header], chunks))
     record = Record(
         format=FORMAT,
         run=run,
         epoch=epoch,
         made_at=made_at,
-        digest=manifest.digest,
+        digest=inventory.digest,
         tensors_file=tensors_path.name,
         saved_at=saved_at,
-        manifest=base64.b64encode(manifest.encoded).decode(),
+        inventory=base64.b64encode(inventory.encoded).decode(),
         metadata=snapshot.metadata,
     )
     record = msgspec.structs.replace(record, checksum=_checksum(record))
@@ -128,7 +128,7 @@ def write_backup(
             if not path.exists():
                 tensors_path.unlink()
         raise
-    return _info(record, path, manifest)
+    return _info(record, path, inventory)
 
 
 def read_info(path: Path) -> BackupInfo:
@@ -143,10 +143,10 @@ def read_info(path: Path) -> BackupInfo:
             raise BackupError("its checksum is wrong")
         if Path(record.tensors_file).name != record.tensors_file:
             raise BackupError(f"it names a file elsewhere ({record.tensors_file!r})")
-        manifest = read_manifest(base64.b64decode(record.manifest, validate=True), record.digest)
+        inventory = read_inventory(base64.b64decode(record.inventory, validate=True), record.digest)
     except (OSError, ValueError, RecursionError, PotluckError) as error:
         raise BackupError(f"{path} cannot be used: {error}") from error
-    return _info(record, path, manifest)
+    return _info(record, path, inventory)
 
 
 def read_snapshot(info: BackupInfo, pool: ChunkPool) -> Snapshot:
@@ -154,8 +154,8 @@ def read_snapshot(info: BackupInfo, pool: ChunkPool) -> Snapshot:
     assembly = Assembly(pool)
     try:
         with info.tensors_path.open("rb", buffering=0) as file:
-            _skip_header(file.fileno(), info.manifest)
-            _read_chunks(file.fileno(), info.manifest, assembly)
+            _skip_header(file.fileno(), info.inventory)
+            _read_chunks(file.fileno(), info.inventory, assembly)
         return assembly.finish()
     except (OSError, PotluckError, struct.error) as error:
         raise BackupError(f"{info.tensors_path} cannot be used: {error}") from error
@@ -163,21 +163,21 @@ def read_snapshot(info: BackupInfo, pool: ChunkPool) -> Snapshot:
         assembly.close()
 
 
-def _skip_header(descriptor: int, manifest: Manifest) -> None:
+def _skip_header(descriptor: int, inventory: Inventory) -> None:
     (length,) = _LENGTH.unpack(_read_exactly(descriptor, _LENGTH.size))
-    expected = _LENGTH.size + length + manifest.num_bytes
+    expected = _LENGTH.size + length + inventory.num_bytes
     found = os.fstat(descriptor).st_size
     if length > MAX_HEADER_BYTES or found != expected:
         raise ProtocolError(f"it has {found} bytes and should have {expected}")
     os.lseek(descriptor, length, os.SEEK_CUR)
 
 
-def _read_chunks(descriptor: int, manifest: Manifest, assembly: Assembly) -> None:
-    missing = set(assembly.begin(manifest, ()))
-    for number in range(manifest.num_chunks):
-        data = _read_exactly(descriptor, manifest.bytes_of(number))
+def _read_chunks(descriptor: int, inventory: Inventory, assembly: Assembly) -> None:
+    missing = set(assembly.begin(inventory, ()))
+    for number in range(inventory.num_chunks):
+        data = _read_exactly(descriptor, inventory.bytes_of(number))
         if number not in missing:  # the same content as one before
-            if hashlib.sha256(data).digest() != manifest.hash_of(number):
+            if hashlib.sha256(data).digest() != inventory.hash_of(number):
                 raise ProtocolError(f"chunk {number} does not match its hash")
             continue
         chunk = assembly.check(number, memoryview(data))
@@ -197,10 +197,10 @@ def _read_exactly(descriptor: int, num_bytes: int) -> bytes:
     return b"".join(pieces)
 
 
-def _header(manifest: Manifest, epoch: int) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "epoch": str(epoch), "digest": manifest.digest}}
+def _header(inventory: Inventory, epoch: int) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "epoch": str(epoch), "digest": inventory.digest}}
     position = 0
-    for spec in manifest.tensors:
+    for spec in inventory.tensors:
         if spec.name in entries:
             raise BackupError(f"a tensor cannot be called {spec.name!r} in a safetensors file: rename it")
         entries[spec.name] = {
@@ -222,7 +222,7 @@ def _checksum(record: Record) -> str:
     return hashlib.sha256(msgspec.json.encode(plain, order="sorted")).hexdigest()
 
 
-def _info(record: Record, path: Path, manifest: Manifest) -> BackupInfo:
+def _info(record: Record, path: Path, inventory: Inventory) -> BackupInfo:
     return BackupInfo(
         epoch=record.epoch,
         made_at=record.made_at,
@@ -231,7 +231,7 @@ def _info(record: Record, path: Path, manifest: Manifest) -> BackupInfo:
         saved_at=record.saved_at,
         record_path=path,
         tensors_path=path.parent / record.tensors_file,
-        manifest=manifest,
+        inventory=inventory,
     )
 
 

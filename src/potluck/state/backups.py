@@ -90,7 +90,7 @@ class Backups:
         self._last_epoch = epoch  # also if it fails: the next attempt is as far off as the next backup
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._check_room(snapshot.manifest.num_bytes)
+            self._check_room(snapshot.inventory.num_bytes)
             info = write_backup(
                 self.folder,
                 snapshot,
@@ -151,7 +151,7 @@ class Backups:
                 self._say_broken(candidate, error)
                 continue
             self._last_epoch = info.epoch
-            logger.info("the backup of epoch %d is read: %s", info.epoch, info.manifest.describe())
+            logger.info("the backup of epoch %d is read: %s", info.epoch, info.inventory.describe())
             return Restored(info, snapshot)
         return None
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from potluck.state.manifest import MAX_CHUNK_BYTES
+from potluck.state.inventory import MAX_CHUNK_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import threading
 import torch
 from torch import Tensor
 
-from potluck.state.manifest import CHUNK_BYTES
+from potluck.state.inventory import CHUNK_BYTES
 
 
 class Chunk:

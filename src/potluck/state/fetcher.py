@@ -1,6 +1,6 @@
 """The joiner's side: one state from several keepers at once.
 
-The manifest comes first and must have the digest that was vouched for; then chunks, as schedule.py says, each checked
+The inventory comes first and must have the digest that was vouched for; then chunks, as schedule.py says, each checked
 in a worker before it counts. A keeper that gives something wrong is named and not asked again; one that breaks off is
 asked again after a pause. When nobody serves the state any more the fetch ends with MovedOnError, and what has come is
 of use for the next one.
@@ -21,16 +21,16 @@ from potluck.link.links import Links
 from potluck.round.workers import Workers
 from potluck.state.assembly import Assembly
 from potluck.state.chunkpool import Chunk
-from potluck.state.manifest import CHUNK_BYTES, Manifest, read_manifest
+from potluck.state.inventory import CHUNK_BYTES, Inventory, read_inventory
 from potluck.state.schedule import Ask, Schedule
-from potluck.state.serving import AskManifest, ManifestAnswer
+from potluck.state.serving import AskInventory, InventoryAnswer
 from potluck.state.snapshot import Snapshot
 from potluck.state.source import Source
 
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
-MANIFEST_SECONDS = 15.0  # for one keeper to answer
+INVENTORY_SECONDS = 15.0  # for one keeper to answer
 LOOK_EVERY_SECONDS = 1.0  # at what is overdue
 RETRY_SECONDS = 0.5
 
@@ -108,13 +108,13 @@ class Fetcher:
 
     async def fetch(self, digest: str, bases: Sequence[Snapshot], *, until: float) -> Snapshot:
         """The state with that digest; `until` is when to give up, on the loop's clock. MovedOnError, as above."""
-        manifest = await self._fetch_manifest(digest, until)
-        missing = await self._workers.run(lambda: self._assembly.begin(manifest, bases))
-        self.report.reused_bytes = self._assembly.held_bytes() - self.report.fetched_bytes
+        inventory = await self._fetch_inventory(digest, until)
+        missing = await self._workers.run(lambda: self._assembly.begin(inventory, bases))
+        self.report.reused_bytes = self._assembly.held_bytes - self.report.fetched_bytes
         self._schedule = Schedule(missing)
-        self._tell_progress(manifest)
+        self._tell_progress(inventory)
         try:
-            await self._fetch_chunks(manifest, until)
+            await self._fetch_chunks(inventory, until)
         finally:
             self._is_over = True
             await tasks.end(*(source.task for source in self._sources.values()))
@@ -126,45 +126,45 @@ class Fetcher:
             self.report.given[keeper] = self.report.given.get(keeper, 0) + number
         self.report.liars |= self._schedule.liars
 
-    # The manifest
+    # The inventory
 
-    async def _fetch_manifest(self, digest: str, until: float) -> Manifest:
+    async def _fetch_inventory(self, digest: str, until: float) -> Inventory:
         gone_at: float | None = None
         while True:
             keepers = [keeper for keeper in self._keepers(digest) if keeper not in self.report.liars]
             for keeper in keepers:
-                manifest = await self._ask_manifest(keeper, digest, until)
-                if manifest is not None:
-                    return manifest
+                inventory = await self._ask_inventory(keeper, digest, until)
+                if inventory is not None:
+                    return inventory
             gone_at = self._check_time(digest, until, bool(keepers), gone_at)
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _ask_manifest(self, keeper: str, digest: str, until: float) -> Manifest | None:
+    async def _ask_inventory(self, keeper: str, digest: str, until: float) -> Inventory | None:
         left = max(until - self._now(), 0.01)
         try:
             answer = await self._links.request(
-                keeper, AskManifest(digest=digest), reply=ManifestAnswer, timeout_seconds=min(MANIFEST_SECONDS, left)
+                keeper, AskInventory(digest=digest), reply=InventoryAnswer, timeout_seconds=min(INVENTORY_SECONDS, left)
             )
             if len(answer.frames) != 1:
-                raise ProtocolError("a manifest is one frame")
-            manifest = read_manifest(answer.frames[0], digest)
+                raise ProtocolError("an inventory is one frame")
+            inventory = read_inventory(answer.frames[0], digest)
         except ProtocolError as error:
             self._name_liar(keeper, str(error))
             return None
         except PotluckError as error:
-            logger.info("%s did not give the manifest of %s: %s", keeper, digest[:12], error)
+            logger.info("%s did not give the inventory of %s: %s", keeper, digest[:12], error)
             return None
-        if manifest.num_bytes > self._config.max_state_bytes:
+        if inventory.num_bytes > self._config.max_state_bytes:
             raise ConfigurationError(
-                f"the state has {manifest.num_bytes} bytes, and max_state_bytes is {self._config.max_state_bytes}: "
+                f"the state has {inventory.num_bytes} bytes, and max_state_bytes is {self._config.max_state_bytes}: "
                 "raise it if this machine has the memory"
             )
-        if manifest.chunk_bytes != CHUNK_BYTES:
+        if inventory.chunk_bytes != CHUNK_BYTES:
             raise ConfigurationError(
-                f"the run's states are in chunks of {manifest.chunk_bytes} bytes, this version makes {CHUNK_BYTES}: "
+                f"the run's states are in chunks of {inventory.chunk_bytes} bytes, this version makes {CHUNK_BYTES}: "
                 "use the same version of Potluck as the others"
             )
-        return manifest
+        return inventory
 
     def _name_liar(self, keeper: str, what: str) -> None:
         self.report.liars.setdefault(keeper, what)
@@ -172,8 +172,8 @@ class Fetcher:
 
     # The chunks
 
-    async def _fetch_chunks(self, manifest: Manifest, until: float) -> None:
-        digest, schedule = manifest.digest, self._schedule
+    async def _fetch_chunks(self, inventory: Inventory, until: float) -> None:
+        digest, schedule = inventory.digest, self._schedule
         gone_at: float | None = None
         while not schedule.is_complete:
             self._wake.clear()
@@ -183,7 +183,7 @@ class Fetcher:
             for keeper in schedule.overdue(now, self._config.answer_seconds):
                 self._sources[keeper].give_up(f"it sent nothing for {self._config.answer_seconds:g} s")
             for ask in schedule.due(now):
-                self._source(ask.keeper, manifest).ask(ask.chunk)
+                self._source(ask.keeper, inventory).ask(ask.chunk)
             gone_at = self._check_time(digest, until, bool(schedule.usable()), gone_at)
             await self._pause(min(schedule.next_at(now) or until, until, now + LOOK_EVERY_SECONDS) - now)
 
@@ -213,10 +213,10 @@ class Fetcher:
         names = [f"{name} (left aside: {liars[name]})" if name in liars else name for name in self._schedule.given]
         return ", ".join(names) or "none"
 
-    def _source(self, keeper: str, manifest: Manifest) -> Source:
+    def _source(self, keeper: str, inventory: Inventory) -> Source:
         source = self._sources.get(keeper)
         if source is None or source.is_over:
-            source = Source(keeper, manifest, self._links, self, answer_seconds=self._config.answer_seconds)
+            source = Source(keeper, inventory, self._links, self, answer_seconds=self._config.answer_seconds)
             self._sources[keeper] = source
         return source
 
@@ -235,9 +235,8 @@ class Fetcher:
     def _now(self) -> float:
         return self._clock.monotonic()
 
-    def _tell_progress(self, manifest: Manifest) -> None:
-        missing_bytes = manifest.num_bytes - self._assembly.held_bytes()
-        self._progress(manifest.num_bytes - missing_bytes, manifest.num_bytes)
+    def _tell_progress(self, inventory: Inventory) -> None:
+        self._progress(self._assembly.held_bytes, inventory.num_bytes)
 
     # What sources tell (SourceOwner)
 
@@ -265,12 +264,12 @@ class Fetcher:
             return
         if chunk is None:
             source.give_up("its chunk was wrong")
-            self.lied(ask.keeper, f"chunk {ask.chunk} does not have the hash that the manifest names")
+            self.lied(ask.keeper, f"chunk {ask.chunk} does not have the hash that the inventory names")
             return
         self._assembly.add(chunk)
         if self._schedule.arrived(ask, self._now()):
             self.report.fetched_bytes += num_bytes
-            self._tell_progress(source.manifest)
+            self._tell_progress(source.inventory)
             reach("state.chunk_arrived", keeper=ask.keeper, missing=self._schedule.num_missing)
         self._wake.set()
 

@@ -36,7 +36,7 @@ from potluck.state.chunkpool import ChunkPool
 from potluck.state.fetched import FetchedState
 from potluck.state.fetcher import FetchConfig, Fetcher, FetchReport, MovedOnError, Progress
 from potluck.state.herald import ASK_EVERY_SECONDS, Herald
-from potluck.state.manifest import Metadata
+from potluck.state.inventory import Metadata
 from potluck.state.publishing import Publisher
 from potluck.state.resume import Situation, Step, next_step
 from potluck.state.saving import Saver
@@ -253,6 +253,7 @@ class StateKeeper:
             assembly.close()
             if based is not None:
                 based.release()
+            self._pool.trim()  # so much memory is not needed otherwise
 
     def _chunk_log(self) -> ChunkLog | None:
         return ChunkLog(self.config.folder / "fetching.chunks") if self.config.folder is not None else None
@@ -306,6 +307,7 @@ class StateKeeper:
                 return None
             if step.verdict is not None and (taken := await self._take_step(step, step.verdict, head, progress, until)):
                 self._shelf.drop_backup()
+                self._pool.trim()
                 self.herald.announce()
                 return taken
             if clock.monotonic() >= until:
@@ -385,7 +387,7 @@ class StateKeeper:
 
 def _changed(snapshot: Snapshot, base: Snapshot | None) -> frozenset[int] | None:
     """The chunks of a state that are not the same in tensors of the same kind."""
-    if base is None or base.manifest.tensors != snapshot.manifest.tensors:
+    if base is None or base.inventory.tensors != snapshot.inventory.tensors:
         return None
-    manifest, other = snapshot.manifest, base.manifest
-    return frozenset(n for n in range(manifest.num_chunks) if manifest.hash_of(n) != other.hash_of(n))
+    inventory, other = snapshot.inventory, base.inventory
+    return frozenset(n for n in range(inventory.num_chunks) if inventory.hash_of(n) != other.hash_of(n))

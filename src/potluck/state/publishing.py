@@ -18,7 +18,7 @@ from torch import Tensor
 from potluck.errors import StateUnavailableError
 from potluck.round.workers import Workers
 from potluck.state.chunkpool import ChunkPool
-from potluck.state.manifest import Metadata
+from potluck.state.inventory import Metadata
 from potluck.state.snapshot import Snapshot, Staged, stage
 
 logger = logging.getLogger(__name__)

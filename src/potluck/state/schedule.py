@@ -5,7 +5,7 @@ more, and nobody has to know their speeds. How many are open follows from how lo
 distance, and not more than about a second's worth of a slow keeper's work.
 
 When no chunk is left that nobody was asked for, keepers with nothing to do are asked for those that have been waited
-for longest, so that one slow or frozen keeper does not hold up the end. A keeper whose answer is not what the manifest
+for longest, so that one slow or frozen keeper does not hold up the end. A keeper whose answer is not what the inventory
 says is out for good. One that fails is left alone for a while, longer each time, and what it was asked for goes to
 others.
 """
@@ -127,7 +127,7 @@ class Schedule:
         ]
 
     def lied(self, name: str, what: str) -> None:
-        """A keeper's answer is not what the manifest says: it is not asked again."""
+        """A keeper's answer is not what the inventory says: it is not asked again."""
         keeper = self._keepers[name]
         keeper.lie = keeper.lie or what
         self._take_back(keeper)

@@ -1,8 +1,8 @@
-"""The keeper's side: manifests and chunks for whoever asks, within limits.
+"""The keeper's side: inventories and chunks for whoever asks, within limits.
 
-A joiner asks for the manifest of a state by its digest, then opens a stream and sends the numbers of the chunks that it
-wants; they come back in that order. A stream's own credit sees to it that nothing piles up for a joiner that does not
-read. All streams together stay within a rate if one is set, and take turns; and a trainer leaves its link to the
+A joiner asks for the inventory of a state by its digest, then opens a stream and sends the numbers of the chunks that
+it wants; they come back in that order. A stream's own credit sees to it that nothing piles up for a joiner that does
+not read. All streams together stay within a rate if one is set, and take turns; and a trainer leaves its link to the
 training for part of the time, so that no joiner starves another or the training. A snapshot that is being served stays
 in memory until the last of its bytes has arrived.
 """
@@ -21,7 +21,7 @@ from potluck.faultpoints import reach
 from potluck.link.links import Incoming, Links, Receipt, Stream
 from potluck.messages import Message
 from potluck.state.announcement import Digest
-from potluck.state.manifest import MIB
+from potluck.state.inventory import MIB
 from potluck.state.schedule import MAX_OPEN
 from potluck.state.shelf import Shelf
 from potluck.state.snapshot import Snapshot
@@ -36,14 +36,14 @@ BURST_BYTES = 4 * MIB  # what a trainer sends to a joiner before it rests: enoug
 LONGEST_REST_SECONDS = 5.0
 
 
-class AskManifest(Message, frozen=True, kw_only=True, tag="state.manifest"):
+class AskInventory(Message, frozen=True, kw_only=True, tag="state.inventory"):
     """What does the state with this digest consist of?"""
 
     digest: Digest
 
 
-class ManifestAnswer(Message, frozen=True, kw_only=True, tag="state.manifest.answer"):
-    """The manifest is the frame beside it."""
+class InventoryAnswer(Message, frozen=True, kw_only=True, tag="state.inventory.answer"):
+    """The inventory is the frame beside it."""
 
 
 class FetchChunks(Message, frozen=True, kw_only=True, tag="state.chunks"):
@@ -145,7 +145,7 @@ class Serving:
         self._services: list[_Service] = []  # the oldest first
         self._turnstile = Turnstile(config.bytes_per_second, clock)
         self._clock = clock
-        links.handle(AskManifest, self._manifest_asked)
+        links.handle(AskInventory, self._inventory_asked)
         links.handle_stream(FetchChunks, self._serve)
 
     async def close(self) -> None:
@@ -153,8 +153,8 @@ class Serving:
         for service in list(self._services):
             await service.stream.cancel("the keeper leaves")
 
-    def _manifest_asked(self, incoming: Incoming[AskManifest]) -> tuple[Message, list[bytes]]:
-        return ManifestAnswer(), [self._find(incoming.message.digest).manifest.encoded]
+    def _inventory_asked(self, incoming: Incoming[AskInventory]) -> tuple[Message, list[bytes]]:
+        return InventoryAnswer(), [self._find(incoming.message.digest).inventory.encoded]
 
     def _find(self, digest: str) -> Snapshot:
         snapshot = self._shelf.find(digest)
@@ -175,7 +175,7 @@ class Serving:
         self.counts["streams"] += 1
         try:
             while (frames := await stream.receive(timeout_seconds=IDLE_SECONDS)) is not None:
-                for number in _read_numbers(frames, service.snapshot.manifest.num_chunks):
+                for number in _read_numbers(frames, service.snapshot.inventory.num_chunks):
                     await self._give(service, number)
         except (PeerError, DeadlineExceededError) as error:
             logger.debug("serving a state to %s ended: %s", stream.peer, error)

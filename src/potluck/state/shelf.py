@@ -23,7 +23,7 @@ class Held:
         return KeptState(
             epoch=self.epoch,
             digest=self.snapshot.digest,
-            num_bytes=self.snapshot.manifest.num_bytes,
+            num_bytes=self.snapshot.inventory.num_bytes,
             made_at=self.made_at,
             is_backup=self.is_backup,
         )

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from potluck.errors import ConfigurationError
 from potluck.state.chunkpool import Chunk, ChunkPool
-from potluck.state.manifest import DTYPES, MAX_TENSORS, Manifest, Metadata, TensorSpec, cut, encode_metadata
+from potluck.state.inventory import DTYPES, MAX_TENSORS, Inventory, Metadata, TensorSpec, cut, encode_metadata
 
 
 class Snapshot:
     """One state, complete. Made with one holder: the maker."""
 
-    def __init__(self, manifest: Manifest, chunks: list[Chunk], pool: ChunkPool) -> None:
-        assert len(chunks) == manifest.num_chunks, "a snapshot is complete"
-        self.manifest = manifest
+    def __init__(self, inventory: Inventory, chunks: list[Chunk], pool: ChunkPool) -> None:
+        assert len(chunks) == inventory.num_chunks, "a snapshot is complete"
+        self.inventory = inventory
         self._chunks = chunks
         self._pool = pool
         self._holders = 1
@@ -37,12 +37,12 @@ class Snapshot:
     @property
     def digest(self) -> str:
         """By which the state is known."""
-        return self.manifest.digest
+        return self.inventory.digest
 
     @property
     def metadata(self) -> dict[str, Any]:
         """As it was given."""
-        return self.manifest.read_metadata()
+        return self.inventory.read_metadata()
 
     def hold(self) -> Snapshot:
         """One more holder."""
@@ -72,7 +72,7 @@ class Snapshot:
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of its tensors, on the CPU."""
-        made = {spec.name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype]) for spec in self.manifest.tensors}
+        made = {spec.name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype]) for spec in self.inventory.tensors}
         self.write_into(made)
         return made
 
@@ -81,11 +81,11 @@ class Snapshot:
 
         They must be the tensors that the state has. They may be on any device, non-contiguous, and need gradients.
         """
-        specs = self.manifest.tensors
+        specs = self.inventory.tensors
         check_same(specs, tensors)
         wanted = None if chunks is None else frozenset(chunks)
         targets: dict[int, tuple[Tensor, Tensor]] = {}  # the bytes to write to, and the tensor that they stand for
-        for piece in cut(specs, self.manifest.chunk_bytes):
+        for piece in cut(specs, self.inventory.chunk_bytes):
             if wanted is not None and piece.chunk not in wanted:
                 continue
             target = tensors[specs[piece.tensor].name].detach()
@@ -117,13 +117,13 @@ class Staged:
             if same is not chunk:
                 self._chunks[number] = self._pool.share(same)
                 self._pool.drop(chunk)
-        manifest = Manifest(
+        inventory = Inventory(
             tensors=self._specs,
             chunk_bytes=self._pool.chunk_bytes,
             hashes=b"".join(chunk.hash for chunk in self._chunks),
             metadata=self._metadata,
         )
-        return Snapshot(manifest, self._chunks, self._pool)
+        return Snapshot(inventory, self._chunks, self._pool)
 
     def discard(self) -> None:
         """It is not wanted any more."""

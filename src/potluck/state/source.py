@@ -10,7 +10,7 @@ from typing import Protocol
 from potluck import tasks
 from potluck.errors import PotluckError, ProtocolError
 from potluck.link.links import Links, Stream
-from potluck.state.manifest import Manifest
+from potluck.state.inventory import Inventory
 from potluck.state.serving import NUMBER, FetchChunks
 
 logger = logging.getLogger(__name__)
@@ -36,10 +36,10 @@ class Source:
     """One stream from one keeper; another one is made after a failure."""
 
     def __init__(
-        self, keeper: str, manifest: Manifest, links: Links, owner: SourceOwner, *, answer_seconds: float
+        self, keeper: str, inventory: Inventory, links: Links, owner: SourceOwner, *, answer_seconds: float
     ) -> None:
         self.keeper = keeper
-        self.manifest = manifest
+        self.inventory = inventory
         self.is_over = False
         self._links = links
         self._owner = owner
@@ -63,7 +63,7 @@ class Source:
     async def _run(self) -> None:
         try:
             opened = await self._links.open_stream(
-                self.keeper, FetchChunks(digest=self.manifest.digest), timeout_seconds=self._answer_seconds
+                self.keeper, FetchChunks(digest=self.inventory.digest), timeout_seconds=self._answer_seconds
             )
             async with opened as stream:
                 writer = asyncio.create_task(self._write(stream), name=f"state: asks to {self.keeper}")

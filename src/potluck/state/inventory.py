@@ -4,10 +4,10 @@ The bytes of all tensors lie one after the other in one flat space, which is cut
 are ordered by the size of their elements, the largest first, and then by name: peers that hold the same tensors derive
 the same space, and every tensor is aligned to its own elements wherever the space as a whole is.
 
-A manifest names the tensors and the SHA-256 of each chunk, and carries the metadata; its own SHA-256 is the digest of
-the state. So whoever trusts a digest can check a manifest, and then each chunk by itself, whoever it came from. SHA-256
-was taken because most processors have instructions for it (1.27 GB/s here; BLAKE2b 0.63 GB/s); a hash that only detects
-accidents, such as xxhash, would not stop a liar.
+An inventory names the tensors and the SHA-256 of each chunk, and carries the metadata; its own SHA-256 is the digest of
+the state. So whoever trusts a digest can check an inventory, and then each chunk by itself, whoever it came from.
+SHA-256 was taken because most processors have instructions for it (1.27 GB/s here; BLAKE2b 0.63 GB/s); a hash that only
+detects accidents, such as xxhash, would not stop a liar.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIB = 1024 * KIB
 
 CHUNK_BYTES = 1 * MIB
 MAX_CHUNK_BYTES = 2 * MIB  # fits one item of a stream
-MAX_MANIFEST_BYTES = 16 * MIB  # names of many tensors, or the hashes of 500 GB
+MAX_INVENTORY_BYTES = 16 * MIB  # names of many tensors, or the hashes of 500 GB
 MAX_METADATA_BYTES = 64 * KIB
 MAX_TENSORS = 100_000
 MAX_DIMENSIONS = 32
@@ -84,7 +84,7 @@ class Piece:
     num_bytes: int
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, dict=True):
+class Inventory(msgspec.Struct, frozen=True, kw_only=True, array_like=True, dict=True):
     """The description of one state."""
 
     tensors: tuple[TensorSpec, ...]
@@ -145,18 +145,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, dict=
         return f"{len(self.tensors)} tensors, {self.num_bytes / 1e6:.1f} MB, digest {self.digest[:12]}"
 
 
-def read_manifest(data: bytes | memoryview, digest: str) -> Manifest:
-    """The manifest in `data`; ProtocolError unless it is a good one and has that digest."""
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise ProtocolError(f"a manifest of {len(data)} bytes exceeds {MAX_MANIFEST_BYTES}: refused")
+def read_inventory(data: bytes | memoryview, digest: str) -> Inventory:
+    """The inventory in `data`; ProtocolError unless it is a good one and has that digest."""
+    if len(data) > MAX_INVENTORY_BYTES:
+        raise ProtocolError(f"an inventory of {len(data)} bytes exceeds {MAX_INVENTORY_BYTES}: refused")
     found = hashlib.sha256(data).hexdigest()
     if found != digest:
-        raise ProtocolError(f"a manifest with digest {found[:12]} came for the state {digest[:12]}: refused")
-    manifest = decode(Manifest, data, limit_bytes=MAX_MANIFEST_BYTES)
-    decode_metadata(manifest.metadata)
-    if manifest.encoded != bytes(data):
-        raise ProtocolError(f"the manifest of {digest[:12]} is not written as we write manifests: refused")
-    return manifest
+        raise ProtocolError(f"an inventory with digest {found[:12]} came for the state {digest[:12]}: refused")
+    inventory = decode(Inventory, data, limit_bytes=MAX_INVENTORY_BYTES)
+    decode_metadata(inventory.metadata)
+    if inventory.encoded != bytes(data):
+        raise ProtocolError(f"the inventory of {digest[:12]} is not written as we write inventories: refused")
+    return inventory
 
 
 def cut(tensors: tuple[TensorSpec, ...], chunk_bytes: int) -> Iterator[Piece]:

@@ -16,11 +16,13 @@ What others use:
         fetched.write_into(tensors)                          # only what differs is fetched and written
     keeper.deviation                                         # not None: this peer's bits differ, fetch as above
 
-`publish` wants the whole state by name: parameters, optimizer statistics, buffers, of any dtype, on any device; and
-metadata that is the same on all peers, since it is part of the digest. What is only this peer's has no place in it.
+`publish` is called from the training thread; everything else on the event loop that the peer lives on (from another
+thread by `asyncio.run_coroutine_threadsafe`). It wants the whole state by name: parameters, optimizer statistics,
+buffers, of any dtype, on any device; and metadata that is the same on all peers, since it is part of the digest. What is
+only this peer's has no place in it.
 
 The state itself:
-    inventory.py      tensors as one flat space, in chunks with hashes; one digest over all (pure)
+    inventory.py     tensors as one flat space, in chunks with hashes; one digest over all (pure)
     chunkpool.py     memory that is used again               snapshot.py  a copy at one moment
     publishing.py    from the training thread to a snapshot
 

@@ -18,8 +18,8 @@ What others use:
 
 `publish` is called from the training thread; everything else on the event loop that the peer lives on (from another
 thread by `asyncio.run_coroutine_threadsafe`). It wants the whole state by name: parameters, optimizer statistics,
-buffers, of any dtype, on any device; and metadata that is the same on all peers, since it is part of the digest. What is
-only this peer's has no place in it.
+buffers, of any dtype, on any device; and metadata that is the same on all peers, since it is part of the digest. What
+is only this peer's has no place in it.
 
 The state itself:
     inventory.py     tensors as one flat space, in chunks with hashes; one digest over all (pure)

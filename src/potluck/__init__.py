@@ -7,6 +7,7 @@ The packages stand in the order in which data flows, and import only upwards in 
     link/     the bytes between two peers: directly over ZeroMQ, or relayed through the hub
     run/      taking part, whole: a peer with its session and links; a host with its hub and guard
     round/    tensors agreed on together: codecs, shares, plan, exchange, repair, commit
+    state/    the run's state: kept by many, fetched from several, saved to disk
     testing/  fakes, fault injection, the NAT lab
     cli/      the `potluck` command
 """

@@ -14,7 +14,9 @@
     │   │   └── NobodyAnswersError  the hub is there, but not whoever should answer: a store without a leader
     │   ├── DeadlineExceededError   an answer did not come in time
     │   ├── RevisionConflictError   somebody else changed the record first
-    │   └── RoundFailedError        an epoch was not committed in time; names the phase and the peers
+    │   ├── RoundFailedError        an epoch was not committed in time; names the phase and the peers
+    │   ├── StateUnavailableError   no peer that can be believed serves the state that is wanted
+    │   └── BackupError             a backup could not be written or read
     ├── PeerError                   one peer is at fault: go on without it
     │   ├── PeerUnreachableError    no path to it, or it left
     │   ├── NotFiniteError          its values hold NaN or infinity
@@ -85,6 +87,14 @@ class RevisionConflictError(RetryableError):
 
 class RoundFailedError(RetryableError):
     """An epoch was not committed in time, as far as this peer knows."""
+
+
+class StateUnavailableError(RetryableError):
+    """No peer that can be believed serves the state that is wanted."""
+
+
+class BackupError(RetryableError):
+    """A backup could not be written or read. Training goes on without it."""
 
 
 class PeerError(PotluckError):

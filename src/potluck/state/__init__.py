@@ -1,0 +1,38 @@
+"""The run's state: kept by many, fetched from several, saved to disk, never lost.
+
+What others use:
+    keeper.py        StateKeeper: publish, fetch, resume; says when this peer deviates from the others
+    backups.py       Backups: save, restore, which to keep     uploads.py   checkpoints to somewhere else
+    fetched.py       FetchedState: what a fetch gives
+
+    keeper = StateKeeper(peer, averager, StateConfig(folder=folder))
+    await keeper.start()
+    fetched = await keeper.resume(timeout_seconds=600)       # at start, everybody; None: nothing is there, begin
+    if fetched is not None:
+        with fetched:
+            fetched.write_into(tensors)                      # or fetched.tensors(), where there are none yet
+    keeper.publish(tensors, {"epoch": 7, "lr": 0.1}, epoch=7)    # from the training thread: blocks for one copy
+    with await keeper.fetch(epoch=8, base=tensors, timeout_seconds=60) as fetched:   # when left behind
+        fetched.write_into(tensors)                          # only what differs is fetched and written
+    keeper.deviation                                         # not None: this peer's bits differ, fetch as above
+
+`publish` is called from the training thread; everything else on the event loop that the peer lives on (from another
+thread by `asyncio.run_coroutine_threadsafe`). It wants the whole state by name: parameters, optimizer statistics,
+buffers, of any dtype, on any device; and metadata that is the same on all peers, since it is part of the digest. What
+is only this peer's has no place in it.
+
+The state itself:
+    inventory.py     tensors as one flat space, in chunks with hashes; one digest over all (pure)
+    chunkpool.py     memory that is used again               snapshot.py  a copy at one moment
+    publishing.py    from the training thread to a snapshot
+
+Among peers:
+    announcement.py  who says to hold what, and who is believed (pure)      herald.py   says and hears it
+    shelf.py         what this peer holds                    serving.py   gives it to others, within limits
+    schedule.py      which chunk to ask of whom (pure)       fetcher.py, source.py   asks    assembly.py   puts together
+    resume.py        which state to go on from (pure)
+
+On disk:
+    backupfile.py    one backup                              saving.py    written off the event loop
+    chunklog.py      what is fetched half                    uploadtargets.py  fsspec, the Hugging Face hub
+"""

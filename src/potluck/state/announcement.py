@@ -1,0 +1,172 @@
+"""What keepers say they hold, and who may be believed (pure).
+
+A state has no signature of its own: an epoch is committed before anybody has applied its averages. What vouches for a
+state is who says to hold it. The hub lets nobody speak in another's name, the guard tells whose peer each one is and
+whom the organisers trust, and the coordinator's signed commit tells who holds the averages that the state comes from.
+So, of the keepers that are present:
+
+1. peers that may coordinate or are trusted with reducing decide, if there are any: they could spoil the run anyway;
+2. else those whom the commit names as holders of the epoch;
+3. else whoever there is: they can only have fetched it, when it was vouched for.
+
+Within such a tier each *person* has one vote, however many peers it runs. Of the first tier, the state with most votes
+is believed, and the smaller digest in a tie, so that honest peers whose hardware differs in the last bits can agree.
+Strangers are believed only where more than half of all keepers among them say the same, those included that have not
+spoken of this epoch yet: being the first to speak gains a liar nothing. Keepers that are more than one epoch behind
+are not waited for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Annotated
+
+import msgspec
+
+from potluck.errors import ProtocolError
+from potluck.hub.presence import Presence
+from potluck.messages import Message
+from potluck.peer.roster import Roster
+
+MAX_KEPT = 16
+
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Counted = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
+
+
+class KeptState(Message, frozen=True, kw_only=True):
+    """One state that a peer holds and serves."""
+
+    epoch: Counted  # whose state it is
+    digest: Digest
+    num_bytes: Counted
+    made_at: Counted  # the epoch it was made at; another than `epoch` when the run went on from a backup
+    is_backup: bool = False  # read from disk: fit to go on from, but no claim that the run has this state now
+
+
+class Kept(Message, frozen=True, kw_only=True):
+    """All states that a peer holds, published when that changes, now and then, and when somebody asks."""
+
+    session: Annotated[str, msgspec.Meta(max_length=128)]
+    states: Annotated[tuple[KeptState, ...], msgspec.Meta(max_length=MAX_KEPT)] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The state of an epoch, as far as can be told."""
+
+    epoch: int
+    digest: str
+    num_bytes: int
+    made_at: int
+    keepers: tuple[str, ...]
+    """Who serves it."""
+
+    is_trusted: bool
+    """Whether peers vouch for it that are trusted anyway."""
+
+    dissenters: tuple[str, ...] = ()
+    """Who announces another state for this epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One keeper's word on one epoch; None: it has said nothing of it."""
+
+    peer: str
+    person: str
+    tier: int
+    state: KeptState | None
+
+
+class Announcements:
+    """What peers announce. Those that are not present, or were started anew since, do not count."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Kept] = {}
+
+    def take(self, peer: str, kept: Kept) -> None:
+        """A peer has spoken."""
+        if len({(state.epoch, state.is_backup) for state in kept.states}) != len(kept.states):
+            raise ProtocolError(f"{peer} announces several states for one epoch: ignored")
+        self._kept[peer] = kept
+
+    def forget(self, peer: str) -> None:
+        """A peer is gone."""
+        self._kept.pop(peer, None)
+
+    def epochs(self, roster: Roster, *, backups: bool = False) -> list[int]:
+        """The epochs that somebody announces a state of, the newest first."""
+        found = {state.epoch for _, states in self._present(roster, backups) for state in states}
+        return sorted(found, reverse=True)
+
+    def claims(
+        self, epoch: int, roster: Roster, holders: Collection[str] = (), *, backups: bool = False
+    ) -> list[Claim]:
+        """What is said about an epoch; `holders` are the peers that its commit names."""
+        found = []
+        for presence, states in self._present(roster, backups):
+            state = next((state for state in states if state.epoch == epoch), None)
+            # Backups are of any age: whoever offers one has a say in which is to be believed.
+            if state is not None or any(backups or state.epoch + 1 >= epoch for state in states):
+                found.append(Claim(presence.peer, presence.person or presence.peer, _tier(presence, holders), state))
+        return found
+
+    def _present(self, roster: Roster, backups: bool) -> Iterator[tuple[Presence, list[KeptState]]]:
+        for peer, kept in sorted(self._kept.items()):
+            presence = roster.get(peer)
+            if presence is not None and presence.card.session == kept.session:
+                yield presence, [state for state in kept.states if state.is_backup == backups]
+
+
+def _tier(presence: Presence, holders: Collection[str]) -> int:
+    if presence.trusted or presence.coordinates:
+        return 1
+    return 2 if presence.peer in holders else 3
+
+
+def judge(epoch: int, claims: Iterable[Claim]) -> Verdict | None:
+    """The state of an epoch; None when it cannot be told (yet)."""
+    claims = list(claims)
+    tier = min((claim.tier for claim in claims), default=0)
+    judges = [claim for claim in claims if claim.tier == tier]
+    votes = _votes(judges)
+    if not votes:
+        return None
+    most = max(votes.values())
+    digest = min(digest for digest, number in votes.items() if number == most)
+    if tier > 1 and 2 * most <= len({claim.person for claim in judges}):
+        return None
+    spoken = [(claim, claim.state) for claim in claims if claim.state is not None]
+    agreeing = [(claim, state) for claim, state in spoken if state.digest == digest]
+    _, voucher = min(agreeing, key=lambda pair: (pair[0].tier, pair[0].peer))
+    return Verdict(
+        epoch=epoch,
+        digest=digest,
+        num_bytes=voucher.num_bytes,
+        made_at=voucher.made_at,
+        keepers=tuple(claim.peer for claim, _ in agreeing),
+        is_trusted=tier == 1,
+        dissenters=tuple(claim.peer for claim, state in spoken if state.digest != digest),
+    )
+
+
+def _votes(claims: list[Claim]) -> dict[str, Fraction]:
+    peers = Counter(claim.person for claim in claims)
+    votes: dict[str, Fraction] = defaultdict(Fraction)
+    for claim in claims:
+        if claim.state is not None:
+            votes[claim.state.digest] += Fraction(1, peers[claim.person])
+    return votes
+
+
+def describe_claims(claims: Iterable[Claim]) -> str:
+    """Who says what."""
+    by_digest: dict[str, list[str]] = defaultdict(list)
+    for claim in claims:
+        if claim.state is not None:
+            by_digest[claim.state.digest].append(claim.peer)
+    return "; ".join(f"{digest[:12]} by {', '.join(peers)}" for digest, peers in sorted(by_digest.items())) or "nothing"

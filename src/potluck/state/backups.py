@@ -1,0 +1,209 @@
+"""Backups in a folder: written now and then, kept by a rule, restored at start.
+
+    backups = Backups(folder, BackupConfig(every_epochs=10, keep_last=3, keep_every=100), run="my-first-run")
+    backups.save(snapshot, epoch=120, made_at=120)      # blocking: for a thread
+    restored = backups.restore()                        # the newest that is whole, whatever became of those after it
+
+A disk that is full or broken is an error to be told (BackupError), and never a reason to stop training.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from potluck.errors import BackupError, ConfigurationError
+from potluck.faultpoints import reach
+from potluck.state.backupfile import BackupInfo, read_info, read_snapshot, record_path, write_backup
+from potluck.state.chunkpool import ChunkPool
+from potluck.state.snapshot import Snapshot
+
+logger = logging.getLogger(__name__)
+
+DRAFT_SECONDS = 3600.0  # a draft or tensors without a record that are so old belong to nobody any more
+SPARE_BYTES = 1024 * 1024  # beside the tensors
+_RECORD = re.compile(r"epoch-(\d{8,})\.json")
+_TENSORS = re.compile(r"epoch-(\d{8,})-[0-9a-f]{12}\.safetensors|\..*\.draft")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackupConfig:
+    """How often backups are written, and which of them stay."""
+
+    every_epochs: int = 10
+    """A backup is due when so many epochs have passed since the last one."""
+
+    keep_last: int = 3
+    """The newest so many stay."""
+
+    keep_every: int = 0
+    """Of those before, each whose epoch is a multiple of this stays for good; 0: none does."""
+
+    def __post_init__(self) -> None:
+        if self.every_epochs < 1 or self.keep_last < 1 or self.keep_every < 0:
+            raise ConfigurationError(
+                f"{self}: every_epochs and keep_last must be at least 1, keep_every at least 0 (0 keeps none for good)"
+            )
+
+
+def superfluous(epochs: Iterable[int], config: BackupConfig) -> list[int]:
+    """Which backups may go (pure)."""
+    ordered = sorted(set(epochs))
+    return [epoch for epoch in ordered[: -config.keep_last] if not config.keep_every or epoch % config.keep_every != 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A state that was read from disk; release the snapshot when done."""
+
+    info: BackupInfo
+    snapshot: Snapshot
+
+
+class Backups:
+    """The backups of one run in one folder. Its methods block; one thread at a time may save."""
+
+    def __init__(
+        self, folder: Path, config: BackupConfig | None = None, *, run: str = "", pool: ChunkPool | None = None
+    ) -> None:
+        self.folder = folder
+        self.config = config or BackupConfig()
+        self.counts: Counter[str] = Counter()
+        self.last_error = ""
+        self._run = run
+        self._pool = pool or ChunkPool()
+        self._last_epoch: int | None = None
+
+    def is_due(self, epoch: int) -> bool:
+        """Whether this epoch should be saved."""
+        last = self._last_epoch
+        return last is None or epoch < last or epoch >= last + self.config.every_epochs
+
+    def save(self, snapshot: Snapshot, *, epoch: int, made_at: int | None = None) -> BackupInfo:
+        """Write a backup, then remove those that are not to be kept. BackupError when it cannot be written."""
+        self._last_epoch = epoch  # also if it fails: the next attempt is as far off as the next backup
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._check_room(snapshot.inventory.num_bytes)
+            info = write_backup(
+                self.folder,
+                snapshot,
+                epoch=epoch,
+                made_at=epoch if made_at is None else made_at,
+                run=self._run,
+                saved_at=time.time(),
+            )
+            reach("state.backup_saved", epoch=epoch)
+            self._put_aside(epoch)
+            self._clear_away()
+        except OSError as error:
+            self.counts["failed"] += 1
+            self.last_error = (
+                f"epoch {epoch} could not be saved in {self.folder}: {error}. Training goes on without this backup; "
+                "make room there, or choose another folder"
+            )
+            raise BackupError(self.last_error) from error
+        self.counts["saved"] += 1
+        self.last_error = ""
+        return info
+
+    def _check_room(self, num_bytes: int) -> None:
+        free_bytes = shutil.disk_usage(self.folder).free
+        if free_bytes < num_bytes + SPARE_BYTES:  # rather than fill up the disk that others write to as well
+            raise OSError(f"{num_bytes / 1e6:.0f} MB are needed, and {free_bytes / 1e6:.0f} MB are free")
+
+    def epochs(self) -> list[int]:
+        """The epochs that there are records of, the newest first; they may be broken."""
+        if not self.folder.is_dir():
+            return []
+        found = (_RECORD.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def _newest_first(self) -> Iterator[int]:
+        """Each epoch once. The folder is looked at each time: another process may save and clear away meanwhile."""
+        tried: set[int] = set()
+        while left := [epoch for epoch in self.epochs() if epoch not in tried]:
+            tried.add(left[0])
+            yield left[0]
+
+    def latest(self) -> BackupInfo | None:
+        """The newest backup whose record can be read; its tensors are looked at by `restore` only."""
+        for epoch in self._newest_first():
+            try:
+                return self._info(epoch)
+            except BackupError as error:
+                self._say_broken(epoch, error)
+        return None
+
+    def restore(self, epoch: int | None = None) -> Restored | None:
+        """The newest backup that is whole, or that of an epoch; None when there is none. Broken ones are named."""
+        for candidate in self._newest_first() if epoch is None else [epoch]:
+            try:
+                info = self._info(candidate)
+                snapshot = read_snapshot(info, self._pool)
+            except BackupError as error:
+                self._say_broken(candidate, error)
+                continue
+            self._last_epoch = info.epoch
+            logger.info("the backup of epoch %d is read: %s", info.epoch, info.inventory.describe())
+            return Restored(info, snapshot)
+        return None
+
+    def _info(self, epoch: int) -> BackupInfo:
+        info = read_info(record_path(self.folder, epoch))
+        if info.epoch != epoch:
+            raise BackupError(f"{info.record_path} is of epoch {info.epoch}: its name is wrong")
+        if self._run and info.run != self._run:
+            raise BackupError(f"{info.record_path} is of the run {info.run!r}, not of {self._run!r}")
+        return info
+
+    def _say_broken(self, epoch: int, error: BackupError) -> None:
+        self.counts["broken"] += 1
+        self.last_error = str(error)
+        logger.warning("the backup of epoch %d cannot be used, the one before it is tried: %s", epoch, error)
+
+    def _put_aside(self, epoch: int) -> None:
+        """Epochs only grow, so later ones are of a lineage that the run did not go on with: they get other names."""
+        for later in self.epochs():
+            if later > epoch:
+                suffix = f".abandoned-at-{epoch}"
+                tensors = self.folder / (self._tensors_of(later) or "none")
+                for path in (record_path(self.folder, later), tensors):
+                    if path.exists():
+                        path.rename(path.with_name(path.name + suffix))
+                logger.warning("the run went on from epoch %d: the backup of epoch %d is put aside", epoch, later)
+
+    def _clear_away(self) -> None:
+        for epoch in superfluous(self.epochs(), self.config):
+            record_path(self.folder, epoch).unlink(missing_ok=True)
+        kept = set(self.epochs())
+        named = {self._tensors_of(epoch) for epoch in kept}
+        for path in self.folder.iterdir():
+            match = _TENSORS.fullmatch(path.name)
+            if match and path.name not in named and self._is_nobodys(path, match[1], kept):
+                path.unlink(missing_ok=True)
+
+    def _tensors_of(self, epoch: int) -> str:
+        try:
+            return read_info(record_path(self.folder, epoch)).tensors_path.name
+        except BackupError:  # it will be told when somebody wants to restore it
+            return ""
+
+    def _is_nobodys(self, path: Path, epoch: str | None, kept: set[int]) -> bool:
+        """Whether a file is of a backup that was removed, or so old that nobody can be writing it."""
+        if epoch is not None and int(epoch) not in kept and kept and int(epoch) < max(kept):
+            return True
+        try:
+            return time.time() - path.stat().st_mtime > DRAFT_SECONDS
+        except FileNotFoundError:
+            return False
+
+    def statistics(self) -> dict[str, int | str]:
+        """Counters, and what went wrong last."""
+        return {**self.counts, "last_error": self.last_error}

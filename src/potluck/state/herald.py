@@ -1,0 +1,185 @@
+"""Tells the run which states this peer keeps, and hears what others keep.
+
+A keeper speaks when its shelf has changed, when somebody asks who keeps what, and every few seconds. It does so on its
+own subject, where the hub lets nobody else publish; so what is heard there is its own word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from potluck import tasks
+from potluck.errors import ProtocolError, RetryableError, StateUnavailableError
+from potluck.hub.connection import Delivery, Subscription
+from potluck.messages import decode, encode
+from potluck.peer.roster import RosterEvent
+from potluck.peer.session import Session
+from potluck.round.lineage import Lineage
+from potluck.state.announcement import MAX_KEPT, Announcements, Claim, Kept, Verdict, describe_claims, judge
+from potluck.state.shelf import Shelf
+
+logger = logging.getLogger(__name__)
+
+SPEAK_EVERY_SECONDS = 5.0
+SPEAK_PAUSE_SECONDS = 0.25  # between two announcements, whoever asks
+ASK_EVERY_SECONDS = 2.0
+KEPT, WANTED = "state", "state-wanted"  # topics of the run's news
+
+
+class Herald:
+    """One peer's announcements, and its view of everybody's."""
+
+    def __init__(self, session: Session, shelf: Shelf, holders: Callable[[int], tuple[str, ...]]) -> None:
+        """`holders` tells who has the averages of an epoch, according to its commit."""
+        self.announcements = Announcements()
+        self.counts: Counter[str] = Counter()
+        self._session = session
+        self._shelf = shelf
+        self._holders = holders
+        self._speak = asyncio.Event()
+        self._changed = asyncio.Event()  # set, and replaced by another, when somebody has spoken or gone
+        self._listeners: list[Callable[[], None]] = []
+        self._subscriptions: list[Subscription] = []
+        self._stop_listening: Callable[[], None] = lambda: None
+        self._task: asyncio.Task[None] | None = None
+        self._has_spoken = False
+
+    async def start(self) -> None:
+        """Listen, and speak when there is something to say."""
+        session = self._session
+        self._stop_listening = session.roster.listen(self._roster_changed)
+        for topic, handler in ((KEPT, self._heard), (WANTED, self._asked)):
+            self._subscriptions.append(await session.hub.subscribe(session.subjects.news("*", topic), handler))
+        self._task = asyncio.create_task(self._keep_speaking(), name="state: announcements")
+
+    async def close(self) -> None:
+        """Say that nothing is kept here any more, and be silent. Calling it twice does no harm."""
+        self._stop_listening()
+        await tasks.end(self._task)
+        for subscription in self._subscriptions:
+            await subscription.cancel()
+        self._subscriptions = []
+        task, self._task = self._task, None
+        if task is not None and not self._session.ended.done():
+            await self._publish(KEPT, encode(Kept(session=self._session.card.session)))
+
+    def announce(self) -> None:
+        """The shelf has changed: say so soon. We ourselves know it at once."""
+        self.announcements.take(self._session.peer_id, self._kept())
+        self._speak.set()
+
+    async def ask(self) -> None:
+        """Have everybody say what they keep."""
+        await self._publish(WANTED, b"")
+
+    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call `listener` when somebody has spoken or gone; the returned function ends that."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener) if listener in self._listeners else None
+
+    async def until_changed(self, seconds: float) -> None:
+        """Until somebody has spoken or gone, or so long."""
+        changed = self._changed
+        try:
+            async with asyncio.timeout(seconds):
+                await changed.wait()
+        except TimeoutError:
+            pass
+
+    # What is known
+
+    def claims(self, epoch: int, *, backups: bool = False) -> list[Claim]:
+        """What is said about an epoch."""
+        return self.announcements.claims(epoch, self._session.roster, self._holders(epoch), backups=backups)
+
+    def verdict(self, epoch: int, *, backups: bool = False) -> Verdict | None:
+        """The state of an epoch, if it can be told."""
+        return judge(epoch, self.claims(epoch, backups=backups))
+
+    def newest(self, up_to: int | None = None, *, backups: bool = False) -> Verdict | None:
+        """The newest state that can be believed, of no later epoch than that."""
+        for epoch in self.announcements.epochs(self._session.roster, backups=backups):
+            if (up_to is None or epoch <= up_to) and (verdict := self.verdict(epoch, backups=backups)) is not None:
+                return verdict
+        return None
+
+    def keepers(self, epoch: int, digest: str) -> list[str]:
+        """Who else serves a state, from memory or from a backup."""
+        claims = [*self.claims(epoch), *self.claims(epoch, backups=True)]
+        serving = [claim.peer for claim in claims if claim.state is not None and claim.state.digest == digest]
+        return [peer for peer in dict.fromkeys(serving) if peer != self._session.peer_id]
+
+    async def until_verdict(self, epoch: int | None, lineage: Lineage, until: float) -> Verdict:
+        """The state of an epoch, or the newest that the run has, once it can be told and somebody else serves it."""
+        clock = self._session.clock
+        while True:
+            verdict = self.verdict(epoch) if epoch is not None else self.newest(lineage.epoch)
+            if verdict is not None and self.keepers(verdict.epoch, verdict.digest):
+                return verdict
+            left = until - clock.monotonic()
+            if left <= 0:
+                wanted = epoch if epoch is not None else lineage.epoch
+                raise StateUnavailableError(
+                    f"no state of epoch {wanted} can be had: announced is {describe_claims(self.claims(wanted))}. "
+                    "Wait for a keeper (an aux peer, or a trainer that is up to date), or have an organiser trust one "
+                    "of those who disagree"
+                )
+            await self.ask()
+            await self.until_changed(min(left, ASK_EVERY_SECONDS))
+
+    # What happens
+
+    def _heard(self, delivery: Delivery) -> None:
+        peer = delivery.subject.rsplit(".", 2)[-2]
+        try:
+            self.announcements.take(peer, decode(Kept, delivery.payload))
+        except ProtocolError as error:
+            self.counts["bad_announcements"] += 1
+            logger.debug("what %s says to keep cannot be read: %s", peer, error)
+            return
+        self._tell()
+
+    def _asked(self, delivery: Delivery) -> None:
+        if any(True for _ in self._shelf):
+            self._speak.set()
+
+    def _roster_changed(self, event: RosterEvent) -> None:
+        if event.change in ("dead", "left"):
+            self.announcements.forget(event.peer)
+        self._tell()
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        for listener in list(self._listeners):
+            listener()
+
+    async def _keep_speaking(self) -> None:
+        while True:
+            self._speak.clear()
+            kept = self._kept()
+            if kept.states or self._has_spoken:
+                self._has_spoken = bool(kept.states)
+                await self._publish(KEPT, encode(kept))
+                self.counts["announcements"] += 1
+            try:
+                async with asyncio.timeout(SPEAK_EVERY_SECONDS if kept.states else None):
+                    await self._speak.wait()
+            except TimeoutError:
+                continue
+            await asyncio.sleep(SPEAK_PAUSE_SECONDS)
+
+    def _kept(self) -> Kept:
+        states = tuple(held.announced() for held in self._shelf)[-MAX_KEPT:]
+        return Kept(session=self._session.card.session, states=states)
+
+    async def _publish(self, topic: str, payload: bytes) -> None:
+        session = self._session
+        try:
+            await session.hub.publish(session.subjects.news(session.peer_id, topic), payload)
+        except RetryableError as error:  # said again in a few seconds
+            self.counts["unsaid"] += 1
+            logger.debug("%s could not be told: %s", topic, error)

@@ -1,0 +1,207 @@
+"""What a state consists of: its tensors, the hashes of its chunks, and one digest over all (pure).
+
+The bytes of all tensors lie one after the other in one flat space, which is cut into chunks of a fixed size. Tensors
+are ordered by the size of their elements, the largest first, and then by name: peers that hold the same tensors derive
+the same space, and every tensor is aligned to its own elements wherever the space as a whole is.
+
+An inventory names the tensors and the SHA-256 of each chunk, and carries the metadata; its own SHA-256 is the digest of
+the state. So whoever trusts a digest can check an inventory, and then each chunk by itself, whoever it came from.
+SHA-256 was taken because most processors have instructions for it (1.27 GB/s here; BLAKE2b 0.63 GB/s); a hash that only
+detects accidents, such as xxhash, would not stop a liar.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Annotated, Any
+
+import msgspec
+import torch
+
+from potluck.errors import ConfigurationError, ProtocolError
+from potluck.messages import Message, decode
+
+KIB = 1024
+MIB = 1024 * KIB
+
+CHUNK_BYTES = 1 * MIB
+MAX_CHUNK_BYTES = 2 * MIB  # fits one item of a stream
+MAX_INVENTORY_BYTES = 16 * MIB  # names of many tensors, or the hashes of 500 GB
+MAX_METADATA_BYTES = 64 * KIB
+MAX_TENSORS = 100_000
+MAX_DIMENSIONS = 32
+HASH_BYTES = 32
+
+# What may come from another peer or from disk, by the name it has there.
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.complex128, torch.float64, torch.complex64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.bool),
+        *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+    )
+}
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+
+Metadata = Mapping[str, Any]
+"""What JSON can say, with text as keys: epoch, scheduler, counters. The same on all peers, or their digests differ."""
+
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
+_metadata_encoder = msgspec.msgpack.Encoder(order="deterministic")
+
+
+class TensorSpec(Message, frozen=True, kw_only=True, array_like=True):
+    """One tensor of a state."""
+
+    name: Annotated[str, msgspec.Meta(max_length=1024)]
+    dtype: Annotated[str, msgspec.Meta(max_length=32)]
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+
+    @property
+    def num_bytes(self) -> int:
+        """How much of the flat space it takes."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Its place among the others."""
+        return (-ITEM_BYTES[self.dtype], self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of one tensor that lie in one chunk."""
+
+    tensor: int
+    chunk: int
+    tensor_start: int
+    chunk_start: int
+    num_bytes: int
+
+
+class Inventory(msgspec.Struct, frozen=True, kw_only=True, array_like=True, dict=True):
+    """The description of one state."""
+
+    tensors: tuple[TensorSpec, ...]
+    chunk_bytes: int
+    hashes: bytes  # of each chunk, one after the other
+    metadata: bytes = b"\x80"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chunk_bytes <= MAX_CHUNK_BYTES:
+            raise ValueError(f"chunks of {self.chunk_bytes} bytes: 1 to {MAX_CHUNK_BYTES} are possible")
+        if len(self.tensors) > MAX_TENSORS:
+            raise ValueError(f"{len(self.tensors)} tensors exceed {MAX_TENSORS}")
+        if len(self.metadata) > MAX_METADATA_BYTES:
+            raise ValueError(f"metadata of {len(self.metadata)} bytes exceeds {MAX_METADATA_BYTES}")
+        for spec in self.tensors:
+            if spec.dtype not in DTYPES:
+                raise ValueError(f"tensor {spec.name!r} is of the unknown type {spec.dtype!r}")
+        for before, after in zip(self.tensors, self.tensors[1:], strict=False):
+            if before.order >= after.order:
+                raise ValueError(f"tensor {after.name!r} is out of order, or there twice")
+        if len(self.hashes) != HASH_BYTES * self.num_chunks:
+            raise ValueError(f"{len(self.hashes)} bytes of hashes do not belong to {self.num_chunks} chunks")
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """The size of the flat space."""
+        return sum(spec.num_bytes for spec in self.tensors)
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks it is cut into."""
+        return -(-self.num_bytes // self.chunk_bytes)
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """As it travels and as it is hashed."""
+        return msgspec.msgpack.encode(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """The digest of the whole state."""
+        return hashlib.sha256(self.encoded).hexdigest()
+
+    def hash_of(self, chunk: int) -> bytes:
+        """What a chunk must hash to."""
+        return self.hashes[HASH_BYTES * chunk : HASH_BYTES * (chunk + 1)]
+
+    def bytes_of(self, chunk: int) -> int:
+        """How long a chunk is; the last one may be short."""
+        return min(self.chunk_bytes, self.num_bytes - chunk * self.chunk_bytes)
+
+    def read_metadata(self) -> dict[str, Any]:
+        """The metadata as it was given."""
+        return decode_metadata(self.metadata)
+
+    def describe(self) -> str:
+        """The state in a few words."""
+        return f"{len(self.tensors)} tensors, {self.num_bytes / 1e6:.1f} MB, digest {self.digest[:12]}"
+
+
+def read_inventory(data: bytes | memoryview, digest: str) -> Inventory:
+    """The inventory in `data`; ProtocolError unless it is a good one and has that digest."""
+    if len(data) > MAX_INVENTORY_BYTES:
+        raise ProtocolError(f"an inventory of {len(data)} bytes exceeds {MAX_INVENTORY_BYTES}: refused")
+    found = hashlib.sha256(data).hexdigest()
+    if found != digest:
+        raise ProtocolError(f"an inventory with digest {found[:12]} came for the state {digest[:12]}: refused")
+    inventory = decode(Inventory, data, limit_bytes=MAX_INVENTORY_BYTES)
+    decode_metadata(inventory.metadata)
+    if inventory.encoded != bytes(data):
+        raise ProtocolError(f"the inventory of {digest[:12]} is not written as we write inventories: refused")
+    return inventory
+
+
+def cut(tensors: tuple[TensorSpec, ...], chunk_bytes: int) -> Iterator[Piece]:
+    """Where tensors and chunks overlap, in order."""
+    position = 0
+    for index, spec in enumerate(tensors):
+        start, stop = position, position + spec.num_bytes
+        while position < stop:
+            chunk, offset = divmod(position, chunk_bytes)
+            length = min(chunk_bytes - offset, stop - position)
+            yield Piece(index, chunk, position - start, offset, length)
+            position += length
+
+
+def encode_metadata(metadata: Metadata) -> bytes:
+    """As bytes, the same for the same content; ConfigurationError for what is not plain data or too much of it."""
+    _check_plain(metadata, "metadata")
+    try:
+        data = _metadata_encoder.encode(metadata)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigurationError(f"the metadata cannot be written down: {error}") from error
+    if len(data) > MAX_METADATA_BYTES:
+        raise ConfigurationError(
+            f"metadata of {len(data)} bytes exceeds {MAX_METADATA_BYTES}: put what is large into tensors"
+        )
+    return data
+
+
+def decode_metadata(data: bytes) -> dict[str, Any]:
+    """The metadata, or ProtocolError."""
+    return decode(dict[str, Any], data, limit_bytes=MAX_METADATA_BYTES)
+
+
+def _check_plain(value: object, where: str, depth: int = 0) -> None:
+    if depth > 16:
+        raise ConfigurationError(f"{where} is nested too deeply: 16 levels are the most")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ConfigurationError(f"{where} has the key {key!r}: keys are text")
+            _check_plain(item, f"{where}[{key!r}]", depth + 1)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            _check_plain(item, f"{where}[{number}]", depth + 1)
+    elif not (value is None or type(value) in (bool, int, float, str)):
+        raise ConfigurationError(
+            f"{where} is a {type(value).__name__}: use text, numbers, lists and dictionaries, and tensors as tensors"
+        )

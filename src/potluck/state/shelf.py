@@ -1,0 +1,80 @@
+"""The states that this peer holds: the newest few, a backup that was read, and what is being served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from potluck.state.announcement import KeptState
+from potluck.state.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One state on the shelf."""
+
+    epoch: int
+    snapshot: Snapshot
+    made_at: int
+    is_backup: bool = False
+
+    def announced(self) -> KeptState:
+        """As others are told."""
+        return KeptState(
+            epoch=self.epoch,
+            digest=self.snapshot.digest,
+            num_bytes=self.snapshot.inventory.num_bytes,
+            made_at=self.made_at,
+            is_backup=self.is_backup,
+        )
+
+
+class Shelf:
+    """Holds snapshots by epoch; at most `num_kept` of the run, and one backup."""
+
+    def __init__(self, num_kept: int) -> None:
+        self._num_kept = num_kept
+        self._states: list[Held] = []  # the oldest first
+
+    def __iter__(self) -> Iterator[Held]:
+        return iter(list(self._states))
+
+    def put(self, epoch: int, snapshot: Snapshot, *, made_at: int, is_backup: bool = False) -> None:
+        """Hold a snapshot too, in place of what there was for its epoch; the oldest has to go."""
+        held = Held(epoch, snapshot.hold(), made_at, is_backup)
+        replaced = [other for other in self._states if _replaces(held, other)]
+        self._states = sorted([*(s for s in self._states if s not in replaced), held], key=lambda state: state.epoch)
+        of_run = [state for state in self._states if not state.is_backup]
+        for state in [*replaced, *of_run[: -self._num_kept]]:
+            if state in self._states:
+                self._states.remove(state)
+            state.snapshot.release()
+
+    def newest(self) -> Held | None:
+        """The state of the newest epoch, backups aside."""
+        return next((state for state in reversed(self._states) if not state.is_backup), None)
+
+    def find(self, digest: str) -> Snapshot | None:
+        """The state with that digest."""
+        return next((state.snapshot for state in self._states if state.snapshot.digest == digest), None)
+
+    def get(self, epoch: int) -> Held | None:
+        """The state of an epoch, backups aside."""
+        return next((state for state in self._states if state.epoch == epoch and not state.is_backup), None)
+
+    def drop_backup(self) -> None:
+        """The run has gone on: the backup that was read is not needed in memory."""
+        self._drop([state for state in self._states if state.is_backup])
+
+    def clear(self) -> None:
+        """Hold nothing any more."""
+        self._drop(list(self._states))
+
+    def _drop(self, states: list[Held]) -> None:
+        for state in states:
+            self._states.remove(state)
+            state.snapshot.release()
+
+
+def _replaces(new: Held, old: Held) -> bool:
+    return new.is_backup == old.is_backup and (new.is_backup or new.epoch == old.epoch)

@@ -1,0 +1,100 @@
+"""One keeper as seen by a joiner: a stream that numbers of chunks go out on, and chunks come in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Protocol
+
+from potluck import tasks
+from potluck.errors import PotluckError, ProtocolError
+from potluck.link.links import Links, Stream
+from potluck.state.inventory import Inventory
+from potluck.state.serving import NUMBER, FetchChunks
+
+logger = logging.getLogger(__name__)
+
+
+class SourceOwner(Protocol):
+    """Who is told what a keeper does."""
+
+    def chunk_came(self, source: Source, number: int, data: memoryview) -> asyncio.Future[None]:
+        """A chunk that was asked for; the next one is read when the future is done."""
+        ...
+
+    def lied(self, keeper: str, what: str) -> None:
+        """It sent what no keeper of ours would."""
+        ...
+
+    def broke_off(self, keeper: str, reason: str) -> None:
+        """Nothing more will come of what it was asked for."""
+        ...
+
+
+class Source:
+    """One stream from one keeper; another one is made after a failure."""
+
+    def __init__(
+        self, keeper: str, inventory: Inventory, links: Links, owner: SourceOwner, *, answer_seconds: float
+    ) -> None:
+        self.keeper = keeper
+        self.inventory = inventory
+        self.is_over = False
+        self._links = links
+        self._owner = owner
+        self._answer_seconds = answer_seconds
+        self._asks: asyncio.Queue[int] = asyncio.Queue()  # no more than the schedule has open
+        self._asked: set[int] = set()
+        self._reason = "it closed the stream"
+        self.task = asyncio.create_task(self._run(), name=f"state: fetch from {keeper}")
+
+    def ask(self, chunk: int) -> None:
+        """Ask for a chunk."""
+        self._asked.add(chunk)
+        self._asks.put_nowait(chunk)
+
+    def give_up(self, reason: str) -> None:
+        """Break the stream off."""
+        self.is_over = True
+        self._reason = reason
+        self.task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            opened = await self._links.open_stream(
+                self.keeper, FetchChunks(digest=self.inventory.digest), timeout_seconds=self._answer_seconds
+            )
+            async with opened as stream:
+                writer = asyncio.create_task(self._write(stream), name=f"state: asks to {self.keeper}")
+                try:
+                    await self._read(stream)
+                finally:
+                    await tasks.end(writer)
+        except ProtocolError as error:
+            self._owner.lied(self.keeper, str(error))
+        except PotluckError as error:
+            self._reason = str(error)
+        finally:
+            self.is_over = True
+            self._owner.broke_off(self.keeper, self._reason)
+
+    async def _write(self, stream: Stream) -> None:
+        with contextlib.suppress(PotluckError):  # the reader gets the same error, or the keeper is overdue soon
+            while True:
+                numbers = [await self._asks.get()]
+                while not self._asks.empty():
+                    numbers.append(self._asks.get_nowait())
+                frame = b"".join(NUMBER.pack(number) for number in numbers)
+                await stream.send([frame], timeout_seconds=self._answer_seconds)
+
+    async def _read(self, stream: Stream) -> None:
+        # Whether an answer is overdue is the schedule's business, which knows what is owed.
+        while (frames := await stream.receive()) is not None:
+            if len(frames) != 2 or len(frames[0]) != NUMBER.size:
+                raise ProtocolError("it sent something that is not a chunk")
+            (number,) = NUMBER.unpack(frames[0])
+            if number not in self._asked:
+                raise ProtocolError(f"it sent chunk {number}, which it was not asked for")
+            self._asked.discard(number)
+            await self._owner.chunk_came(self, number, frames[1])

@@ -1,0 +1,1 @@
+"""Training together: the part that a user's own loop touches."""

@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, Any
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
+    from potluck.optim.diloco import DiLoCo
     from potluck.optim.optimizer import Optimizer
     from potluck.run.joined import join
 
 __version__ = "0.1.0"
-__all__ = ["Optimizer", "PotluckError", "__version__", "join"]
+__all__ = ["DiLoCo", "Optimizer", "PotluckError", "__version__", "join"]
 
 _LAZY = {
+    "DiLoCo": "potluck.optim.diloco",
     "Optimizer": "potluck.optim.optimizer",
     "join": "potluck.run.joined",
 }

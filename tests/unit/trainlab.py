@@ -140,3 +140,9 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def parameters_of(model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def quality_of(model: nn.Module) -> float:
+    """The loss on samples that nobody trains on."""
+    with torch.no_grad():
+        return loss_of(model, make_batch(999_999, 256)).item()

@@ -101,7 +101,7 @@ class Driver:
     # Rounds
 
     def round(self, *, delay_step: bool = False) -> bool:
-        """Take part in the next epoch, and step; True if this peer is at that epoch then, however it got there."""
+        """Take part in the next epoch, and step; False if our offer did not count (then it may have been caught up)."""
         pending = self._start()
         self._pending = pending
         try:
@@ -181,14 +181,16 @@ class Driver:
             self.counts["failed_rounds"] += 1
             logger.warning("%s; the work done counts again in the next attempt", error)
             self._method.withdraw(pending.offer)
-            return self._catch_up_if_behind()
+            self.catch_up()
+            return False
         self.last_result = result
         if not result.holds:
             self._method.withdraw(pending.offer)
             self.counts["left_behind"] += 1
             assert result.left_behind is not None
             logger.warning("epoch %d stands without this peer: %s", result.commit.epoch, result.left_behind.reason)
-            return self._catch_up_if_behind()
+            self.catch_up()
+            return False
         if pending.stepped is not None:
             pending.stepped.result()  # raises what the step raised
         else:
@@ -204,14 +206,8 @@ class Driver:
 
     # Catching up
 
-    def _catch_up_if_behind(self) -> bool:
-        if not self.is_behind:
-            return False
-        self.catch_up()
-        return True
-
     def catch_up(self) -> None:
-        """Fetch the run's state. What this peer has done since its last epoch is lost."""
+        """Fetch the run's state, if it is further than this peer's. What becomes of work done is up to the method."""
         if self._pending is not None:
             self.land()
         head = self._collaboration.epoch

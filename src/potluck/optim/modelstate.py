@@ -6,6 +6,7 @@ has full-precision weights behind it); `land` copies them into the model. Withou
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -135,12 +136,16 @@ class ModelState:
             if (given := tensors.get(EXTRA + name)) is not None:
                 tensor.copy_(given)
         self._load_statistics(tensors, metadata.get("state", {}))
+        self.load_numbers(metadata)
+        self.land()
+
+    def load_numbers(self, metadata: Metadata) -> None:
+        """Take over hyperparameters and the scheduler."""
         for group, values in zip(self.optimizer.param_groups, metadata.get("groups", ()), strict=False):
             for key, value in values.items():
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
         if self.scheduler is not None and metadata.get("scheduler") is not None:
             self.scheduler.load_state_dict({**self.scheduler.state_dict(), **metadata["scheduler"]})
-        self.land()
 
     def _load_statistics(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Mapping[str, Any]]) -> None:
         state = self.optimizer.state
@@ -167,7 +172,7 @@ class ModelState:
         return {
             "parameters": {name: parameter.detach().clone() for name, parameter in self.parameters.items()},
             "extra": {name: tensor.detach().clone() for name, tensor in self.extra.items()},
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),  # torch hands out the live tensors
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
         }
 
@@ -178,7 +183,7 @@ class ModelState:
             parameter.copy_(state["parameters"][name])
         for name, tensor in self.extra.items():
             tensor.copy_(state["extra"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.land()
@@ -188,8 +193,7 @@ class ModelState:
         copies: dict[str, Parameter] = {}
         by_id: dict[int, Parameter] = {}
         for name, parameter in self.model.items():
-            copy = Parameter(parameter.detach().to("cpu", torch.float32, copy=True))
-            copies[name] = by_id[id(parameter)] = copy
+            copies[name] = by_id[id(parameter)] = Parameter(parameter.detach().to("cpu", torch.float32, copy=True))
         for group in self.optimizer.param_groups:
             group["params"] = [by_id.get(id(parameter), parameter) for parameter in group["params"]]
         for original in [key for key in self.optimizer.state if id(key) in by_id]:

@@ -34,6 +34,7 @@ class RunProgress(Message, frozen=True, kw_only=True):
     samples: Count = 0  # handed in by all since then
     target: Count = 1
     samples_per_second: Rate = 0.0
+    fastest_samples_per_second: Rate = 0.0  # of one peer
     num_trainers: Count = 0  # that are at this epoch
     num_behind: Count = 0  # whose state is of an earlier one
     due_in_seconds: Rate | None = None  # predicted; None: nobody can tell
@@ -102,6 +103,7 @@ class ProgressTracker:
             samples=samples,
             target=self.target,
             samples_per_second=rate,
+            fastest_samples_per_second=max((known.samples_per_second for known in current), default=0.0),
             num_trainers=sum(1 for known in current if known.samples or known.samples_per_second),
             num_behind=sum(1 for known in self._peers.values() if known.epoch < self.epoch),
             due_in_seconds=due_in_seconds,

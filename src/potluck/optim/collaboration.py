@@ -106,6 +106,7 @@ class Collaboration:
 
 def join_collaboration(run: Joined, config: CollaborationConfig) -> Collaboration:
     """Start averaging and progress on the run's loop; they end with the run."""
+    run.claim("an optimizer")
 
     async def start() -> Collaboration:
         collaboration = Collaboration(

@@ -128,12 +128,14 @@ class Driver:
         pending = self._pending
         if pending is None or not (wait or self._is_done(pending)):
             return False
-        if pending.stepped is not None:
-            concurrent.futures.wait([pending.stepped])
-        else:
-            concurrent.futures.wait([pending.result])
+        self._wait_for_round()
         self._pending = None
         return self._conclude(pending)
+
+    def _wait_for_round(self) -> None:
+        if self._pending is not None:
+            work: concurrent.futures.Future[Any] = self._pending.stepped or self._pending.result
+            concurrent.futures.wait([work])
 
     def close(self) -> None:
         """Leave the round in the background, if any. Calling it twice does no harm."""

@@ -51,13 +51,15 @@ class ModelState:
         They are clipped as a whole if wished: here, since a norm means something only of the average.
         """
         absent = frozenset(missing)
+        # A delayed step comes between the user's backward pass and our taking its gradients: they must survive it.
+        kept = {name: parameter.grad for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             parameter.grad = None if name in absent else gradients[name].to(parameter.device, parameter.dtype)
         if max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters.values(), max_grad_norm)
         self.optimizer.step()
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        for name, parameter in self.parameters.items():
+            parameter.grad = kept[name]
         self.step_scheduler()
 
     def step_scheduler(self) -> None:

@@ -64,11 +64,11 @@ class Optimizer(torch.optim.Optimizer):
         # torch's own __init__ is left out on purpose: groups and state are those of the optimizer that we wrap.
         self.config = config = config or OptimizerConfig(**options)
         self.run = run
-        self.collaboration = join_collaboration(run, config)
         self._pace = Pace(config.performance_ema_alpha)
         self._unconfirmed: object = None  # the word of the coordinator that we waited for in vain
         self._helper: Helper | None = None
         if config.auxiliary:
+            self.collaboration = join_collaboration(run, config)
             self._helper = Helper(run, self.collaboration)
             return
         if optimizer is None:
@@ -78,9 +78,9 @@ class Optimizer(torch.optim.Optimizer):
             inner, scheduler=scheduler, extra_tensors=extra_tensors, offload=config.offload_optimizer
         )
         self.method = self._make_method(transform)
+        self.collaboration = join_collaboration(run, config)
         self.driver = Driver(run, self.method, self.collaboration, config.driver(), source)
         self._unscaler = Unscaler(self.state_of_model.model.values(), self)
-        run.attach(self._close_driver)
         if self.driver.is_behind:
             self.driver.catch_up()
         else:
@@ -269,10 +269,6 @@ class Optimizer(torch.optim.Optimizer):
         else:
             driver.round(delay_step=config.delay_optimizer_step)
         self._report()
-
-    async def _close_driver(self) -> None:
-        """On the loop, when the run is left: rounds end with the averager."""
-        await self.collaboration.close()
 
     def shutdown(self) -> None:
         """Leave the round in the background, if any; the run itself goes on until it is left."""

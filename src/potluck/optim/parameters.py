@@ -2,7 +2,7 @@
 
 Peers find out that they train the same model by the names, shapes and dtypes of their tensors; so names must come out
 the same for all. They are the optimizer's own (`param_names`, when it was made from named parameters), or those of the
-`named` argument, or else the position: group.index. Frozen parameters are left out, and tied ones stand there once.
+`named` argument, or else the position: group-index. Frozen parameters are left out, and tied ones stand there once.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def named_parameters(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]] |
             if id(parameter) in seen or not parameter.requires_grad:
                 continue
             seen.add(id(parameter))
-            name = given.get(id(parameter)) or (names[index] if names is not None else f"{number}.{index}")
+            name = given.get(id(parameter)) or (names[index] if names is not None else f"{number}-{index}")
             if name in found:
                 raise ConfigurationError(f"two parameters are called {name!r}: give each a name of its own")
             if not parameter.is_floating_point():

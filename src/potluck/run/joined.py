@@ -58,6 +58,7 @@ class Joined:
         self._loop = loop or LoopThread()
         self._peer: RunningPeer | None = None
         self._closers: list[Callable[[], Awaitable[None]]] = []
+        self._claimed: set[str] = set()
 
     @property
     def peer(self) -> RunningPeer:
@@ -99,6 +100,12 @@ class Joined:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def claim(self, part: str) -> None:
+        """Take a part that only one can play in a run; ConfigurationError when somebody has it."""
+        if part in self._claimed:
+            raise ConfigurationError(f"this run has {part} already: a peer has one; join again for another")
+        self._claimed.add(part)
 
     def attach(self, close: Callable[[], Awaitable[None]]) -> None:
         """Have something closed, on the loop, before the peer leaves."""

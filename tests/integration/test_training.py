@@ -18,6 +18,7 @@ from runhouse import RunHouse, open_run
 from trainchild import loss_of, make_inner, make_model, values_of
 
 from potluck.hub.joinlink import JoinLink
+from potluck.optim.helper import Helper
 from potluck.testing.processes import Children, ManagedProcess
 
 PROGRAM = Path(__file__).with_name("trainchild.py")
@@ -26,7 +27,7 @@ PATIENCE_SECONDS = 100.0
 
 @asynccontextmanager
 async def house_with_link(folder: Path) -> AsyncIterator[tuple[RunHouse, JoinLink]]:
-    """A host without a peer of its own, and a link for members who may coordinate."""
+    """A host without a peer of its own, and a link for trainers who may coordinate."""
     async with open_run(folder, peer=None) as house:
         organiser = await house.organiser()
         _, secret = await organiser.create_invite(scopes=ANYTHING, uses=None)
@@ -86,10 +87,14 @@ def replay(company: Company, num_epochs: int, batches_of: dict[int, list[int]]) 
 @pytest.mark.timeout(300)
 async def test_processes_equal_one_process_with_the_large_batch(tmp_path: Path, children: Children) -> None:
     num_epochs = 8
-    async with house_with_link(tmp_path) as (_, link):
-        company = Company(children, link, tmp_path, num_epochs, "sync")
-        await company.start(2)
-        one, other = await company.finish([0, 1])
+    async with open_run(tmp_path) as house:
+        helper = await Helper.of(house.own_peer, num_threads=1)  # as `potluck host` does: it coordinates
+        try:
+            company = Company(children, house.host.link, tmp_path, num_epochs, "sync")
+            await company.start(2)
+            one, other = await company.finish([0, 1])
+        finally:
+            await helper.close()
     assert one["values"] == other["values"]
     used: dict[int, list[int]] = {}
     for number in range(2):

@@ -82,6 +82,17 @@ def test_nonsense_counts_for_nothing(samples: int) -> None:
     assert (progress.samples, progress.samples_per_second, progress.is_due) == (1, 0.0, False)
 
 
+def test_without_a_target_of_its_own_the_tracker_takes_what_most_say() -> None:
+    tracker = ProgressTracker()
+    assert tracker.summary(0.0).target == 0
+    assert not tracker.summary(0.0).is_due
+    for peer, target in (("a", 50), ("b", 50), ("liar", 1), ("mute", 0)):
+        tracker.heard(peer, Beacon(session="s", samples=12, samples_per_second=1.0, target=target), 0.0)
+    progress = tracker.summary(0.0)
+    assert (progress.target, progress.samples, progress.is_due) == (50, 48, False)
+    assert progress.due_in_seconds == pytest.approx(0.5)
+
+
 def test_an_epoch_without_samples_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="target_batch_size"):
         ProgressTracker(0)

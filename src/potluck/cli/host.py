@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 if TYPE_CHECKING:
+    from potluck.optim.helper import Helper
     from potluck.run.host import Host
 
 
@@ -90,11 +92,24 @@ async def _serve(host: Host, stop: asyncio.Event, as_json: bool) -> None:
 
     if not await console.unless_stopped(start(), stop):
         return
+    helper: Helper | None = None
     try:
         _announce(host, as_json)
+        helper = await console.unless_stopped(_help(host), stop)
         await _watch(host, stop, as_json)
     finally:
+        if helper is not None:
+            await helper.close()
         await host.stop()
+
+
+async def _help(host: Host) -> Helper:
+    """The host's own peer reduces for the trainers, and coordinates."""
+    # Torch takes seconds to import: the run is open by now, and the event loop must go on meanwhile.
+    module = await asyncio.to_thread(importlib.import_module, "potluck.optim.helper")
+    assert host.peer is not None
+    helper: Helper = await module.Helper.of(host.peer)
+    return helper
 
 
 async def _watch(host: Host, stop: asyncio.Event, as_json: bool) -> None:

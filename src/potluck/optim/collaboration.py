@@ -54,13 +54,13 @@ class Collaboration:
         self,
         peer: RoundPeer,
         *,
-        target: int,
+        target: int | None,
         codecs: CodecChoice,
         coordinator: CoordinatorConfig,
         num_threads: int | None = None,
         workers: Workers | None = None,
     ) -> None:
-        """Made on the event loop."""
+        """Made on the event loop. `target` is the samples of an epoch; None: whatever the trainers say."""
         config = AveragerConfig(codecs=codecs, roles=ROLES, coordinator=coordinator, num_threads=num_threads)
         self.averager = Averager(peer, config, workers=workers)
         self.progress = ProgressKeeper(peer.session, self.averager.lease, lambda: self.averager.epoch, target)

@@ -69,7 +69,9 @@ class Optimizer(torch.optim.Optimizer):
         self._helper: Helper | None = None
         if config.auxiliary:
             self.collaboration = join_collaboration(run, config)
-            self._helper = Helper(run, self.collaboration)
+            self._helper = Helper(self.collaboration)
+            run.soon(self._helper.start)
+            run.attach(self._helper.close)
             return
         if optimizer is None:
             raise ConfigurationError("an optimizer is missing: only an auxiliary peer (auxiliary=True) needs none")
@@ -128,7 +130,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         self.run.check()
         if self._helper is not None:
-            self._helper.wait()
+            self.run.call(self._helper.until_after(self.collaboration.epoch))
             return None
         loss = None
         if closure is not None:

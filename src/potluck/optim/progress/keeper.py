@@ -38,7 +38,7 @@ MAX_PROGRESS_BYTES = 1024
 class ProgressKeeper:
     """One peer's view of the run's progress."""
 
-    def __init__(self, session: Session, lease: Lease, epoch: Callable[[], int], target: int) -> None:
+    def __init__(self, session: Session, lease: Lease, epoch: Callable[[], int], target: int | None) -> None:
         self.latest: RunProgress | None = None
         """The newest word of the coordinator. Immutable, so any thread may read it."""
         self.counts: Counter[str] = Counter()
@@ -79,10 +79,11 @@ class ProgressKeeper:
 
     def report(self, *, epoch: int, samples: int, samples_per_second: float, eager: bool = False) -> None:
         """This peer has so many samples for the epoch after `epoch`; `eager`: say so at once."""
-        self._session.update_beacon(epoch=epoch, samples=samples, samples_per_second=samples_per_second)
+        told = {"epoch": epoch, "samples": samples, "samples_per_second": samples_per_second}
+        self._session.update_beacon(**told, target=self._tracker.target or 0)
         self._told_samples = samples
         if self._lease.token:
-            beacon = Beacon(session="", epoch=epoch, samples=samples, samples_per_second=samples_per_second)
+            beacon = Beacon(session="", **told, target=self._tracker.target or 0)  # type: ignore[arg-type]
             self._tracker.heard(self._session.peer_id, beacon, self._session.clock.monotonic())
             self._wake.set()
         elif eager or self._is_near():
@@ -92,15 +93,22 @@ class ProgressKeeper:
         """Whether, with this peer's samples, the run should have enough for the epoch after `epoch`."""
         latest = self.latest
         if latest is None or latest.epoch != epoch:
-            return samples >= self._tracker.target
+            return self._tracker.target is not None and samples >= self._tracker.target
         others = max(0, latest.samples - self._told_samples)
-        return latest.is_due or others + samples >= latest.target
+        return latest.is_due or 0 < latest.target <= others + samples
 
     async def until_due(self, epoch: int, seconds: float) -> bool:
         """Wait until the coordinator says that the epoch after `epoch` is due, or has come; False: not in time."""
+        return await self._until(lambda: self.is_due(epoch), seconds)
+
+    async def until_committed(self, epoch: int, seconds: float) -> bool:
+        """Wait until an epoch after `epoch` is committed; False: not in time."""
+        return await self._until(lambda: self._epoch() > epoch, seconds)
+
+    async def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
         try:
             async with asyncio.timeout(seconds):
-                while not self.is_due(epoch):
+                while not condition():
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:

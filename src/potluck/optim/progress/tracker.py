@@ -32,7 +32,7 @@ class RunProgress(Message, frozen=True, kw_only=True):
     epoch: Count  # committed; what follows is about the next one
     token: Count  # of the coordinator's lease
     samples: Count = 0  # handed in by all since then
-    target: Count = 1
+    target: Count = 0  # of them make an epoch; 0: nobody has said
     samples_per_second: Rate = 0.0
     fastest_samples_per_second: Rate = 0.0  # of one peer
     num_trainers: Count = 0  # that are at this epoch
@@ -54,14 +54,16 @@ class _Known:
     epoch: int
     samples: int
     samples_per_second: float
+    target: int
     heard_at: float
 
 
 class ProgressTracker:
     """The coordinator's books for one run."""
 
-    def __init__(self, target: int) -> None:
-        if target < 1:
+    def __init__(self, target: int | None = None) -> None:
+        """`target` is the samples of an epoch; None: what most trainers say."""
+        if target is not None and target < 1:
             raise ConfigurationError(f"target_batch_size={target}: an epoch needs at least 1 sample")
         self.target = target
         self.epoch = 0
@@ -76,6 +78,7 @@ class ProgressTracker:
             epoch=beacon.epoch,
             samples=beacon.samples if 0 <= beacon.samples <= LARGEST_COUNT else 0,
             samples_per_second=rate if 0.0 <= rate <= LARGEST_COUNT else 0.0,
+            target=beacon.target if 0 < beacon.target <= LARGEST_COUNT else 0,
             heard_at=now,
         )
 
@@ -93,22 +96,28 @@ class ProgressTracker:
             del self._peers[peer]
         current = [known for known in self._peers.values() if known.epoch == self.epoch]
         samples = sum(known.samples for known in current)
+        target = self.target or _most_common([known.target for known in current if known.target])
         rate = sum(known.samples_per_second for known in current)
         due_in_seconds = predict_seconds(
-            [(known.samples, known.samples_per_second, now - known.heard_at) for known in current], self.target
+            [(known.samples, known.samples_per_second, now - known.heard_at) for known in current], target
         )
         return RunProgress(
             epoch=self.epoch,
             token=token,
             samples=samples,
-            target=self.target,
+            target=target,
             samples_per_second=rate,
             fastest_samples_per_second=max((known.samples_per_second for known in current), default=0.0),
             num_trainers=sum(1 for known in current if known.samples or known.samples_per_second),
             num_behind=sum(1 for known in self._peers.values() if known.epoch < self.epoch),
             due_in_seconds=due_in_seconds,
-            is_due=samples >= self.target,
+            is_due=0 < target <= samples,
         )
+
+
+def _most_common(targets: list[int]) -> int:
+    """What most say, and the larger of two that as many say; 0 when nobody says anything."""
+    return max(targets, key=lambda target: (targets.count(target), target), default=0)
 
 
 def predict_seconds(peers: list[tuple[int, float, float]], target: int) -> float | None:
@@ -116,6 +125,8 @@ def predict_seconds(peers: list[tuple[int, float, float]], target: int) -> float
 
     0 when they should have it by now; None when they never will at this rate.
     """
+    if target < 1:
+        return None
     expected = sum(samples + rate * age for samples, rate, age in peers)
     if expected >= target:
         return 0.0

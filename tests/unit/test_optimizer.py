@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import logging
+import queue
+import random
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from trainlab import TrainLab, loss_of, make_batch, make_model, parameters_of, quality_of, together, train_lab
+from trainlab import (
+    PATIENCE_SECONDS,
+    TrainLab,
+    loss_of,
+    make_batch,
+    make_model,
+    parameters_of,
+    quality_of,
+    together,
+    train_lab,
+)
 
-from potluck.errors import ConfigurationError, FatalError
+from potluck.errors import ConfigurationError, FatalError, PotluckError
 from potluck.optim.methods.powersgd import PowerSGD
 from potluck.optim.optimizer import Optimizer
 from potluck.optim.options import OptimizerConfig
@@ -503,3 +518,61 @@ def test_mistakes_are_explained() -> None:
             )
         with pytest.raises(ConfigurationError, match="nothing to train"):
             Optimizer(trainer.run, sgd(make_model().requires_grad_(False).parameters()), target_batch_size=4)
+
+
+# Chaos
+
+
+def test_trainers_come_and_go_and_whoever_is_there_holds_the_same() -> None:
+    """Killed without warning in the middle of training, and replaced by newcomers who take over the state."""
+    randomness = random.Random(5)
+    num_epochs, num_kills = 40, 5
+    with train_lab() as lab:
+        anchor = Trainer(lab, 0, adam, target_batch_size=24, matchmaking_seconds=0.5)
+        others = [Trainer(lab, n, adam, target_batch_size=24, matchmaking_seconds=0.5) for n in (1, 2)]
+        digests: dict[int, set[bytes]] = {}
+        epochs: queue.SimpleQueue[int] = queue.SimpleQueue()  # that the anchor has reached
+        lock = threading.Lock()
+
+        def note(trainer: Trainer) -> None:
+            tensors = [*trainer.model.parameters(), *trainer.optimizer.state_of_model.statistics().values()]
+            digest = b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
+            with lock:
+                digests.setdefault(trainer.optimizer.epoch, set()).add(digest)
+
+        def train(trainer: Trainer, until: int) -> None:
+            while trainer.optimizer.epoch < until:
+                before = trainer.optimizer.epoch
+                trainer.step()
+                if trainer.optimizer.epoch != before:
+                    note(trainer)
+                    if trainer is anchor:
+                        epochs.put(trainer.optimizer.epoch)
+
+        def live(trainer: Trainer) -> None:
+            """Die when it is time; whatever that does to the training loop is as it is."""
+            with contextlib.suppress(PotluckError, RuntimeError, concurrent.futures.CancelledError):
+                train(trainer, num_epochs)
+
+        def disturb() -> None:
+            number = 10
+            for kill in range(1, num_kills + 1):
+                while epochs.get(timeout=PATIENCE_SECONDS) < kill * num_epochs // (num_kills + 2):
+                    pass
+                lab.kill(others.pop(randomness.randrange(len(others))).run)
+                newcomer = Trainer(lab, number, adam, target_batch_size=24, matchmaking_seconds=0.5)
+                others.append(newcomer)
+                pool.submit(live, newcomer)
+                number += 1
+
+        with concurrent.futures.ThreadPoolExecutor(16, "trainer") as pool:
+            for trainer in others:
+                pool.submit(live, trainer)
+            disturbing = pool.submit(disturb)
+            train(anchor, num_epochs)
+            disturbing.result(PATIENCE_SECONDS)
+        assert anchor.optimizer.epoch >= num_epochs
+        assert lab.states.num_fetched >= 1
+        for epoch, seen in digests.items():
+            assert len(seen) == 1, f"{len(seen)} different states of epoch {epoch}"
+        assert quality_of(anchor.model) < quality_of(make_model())

@@ -82,6 +82,7 @@ class TrainLab:
         peer = run.peer
         assert isinstance(peer, MemoryPeer)
         self.loop.call(self.memory.kill(peer))
+        run.close()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ work counts again in the next attempt. *It went on without us*: the epoch stands
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import logging
 import time
@@ -32,6 +33,7 @@ from potluck.run.joined import Joined
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
+LEAVE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,7 @@ class Driver:
         self._pending: _Pending | None = None
         self._good: Snapshot | None = None
         self._steps: concurrent.futures.ThreadPoolExecutor | None = None
+        run.attach(self._release)
 
     # Where we are
 
@@ -107,8 +110,7 @@ class Driver:
         try:
             concurrent.futures.wait([pending.result])
         except BaseException:  # Ctrl-C: leave the round before anything else
-            pending.result.cancel()
-            self._pending = None
+            self._leave_round()
             self._method.withdraw(pending.offer)
             raise
         if delay_step and pending.result.exception() is None and pending.result.result().holds:
@@ -139,13 +141,20 @@ class Driver:
 
     def close(self) -> None:
         """Leave the round in the background, if any. Calling it twice does no harm."""
+        self._leave_round()
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.shutdown()
+
+    def _leave_round(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result.cancel()
-            concurrent.futures.wait([pending.result], timeout=self._config.averaging_timeout_seconds)
-        if self._steps is not None:
-            self._steps.shutdown()
-            self._steps = None
+            concurrent.futures.wait([pending.result], timeout=LEAVE_SECONDS)
+
+    async def _release(self) -> None:
+        """On the event loop, when the run is left."""
+        await asyncio.to_thread(self.close)
 
     def _start(self) -> _Pending:
         assert self._pending is None, "one round at a time"

@@ -20,6 +20,7 @@ from potluck.optim.methods.sparseloco import SparseLoCo
 from potluck.optim.methods.streaming import Schedule
 from potluck.optim.modelstate import ModelState
 from potluck.optim.outerloop import OuterLoop
+from potluck.optim.parameters import are_finite
 from potluck.optim.targetbatch import TargetBatch
 
 torch.set_num_threads(1)
@@ -88,6 +89,19 @@ def assert_close(one: nn.Module, other: nn.Module, tolerance: float = 1e-5) -> N
 def assert_equal(one: nn.Module, other: nn.Module) -> None:
     for got, wanted in zip(parameters_of(one), parameters_of(other), strict=True):
         assert torch.equal(got, wanted)
+
+
+def test_finite_is_what_has_no_nan_and_no_infinity() -> None:
+    huge = torch.full((100,), 3e38)  # its length overflows, and it is finite all the same
+    assert are_finite(
+        [huge, torch.ones(3, dtype=torch.float16) * 60000, torch.empty(0), torch.ones(2, dtype=torch.int64)]
+    )
+    assert are_finite([])
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            values = torch.ones(1000, dtype=dtype)
+            values[777] = bad
+            assert not are_finite([torch.ones(5), values])
 
 
 # Large batches

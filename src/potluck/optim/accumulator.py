@@ -141,14 +141,13 @@ class GradientAccumulator:
         if not self.samples:
             self._unit = batch_size
         ratio = batch_size / self._unit
-        for name, gradient in gradients.items():
-            total = self._sums.get(name)
-            if total is not None:
-                total.add_(gradient, alpha=ratio)
-            elif ratio == 1.0:
-                self._sums[name] = gradient.to(_sum_dtype(gradient))  # the tensor itself, where it is float32
-            else:
-                self._sums[name] = gradient.to(_sum_dtype(gradient)) * ratio
+        known = [name for name in gradients if name in self._sums]
+        if known:
+            torch._foreach_add_([self._sums[name] for name in known], [gradients[name] for name in known], alpha=ratio)
+        for name in gradients.keys() - self._sums.keys():
+            first = gradients[name].to(_sum_dtype(gradients[name]))  # the tensor itself, where it is float32
+            self._sums[name] = first if ratio == 1.0 else first * ratio
+        for name in gradients:
             self._parameters[name].grad = None
         self._units += ratio
 

@@ -21,7 +21,8 @@ from potluck.round.coordinator import CoordinatorConfig
 logger = logging.getLogger(__name__)
 
 HELP_SECONDS = 3600.0  # how long it stands ready for one epoch before it says so anew
-LONGEST_GRACE_SECONDS = 30.0
+# A trainer in the middle of a long step must find the round still open: never less than what trainers count on.
+LEAST_GRACE_SECONDS, MOST_GRACE_SECONDS = 3.0, 30.0
 
 
 class Helper:
@@ -34,7 +35,7 @@ class Helper:
     @classmethod
     async def of(cls, peer: RoundPeer, *, num_threads: int | None = None) -> Self:
         """Help with whatever this peer's run does; the peer must have joined as aux."""
-        grace = AdaptiveGrace(most_seconds=LONGEST_GRACE_SECONDS)
+        grace = AdaptiveGrace(least_seconds=LEAST_GRACE_SECONDS, most_seconds=MOST_GRACE_SECONDS)
         collaboration = Collaboration(
             peer,
             target=None,

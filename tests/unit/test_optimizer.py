@@ -481,6 +481,22 @@ def test_what_was_saved_goes_on_bit_for_bit() -> None:
             assert torch.equal(got, wanted)
 
 
+def test_a_new_run_goes_on_from_a_saved_state() -> None:
+    with train_lab() as lab:
+        old = Trainer(lab, 0, adam, target_batch_size=4, scheduler=halving)
+        old.train(3)
+        saved = old.optimizer.state_dict()
+        old.train(6)
+    with train_lab() as lab:
+        new = Trainer(lab, 0, adam, target_batch_size=4, scheduler=halving, model=make_model(5))
+        new.optimizer.load_state_dict(saved)
+        assert new.optimizer.epoch == 0  # of this run
+        new.position = 3
+        new.train(3)
+        for got, wanted in zip(parameters_of(new.model), parameters_of(old.model), strict=True):
+            assert torch.equal(got, wanted)
+
+
 # What is refused
 
 

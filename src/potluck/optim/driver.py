@@ -317,10 +317,10 @@ class Driver:
         return {"epoch": self.epoch, "method": self._method.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Go on from a saved state. In a run that is not as far, epochs count from where the run is."""
         self.land()
         self._method.load_state_dict(state["method"])
-        self.epoch = state["epoch"]
+        self.epoch = min(state["epoch"], self._collaboration.epoch)
         self._keep()
 
 

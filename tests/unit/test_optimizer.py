@@ -77,9 +77,9 @@ def train_all(trainers: list[Trainer], num_epochs: int) -> None:
     together(*(lambda t=t: t.train(num_epochs) for t in trainers))
 
 
-def plain(trainers: list[Trainer], make: Any, num_epochs: int) -> list[torch.Tensor]:
+def plain(trainers: list[Trainer], make: Any, num_epochs: int, model: nn.Module | None = None) -> list[torch.Tensor]:
     """What one process makes of the same batches: one step per epoch on the mean over all samples."""
-    model = make_model()
+    model = model or make_model()
     optimizer = make(model.parameters())
     for epoch in range(1, num_epochs + 1):
         used = [(number, trainer.batch_size) for trainer in trainers for number in trainer.batches.get(epoch, [])]
@@ -112,6 +112,33 @@ def test_peers_equal_one_process_with_the_large_batch(make: Any, num_peers: int)
             torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
         for trainer in trainers:
             assert trainer.optimizer.statistics()["epochs"] == 6
+
+
+class SmallTransformer(nn.Module):
+    """Takes the features of a sample for a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed = nn.Linear(1, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.embed(inputs.unsqueeze(2))).mean(dim=1))
+
+
+@pytest.mark.timeout(240)
+def test_four_peers_and_fifty_epochs_of_a_transformer_equal_one_process() -> None:
+    with train_lab() as lab:
+        trainers = [Trainer(lab, n, target_batch_size=32, batch_size=8, model=SmallTransformer()) for n in range(4)]
+        train_all(trainers, 50)
+        assert_equal(trainers)
+        ours = torch.cat([parameter.flatten() for parameter in parameters_of(trainers[0].model)])
+        theirs = torch.cat([parameter.flatten() for parameter in plain(trainers, sgd, 50, SmallTransformer())])
+        start = torch.cat([parameter.flatten() for parameter in parameters_of(SmallTransformer())])
+        assert (theirs - start).norm() > 0.1 * start.norm()  # else the test shows nothing
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
 
 def test_peers_of_other_batch_sizes_weigh_as_much_as_they_do() -> None:
@@ -539,6 +566,7 @@ def test_mistakes_are_explained() -> None:
 # Chaos
 
 
+@pytest.mark.timeout(240)
 def test_trainers_come_and_go_and_whoever_is_there_holds_the_same() -> None:
     """Killed without warning in the middle of training, and replaced by newcomers who take over the state."""
     randomness = random.Random(5)

@@ -92,24 +92,11 @@ async def _serve(host: Host, stop: asyncio.Event, as_json: bool) -> None:
 
     if not await console.unless_stopped(start(), stop):
         return
-    helper: Helper | None = None
     try:
         _announce(host, as_json)
-        helper = await console.unless_stopped(_help(host), stop)
         await _watch(host, stop, as_json)
     finally:
-        if helper is not None:
-            await helper.close()
         await host.stop()
-
-
-async def _help(host: Host) -> Helper:
-    """The host's own peer reduces for the trainers, and coordinates."""
-    # Torch takes seconds to import: the run is open by now, and the event loop must go on meanwhile.
-    module = await asyncio.to_thread(importlib.import_module, "potluck.optim.helper")
-    assert host.peer is not None
-    helper: Helper = await module.Helper.of(host.peer)
-    return helper
 
 
 async def _watch(host: Host, stop: asyncio.Event, as_json: bool) -> None:
@@ -120,9 +107,21 @@ async def _watch(host: Host, stop: asyncio.Event, as_json: bool) -> None:
     roster = host.peer.session.roster
     end = roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json))
     try:
-        await console.unless_stopped(host.failed(), stop)
+        await console.unless_stopped(_help(host), stop)
     finally:
         end()
+
+
+async def _help(host: Host) -> None:
+    """Have the host's own peer reduce for the trainers, and coordinate; raises when the hub has died."""
+    # Torch takes seconds to import: the run is open by now, and the event loop must go on meanwhile.
+    module = await asyncio.to_thread(importlib.import_module, "potluck.optim.helper")
+    assert host.peer is not None
+    helper: Helper = await module.Helper.of(host.peer)
+    try:
+        await host.failed()
+    finally:
+        await helper.close()
 
 
 def _announce(host: Host, as_json: bool) -> None:

@@ -8,13 +8,37 @@ The packages stand in the order in which data flows, and import only upwards in 
     run/      taking part, whole: a peer with its session and links; a host with its hub and guard
     round/    tensors agreed on together: codecs, shares, plan, exchange, repair, commit
     state/    the run's state: kept by many, fetched from several, saved to disk
+    optim/    training together: `Optimizer`, `DiLoCo`, and the methods under them
     testing/  fakes, fault injection, the NAT lab
     cli/      the `potluck` command
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from potluck.errors import PotluckError
 
+if TYPE_CHECKING:
+    from potluck.optim.diloco import DiLoCo
+    from potluck.optim.optimizer import Optimizer
+    from potluck.run.joined import join
+
 __version__ = "0.1.0"
-__all__ = ["PotluckError", "__version__"]
+__all__ = ["DiLoCo", "Optimizer", "PotluckError", "__version__", "join"]
+
+_LAZY = {
+    "DiLoCo": "potluck.optim.diloco",
+    "Optimizer": "potluck.optim.optimizer",
+    "join": "potluck.run.joined",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is heavy when it is first asked for: `potluck --help` must not wait for torch."""
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'potluck' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(module), name)

@@ -32,7 +32,7 @@ ORDER = (
     "cli",
 )
 TORCH_FREE = (*FOUNDATION, "hub", "peer", "link", "run", "cli")
-PUBLIC = ["PotluckError", "__version__"]
+PUBLIC = ["DiLoCo", "Optimizer", "PotluckError", "__version__", "join"]
 
 
 def imports_of(path: Path, *, at_import_time: bool = False) -> set[str]:

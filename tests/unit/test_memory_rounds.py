@@ -115,6 +115,24 @@ async def test_aux_peers_reduce_for_clients_and_get_no_weight() -> None:
 
 
 @in_virtual_time
+async def test_who_is_alone_among_trainers_keeps_its_values_to_the_last_bit() -> None:
+    async with lab(choice=CodecChoice.everything("uniform8")) as there:
+        await there.join(role="aux", coordinates=True)
+        trainer = await there.join()
+        trainer.values = torch.randn(ELEMENTS)
+        before = trainer.values.clone()
+        task = asyncio.create_task(there.members[0].average())
+        result = await trainer.average(weight=3.0)
+        assert (result.holds, result.alone) == (True, True)
+        assert torch.equal(trainer.values, before)
+        assert not (await task).alone
+        await there.join()
+        results = await there.average()
+        assert not any(result.alone for result in results)
+        assert_same_average(there.members[1:])
+
+
+@in_virtual_time
 async def test_a_peer_may_receive_without_contributing() -> None:
     async with lab(3) as there:
         observer = there.members[2]

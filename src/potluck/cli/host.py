@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 if TYPE_CHECKING:
+    from potluck.optim.helper import Helper
     from potluck.run.host import Host
 
 
@@ -107,9 +109,21 @@ async def _watch(host: Host, stop: asyncio.Event, as_json: bool) -> None:
     roster = host.peer.session.roster
     end = roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json))
     try:
-        await console.unless_stopped(host.failed(), stop)
+        await console.unless_stopped(_help(host), stop)
     finally:
         end()
+
+
+async def _help(host: Host) -> None:
+    """Have the host's own peer reduce for the trainers, and coordinate; raises when the hub has died."""
+    # Torch takes seconds to import: the run is open by now, and the event loop must go on meanwhile.
+    module = await asyncio.to_thread(importlib.import_module, "potluck.optim.helper")
+    assert host.peer is not None
+    helper: Helper = await module.Helper.of(host.peer)
+    try:
+        await host.failed()
+    finally:
+        await helper.close()
 
 
 def _announce(host: Host, as_json: bool) -> None:

@@ -34,6 +34,7 @@ class Beacon(Message, frozen=True, kw_only=True):
     samples: int = 0  # handed in since the last committed epoch
     samples_per_second: float = 0.0
     ready: bool = False  # wants to take part in the next round
+    target: int = 0  # how many samples make an epoch, as this peer was told; 0: it does not say
 
 
 class Presence(Message, frozen=True, kw_only=True):

@@ -165,6 +165,11 @@ class Session:
         """Change what the next beacons say."""
         self._beacon = msgspec.structs.replace(self._beacon, **changes)
 
+    async def publish_beacon(self) -> None:
+        """Say now what the next beacon would say, since others wait for it. RetryableError while the hub is away."""
+        await self.hub.publish(self.subjects.beacon(self.peer_id), encode(self._beacon))
+        self._counts["beacons"] += 1
+
     def statistics(self) -> dict[str, int | float]:
         """Counters of this session."""
         return {**self._counts, "peers": len(self.roster)}
@@ -274,8 +279,7 @@ class Session:
     async def _send_beacons(self) -> None:
         while True:
             try:
-                await self.hub.publish(self.subjects.beacon(self.peer_id), encode(self._beacon))
-                self._counts["beacons"] += 1
+                await self.publish_beacon()
             except RetryableError as error:
                 logger.debug("no beacon this second: %s", error)
             await asyncio.sleep(BEACON_EVERY_SECONDS)

@@ -7,6 +7,9 @@
 Everybody calls `average` once per epoch: trainers with tensors and the weight of their contribution, aux peers with
 None (they reduce for others) or with tensors and no weight (they want the averages too). It returns when the epoch is
 committed. Until then the tensors must not be changed; they hold the averages afterwards, if `result.holds`.
+
+Who is alone among trainers has nothing to average: its tensors are left as they are, to the last bit, whatever codec
+its values would have travelled in.
 """
 
 from __future__ import annotations
@@ -97,6 +100,7 @@ class Averager:
         self._standing: asyncio.Task[None] | None = None
         self._layout: Layout | None = None
         self._stop_listening: Callable[[], None] = lambda: None
+        self._listeners: list[Callable[[Commit], None]] = []
 
     async def start(self) -> None:
         """Follow the run's lineage and lease, and be a candidate where this peer may coordinate."""
@@ -151,6 +155,10 @@ class Averager:
         logger.info("%s", result.describe())
         return result
 
+    def listen(self, listener: Callable[[Commit], None]) -> None:
+        """Call `listener` for each epoch that is committed, whoever took part."""
+        self._listeners.append(listener)
+
     def statistics(self) -> dict[str, int]:
         """Counters of this peer's rounds, and of its work as coordinator."""
         return {
@@ -169,9 +177,11 @@ class Averager:
         return self._layout.bind(tensors)
 
     def _committed(self, commit: Commit) -> None:
-        self._session.update_beacon(epoch=commit.epoch)
+        self._session.update_beacon(epoch=commit.epoch, samples=0)  # those of the next epoch are counted from here
         self._coordinator.committed(commit)
         self._participation.committed(commit)
+        for listener in self._listeners:
+            listener(commit)
 
     def _lease_changed(self) -> None:
         self._coordinator.lease_changed()

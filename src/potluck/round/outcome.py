@@ -49,6 +49,8 @@ class RoundResult:
     received_bytes: int
     seconds: PhaseSeconds
     left_behind: LeftBehind | None
+    alone: bool = False
+    """No other peer's values are in it and no other peer has use for it: the tensors were left as they were."""
 
     @property
     def holds(self) -> bool:

@@ -170,9 +170,17 @@ class Participation:
         )
         if exchanger.key != commit.key or exchanger.digest != commit.digest:
             return self._result(wish, commit, exchanger, seconds, "it lacked averages when the epoch was committed")
-        await self._apply(exchanger, wish.tensors)
+        alone = wish.ready.sends and self._is_alone(exchanger.plan)
+        if not alone:
+            await self._apply(exchanger, wish.tensors)
         seconds = replace(seconds, applying=self._clock.monotonic() - now)
-        return self._result(wish, commit, exchanger, seconds, "")
+        return replace(self._result(wish, commit, exchanger, seconds, ""), alone=alone)
+
+    def _is_alone(self, plan: Plan) -> bool:
+        """Whether all other members only help: aux peers reduce, and hold no model."""
+        roster = self._session.roster
+        others = [roster.get(member.peer) for member in plan.members if member.peer != self._session.peer_id]
+        return all(other is not None and other.card.role == "aux" for other in others)
 
     async def _apply(self, exchanger: Exchanger, tensors: FlatTensors | None) -> None:
         if tensors is None:

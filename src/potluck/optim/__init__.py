@@ -1,0 +1,22 @@
+"""Training together: the part that a user's own loop touches.
+
+What users have:
+    optimizer.py, options.py  `potluck.Optimizer`: a torch optimizer that steps when the run has done its batch
+    diloco.py                 `potluck.DiLoCo` and its relatives: many local steps, then one exchange
+    helper.py                 an aux peer's part, without a model
+
+One small interface under them all, no I/O:
+    method.py                 Method: what is averaged, and what becomes of it; StateSource: where states come from
+    targetbatch.py            gradients are averaged, all take the same step
+    localupdates.py           steps at once, states are averaged
+    outerloop.py              changes of parameters are averaged, an outer optimizer steps
+    methods/                  outer optimizers, codecs with a memory, streaming, quorum: one a file
+
+What they work on:
+    modelstate.py, parameters.py, accumulator.py, gradscaler.py   a model, its optimizer, its gradients
+
+Drivers:
+    driver.py                 a method's way through the epochs: rounds, delays, catching up, rolling back
+    collaboration.py          what it has on the event loop: averaging and progress/
+    progress/                 how far the run is towards its next epoch
+"""

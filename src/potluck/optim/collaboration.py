@@ -1,0 +1,124 @@
+"""What an optimizer has on the event loop: averaging, and the run's progress. The bridge between two threads.
+
+Methods marked *any thread* only read immutable values or post to the loop; coroutines run on the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from potluck.optim.parameters import RolesByPrefix
+from potluck.optim.progress.keeper import ProgressKeeper
+from potluck.optim.progress.tracker import RunProgress
+from potluck.round.averager import Averager, AveragerConfig, RoundPeer
+from potluck.round.codecs import CodecChoice
+from potluck.round.coordinator import CoordinatorConfig
+from potluck.round.outcome import RoundResult
+from potluck.round.plan import Commit
+from potluck.round.workers import Workers
+from potluck.run.joined import Joined
+
+ROLES = RolesByPrefix()
+
+
+class CollaborationConfig(Protocol):
+    """What all kinds of optimizers know about their rounds."""
+
+    @property
+    def target_batch_size(self) -> int:
+        """Samples per epoch."""
+        ...
+
+    @property
+    def codecs(self) -> CodecChoice:
+        """How tensors travel."""
+        ...
+
+    @property
+    def num_threads(self) -> int | None:
+        """For averaging."""
+        ...
+
+    def coordinator(self) -> CoordinatorConfig:
+        """How rounds are started where this peer coordinates."""
+        ...
+
+
+class Collaboration:
+    """One peer's averager and progress, started and closed together."""
+
+    def __init__(
+        self,
+        peer: RoundPeer,
+        *,
+        target: int | None,
+        codecs: CodecChoice,
+        coordinator: CoordinatorConfig,
+        num_threads: int | None = None,
+        workers: Workers | None = None,
+    ) -> None:
+        """Made on the event loop. `target` is the samples of an epoch; None: whatever the trainers say."""
+        config = AveragerConfig(codecs=codecs, roles=ROLES, coordinator=coordinator, num_threads=num_threads)
+        self.averager = Averager(peer, config, workers=workers)
+        self.progress = ProgressKeeper(peer.session, self.averager.lease, lambda: self.averager.epoch, target)
+        self.averager.listen(self._committed)
+
+    async def start(self) -> None:
+        """Follow the run."""
+        try:
+            await self.averager.start()
+            await self.progress.start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Leave the round that is under way. Calling it twice does no harm."""
+        await self.progress.close()
+        await self.averager.close()
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs are committed, as far as this peer knows (any thread)."""
+        return self.averager.epoch
+
+    @property
+    def latest(self) -> RunProgress | None:
+        """The coordinator's newest word (any thread)."""
+        return self.progress.latest
+
+    async def average(
+        self, tensors: Mapping[str, Tensor] | None, *, weight: float, epoch: int, timeout_seconds: float
+    ) -> RoundResult:
+        """Take part in making an epoch."""
+        return await self.averager.average(tensors, weight=weight, epoch=epoch, timeout_seconds=timeout_seconds)
+
+    async def until_due(self, epoch: int, seconds: float) -> bool:
+        """Wait until the epoch after `epoch` is due."""
+        return await self.progress.until_due(epoch, seconds)
+
+    def _committed(self, _commit: Commit) -> None:
+        self.progress.committed()
+
+
+def join_collaboration(run: Joined, config: CollaborationConfig) -> Collaboration:
+    """Start averaging and progress on the run's loop; they end with the run."""
+    run.claim("an optimizer")
+
+    async def start() -> Collaboration:
+        collaboration = Collaboration(
+            run.peer,
+            target=config.target_batch_size,
+            codecs=config.codecs,
+            coordinator=config.coordinator(),
+            num_threads=config.num_threads,
+        )
+        await collaboration.start()
+        return collaboration
+
+    collaboration = run.call(start())
+    run.attach(collaboration.close)
+    return collaboration

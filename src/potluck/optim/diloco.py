@@ -1,0 +1,264 @@
+"""`potluck.DiLoCo`: many local steps, then one exchange. For slow lines, and for peers that come and go.
+
+    with potluck.join("potluck://…") as run:
+        optimizer = potluck.DiLoCo(run, torch.optim.AdamW(model.parameters(), lr=4e-4), inner_steps=500)
+        for batch in loader:
+            loss(model, batch).backward()
+            optimizer.step(batch_size=len(batch))
+
+Relatives are options of the same loop (outerloop.py):
+
+    streaming        num_fragments, overlap_steps, mixing
+    quantised        codecs=CodecChoice.everything("e3m0"), transform=Quantised(…)
+    SparseLoCo       transform=SparseLoCo(), outer=OuterSGD(0.4), inner_steps=30
+    asynchronous     asynchronous=True, outer=DelayedNesterov(delay=number of peers)
+    DyLU             steps_by_speed=True
+    decoupled        min_peers=K, weighting="tokens"
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from potluck.errors import ConfigurationError
+from potluck.optim.collaboration import join_collaboration
+from potluck.optim.driver import Driver, DriverConfig
+from potluck.optim.method import StateSource
+from potluck.optim.methods.delayed import inner_steps
+from potluck.optim.methods.outer import Nesterov, OuterOptimizer
+from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
+from potluck.optim.methods.streaming import Schedule
+from potluck.optim.methods.transform import Transform
+from potluck.optim.modelstate import ModelState, SchedulerFactory
+from potluck.optim.outerloop import OuterLoop, Weighting
+from potluck.optim.progress.pace import Pace
+from potluck.optim.progress.tracker import LARGEST_COUNT
+from potluck.round.codecs import CodecChoice
+from potluck.round.coordinator import CoordinatorConfig
+from potluck.round.trigger import Quorum
+from potluck.run.joined import Joined
+
+logger = logging.getLogger(__name__)
+
+ASYNCHRONOUS_ATTEMPTS = 20  # to contribute before going on with local steps: others keep coming first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiLoCoConfig:
+    """Options of `potluck.DiLoCo`. Those marked *run* must be the same for all peers of a run."""
+
+    inner_steps: int = 500
+    """*run* Local steps between two exchanges of the same parameters."""
+
+    num_fragments: int = 1
+    """*run* Parts of the model that are exchanged in turn."""
+
+    overlap_steps: int = 0
+    """*run* Local steps that go on while an exchange is under way."""
+
+    mixing: float = 0.0
+    """*run* How much of the local values stays when the result comes."""
+
+    asynchronous: bool = False
+    """*run* Nobody waits for anybody: each peer's change is an epoch of its own."""
+
+    steps_by_speed: bool = False
+    """Slow peers take fewer local steps, so that all are done at the same time (DyLU)."""
+
+    min_peers: int = 1
+    """*run* An exchange starts when so many are ready, and the others have had their grace."""
+
+    grace_seconds: float = 30.0
+    """*run* The longest that an exchange waits for stragglers; less, as soon as it is seen how late they are."""
+
+    weighting: Weighting = "samples"
+    """*run* What a peer's change weighs: its samples, one as much as the other, or tokens² per step."""
+
+    max_grad_norm: float | None = None
+    """Local gradients are clipped to this norm."""
+
+    averaging_timeout_seconds: float = 300.0
+    """An exchange that takes longer has failed; its work counts in the next."""
+
+    load_state_timeout_seconds: float = 600.0
+    """How long to look for somebody who has the run's state."""
+
+    codecs: CodecChoice = field(default_factory=CodecChoice)
+    """*run* How changes travel."""
+
+    keep_last_good: bool = True
+    """Keep a copy of the last finite state, to go back to."""
+
+    num_threads: int | None = None
+    """For averaging; None: one for each core, up to 4."""
+
+    def __post_init__(self) -> None:
+        self.schedule()
+        self.driver()
+        if self.min_peers < 1 or self.grace_seconds < 0:
+            raise ConfigurationError("min_peers must be 1 or more, and grace_seconds 0 or more")
+        if self.asynchronous and (self.num_fragments > 1 or self.overlap_steps or self.min_peers > 1):
+            raise ConfigurationError("asynchronous peers exchange everything, at once, on their own: no fragments")
+
+    @property
+    def target_batch_size(self) -> int:
+        """Epochs do not depend on samples."""
+        return LARGEST_COUNT
+
+    def schedule(self) -> Schedule:
+        """Which fragment when."""
+        return Schedule(
+            inner_steps=self.inner_steps,
+            num_fragments=self.num_fragments,
+            overlap_steps=self.overlap_steps,
+            mixing=self.mixing,
+        )
+
+    def driver(self) -> DriverConfig:
+        """What the driver needs of this."""
+        return DriverConfig(
+            averaging_timeout_seconds=self.averaging_timeout_seconds,
+            load_state_timeout_seconds=self.load_state_timeout_seconds,
+            keep_last_good=self.keep_last_good,
+        )
+
+    def coordinator(self) -> CoordinatorConfig:
+        """How rounds are started where this peer coordinates."""
+        if self.asynchronous:
+            return CoordinatorConfig(trigger=Quorum(grace_seconds=0.0))
+        grace = AdaptiveGrace(least_seconds=min(0.5, self.grace_seconds), most_seconds=self.grace_seconds)
+        return CoordinatorConfig(trigger=AdaptiveQuorum(min_senders=self.min_peers, grace=grace))
+
+
+class DiLoCo:
+    """Local steps of any torch optimizer, and an outer optimizer over all peers."""
+
+    def __init__(
+        self,
+        run: Joined,
+        optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
+        *,
+        params: Iterable[Any] | None = None,
+        outer: OuterOptimizer | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | SchedulerFactory | None = None,
+        extra_tensors: Mapping[str, Tensor] | Iterable[Tensor] = (),
+        transform: Transform | None = None,
+        source: StateSource | None = None,
+        config: DiLoCoConfig | None = None,
+        **options: Any,
+    ) -> None:
+        """`optimizer` is the inner one, or a function that makes it of `params`; `options`: see DiLoCoConfig."""
+        self.config = config = config or DiLoCoConfig(**options)
+        self.run = run
+        inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(params)
+        self.method = OuterLoop(
+            ModelState(inner, scheduler=scheduler, extra_tensors=extra_tensors),
+            outer or Nesterov(),
+            config.schedule(),
+            transform=transform,
+            weighting=config.weighting,
+        )
+        self.collaboration = join_collaboration(run, config)
+        self.driver = Driver(run, self.method, self.collaboration, config.driver(), source)
+        self._pace = Pace()
+        self._steps_since_offer = 0
+        if self.driver.is_behind:
+            self.driver.catch_up()
+        else:
+            self.driver.publish()
+        self._report()
+        self._pace.resume(time.monotonic())
+
+    @property
+    def epoch(self) -> int:
+        """How many outer steps of the run this peer's shared parameters hold."""
+        return self.driver.epoch
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the inner optimizer."""
+        return self.method.state.optimizer.param_groups
+
+    @property
+    def steps_per_round(self) -> int:
+        """Local steps until this peer's next exchange, counted from its last."""
+        steps = self.method.schedule.steps_per_round
+        latest = self.collaboration.latest
+        if not self.config.steps_by_speed or latest is None:
+            return steps
+        fastest = max(latest.fastest_samples_per_second, self._pace.samples_per_second)
+        return max(self.config.overlap_steps + 1, inner_steps(steps, self._pace.samples_per_second, fastest))
+
+    def step(self, closure: Callable[[], Any] | None = None, batch_size: int = 1) -> Any:
+        """One local step on the gradients of a batch; now and then an exchange. Returns what the closure returned."""
+        self.run.check()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.method.local_step(batch_size, self.config.max_grad_norm):
+            self.driver.counts["bad_batches"] += 1
+            logger.warning("a batch of %d samples has gradients that are not finite: it is left out", batch_size)
+        self._steps_since_offer += 1
+        self._pace.step_done(batch_size, time.monotonic())
+        self._report()
+        if self.driver.is_busy and self._steps_since_offer >= self.config.overlap_steps:
+            self.driver.land()
+        if self._steps_since_offer >= self.steps_per_round:
+            self._exchange()
+        self._pace.resume(time.monotonic())
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that were not handed in."""
+        for parameter in self.method.state.model.values():
+            parameter.grad = None
+
+    def statistics(self) -> dict[str, int]:
+        """Counters of this optimizer and of its rounds."""
+        return {**self.driver.counts, "local_epoch": self.epoch, **self.collaboration.averager.statistics()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that this peer needs to go on with the same bits."""
+        return {**self.driver.state_dict(), "steps_since_offer": self._steps_since_offer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.driver.load_state_dict(state)
+        self._steps_since_offer = state["steps_since_offer"]
+        self._report()
+
+    def shutdown(self) -> None:
+        """Leave the round in the background, if any; the run itself goes on until it is left."""
+        self.driver.close()
+
+    def _exchange(self) -> None:
+        """Take part in the next epoch; who is late takes over the newest state first."""
+        self.driver.land()
+        self._steps_since_offer = 0
+        if self.config.overlap_steps:
+            self.driver.catch_up()
+            self.driver.begin_round(delay_step=False)
+            return
+        if not self.config.asynchronous:
+            if self.driver.is_behind:
+                self.driver.catch_up()  # the others are in the middle of their local steps: go on with them
+            else:
+                self.driver.round()
+            return
+        for _ in range(ASYNCHRONOUS_ATTEMPTS):
+            self.driver.catch_up()
+            if self.driver.round():
+                return
+
+    def _report(self) -> None:
+        progress, samples, epoch = self.collaboration.progress, self.method.samples, self.epoch
+        rate = self._pace.samples_per_second
+        self.run.soon(lambda: progress.report(epoch=epoch, samples=samples, samples_per_second=rate))

@@ -1,0 +1,336 @@
+"""Carries a method of training through the epochs of a run: rounds, delays, catching up, rolling back.
+
+The driver lives in the user's thread; what must happen on the event loop goes through the run. `epoch` is the number of
+updates that this peer's state holds. The lineage may be further: then this peer is behind, and fetches the state.
+
+    round()        take part now, wait for the result, and step
+    begin_round()  the same in the background; `land()` brings the result in when it is there
+
+What can go wrong in a round is one of three things. *It failed*: nothing was committed, the offer is withdrawn, its
+work counts again in the next attempt. *It went on without us*: the epoch stands, and we do not have it; catch up.
+*What came out is not finite*: back to the last good state, and say so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from potluck.errors import ConfigurationError, DeadlineExceededError, FatalError, RetryableError, RoundFailedError
+from potluck.optim.collaboration import Collaboration
+from potluck.optim.method import Method, Offer, Snapshot, StateSource
+from potluck.optim.parameters import are_finite
+from potluck.round.outcome import RoundResult
+from potluck.run.joined import Joined
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.5
+LEAVE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverConfig:
+    """How patient a driver is."""
+
+    averaging_timeout_seconds: float = 120.0
+    """A round that takes longer has failed; its work counts again in the next."""
+
+    load_state_timeout_seconds: float = 600.0
+    """How long to look for somebody who has the run's state."""
+
+    keep_last_good: bool = True
+    """Keep a copy of the last finite state, to go back to."""
+
+    def __post_init__(self) -> None:
+        if min(self.averaging_timeout_seconds, self.load_state_timeout_seconds) <= 0:
+            raise ConfigurationError("averaging_timeout_seconds and load_state_timeout_seconds must be above 0")
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A round in the background."""
+
+    epoch: int
+    offer: Offer
+    result: concurrent.futures.Future[RoundResult]
+    stepped: concurrent.futures.Future[None] | None = None  # where the step is delayed too
+
+
+class Driver:
+    """One method's way through the epochs. For one thread, the user's."""
+
+    def __init__(
+        self,
+        run: Joined,
+        method: Method,
+        collaboration: Collaboration,
+        config: DriverConfig,
+        source: StateSource | None = None,
+    ) -> None:
+        self.epoch = 0
+        self.counts: Counter[str] = Counter()
+        self.last_result: RoundResult | None = None
+        self._run = run
+        self._method = method
+        self._collaboration = collaboration
+        self._config = config
+        self._source = source
+        self._pending: _Pending | None = None
+        self._good: Snapshot | None = None
+        self._steps: concurrent.futures.ThreadPoolExecutor | None = None
+        run.attach(self._release)
+
+    # Where we are
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a round is under way in the background."""
+        return self._pending is not None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether epochs are committed that this peer has not, and does not get by the round it is in."""
+        expected = self.epoch if self._pending is None else self._pending.epoch
+        return self._collaboration.epoch > expected
+
+    # Rounds
+
+    def round(self, *, delay_step: bool = False) -> bool:
+        """Take part in the next epoch, and step; False if our offer did not count (then it may have been caught up)."""
+        pending = self._start()
+        self._pending = pending
+        try:
+            concurrent.futures.wait([pending.result])
+        except BaseException:  # Ctrl-C: leave the round before anything else
+            self._leave_round()
+            self._method.withdraw(pending.offer)
+            raise
+        if delay_step and pending.result.exception() is None and pending.result.result().holds:
+            self._step_later(pending)
+            return True
+        return self.land()
+
+    def begin_round(self, *, delay_step: bool) -> None:
+        """Take part in the next epoch in the background."""
+        pending = self._start()
+        self._pending = pending
+        if delay_step:
+            self._step_later(pending)
+
+    def land(self, *, wait: bool = True) -> bool:
+        """Bring in what the round in the background came to; False when there is none, or it failed, or is not done."""
+        pending = self._pending
+        if pending is None or not (wait or self._is_done(pending)):
+            return False
+        self._wait_for_round()
+        self._pending = None
+        return self._conclude(pending)
+
+    def _wait_for_round(self) -> None:
+        if self._pending is not None:
+            work: concurrent.futures.Future[Any] = self._pending.stepped or self._pending.result
+            concurrent.futures.wait([work])
+
+    def close(self) -> None:
+        """Leave the round in the background, if any. Calling it twice does no harm."""
+        self._leave_round()
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.shutdown()
+
+    def _leave_round(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result.cancel()
+            concurrent.futures.wait([pending.result], timeout=LEAVE_SECONDS)
+
+    async def _release(self) -> None:
+        """On the event loop, when the run is left."""
+        await asyncio.to_thread(self.close)
+
+    def _start(self) -> _Pending:
+        assert self._pending is None, "one round at a time"
+        epoch = self.epoch + 1
+        offer = self._method.offer(epoch)
+        work = self._collaboration.average(
+            offer.tensors,
+            weight=offer.weight,
+            epoch=epoch,
+            timeout_seconds=self._config.averaging_timeout_seconds,
+        )
+        return _Pending(epoch, offer, self._run.submit(work))
+
+    @staticmethod
+    def _is_done(pending: _Pending) -> bool:
+        return (pending.stepped or pending.result).done()
+
+    def _step_later(self, pending: _Pending) -> None:
+        if self._steps is None:
+            self._steps = concurrent.futures.ThreadPoolExecutor(1, "potluck-step")
+        pending.stepped = self._steps.submit(self._step_in_background, pending)
+
+    def _step_in_background(self, pending: _Pending) -> None:
+        concurrent.futures.wait([pending.result])
+        if not pending.result.cancelled() and pending.result.exception() is None and pending.result.result().holds:
+            self._accept(pending)
+
+    def _accept(self, pending: _Pending) -> None:
+        self._method.accept(pending.offer, epoch=pending.epoch, alone=pending.result.result().alone)
+
+    def _conclude(self, pending: _Pending) -> bool:
+        try:
+            result = pending.result.result()
+        except RoundFailedError as error:
+            self.counts["failed_rounds"] += 1
+            logger.warning("%s; the work done counts again in the next attempt", error)
+            self._method.withdraw(pending.offer)
+            self.catch_up()
+            return False
+        self.last_result = result
+        if not result.holds:
+            self._method.withdraw(pending.offer)
+            self.counts["left_behind"] += 1
+            assert result.left_behind is not None
+            logger.warning("epoch %d stands without this peer: %s", result.commit.epoch, result.left_behind.reason)
+            self.catch_up()
+            return False
+        if pending.stepped is not None:
+            pending.stepped.result()  # raises what the step raised
+        else:
+            self._accept(pending)
+        self.epoch = pending.epoch
+        self.counts["epochs"] += 1
+        if not self._is_finite():
+            self._roll_back()
+        else:
+            self._method.land()
+            self._keep()
+        return True
+
+    # Catching up
+
+    def catch_up(self) -> None:
+        """Fetch the run's state, if it is further than this peer's. What becomes of work done is up to the method."""
+        if self._pending is not None:
+            self.land()
+        head = self._collaboration.epoch
+        if head <= self.epoch:
+            return
+        logger.info("this peer is at epoch %d and the run at %d: fetching its state", self.epoch, head)
+        snapshot = self._fetch(head)
+        self._load(snapshot)
+        self.counts["caught_up"] += 1
+        self._keep()
+
+    def _fetch(self, at_least_epoch: int) -> Snapshot:
+        source = self._source
+        if source is None:
+            raise FatalError(
+                f"the run is at epoch {at_least_epoch} and this peer at {self.epoch}, and it was given no source of "
+                "states: restart it from a checkpoint of the run, or give the optimizer a state source"
+            )
+        deadline = time.monotonic() + self._config.load_state_timeout_seconds
+        while (left := deadline - time.monotonic()) > 0:
+            wanted = max(at_least_epoch, self._collaboration.epoch)
+            try:
+                return self._run.call(source.fetch(at_least_epoch=wanted, timeout_seconds=left))
+            except RetryableError as error:
+                self.counts["failed_fetches"] += 1
+                logger.info("the run's state was not to be had yet: %s", error)
+                self._run.check()
+                time.sleep(min(RETRY_SECONDS, max(0.0, left)))
+        raise DeadlineExceededError(
+            f"nobody gave this peer the state of epoch {at_least_epoch} within "
+            f"{self._config.load_state_timeout_seconds:g} s: see whether a keeper of the run is there, and start again"
+        )
+
+    def _load(self, snapshot: Snapshot) -> None:
+        self._method.discard()
+        self._method.load(snapshot.tensors, snapshot.metadata)
+        self._method.land()
+        self.epoch = snapshot.epoch
+
+    # Good and bad states
+
+    def _is_finite(self) -> bool:
+        return are_finite(self._method.tensors().values())
+
+    def _roll_back(self) -> None:
+        """The step made something that is not finite: go back, and have it said."""
+        self.counts["rolled_back"] += 1
+        bad_epoch = self.epoch
+        if (snapshot := self._healthy_elsewhere(bad_epoch)) is not None:
+            where = "another peer's state"
+            self._load(snapshot)
+        elif self._good is not None:
+            where = f"this peer's own state of epoch {self._good.epoch}"
+            self._load(self._good)
+            self.epoch = bad_epoch  # the epoch stands; its update is left out, by all who saw the same
+        else:
+            raise FatalError(
+                f"epoch {bad_epoch} made parameters that are not finite, and there is no good state to go back to: "
+                "start again from a checkpoint, with a smaller learning rate or with max_grad_norm"
+            )
+        logger.error(
+            "epoch %d made parameters that are not finite (NaN or infinity); rolled back to %s. If this comes again, "
+            "take a smaller learning rate or max_grad_norm",
+            bad_epoch,
+            where,
+        )
+        self._method.land()
+        self._keep()
+
+    def _healthy_elsewhere(self, epoch: int) -> Snapshot | None:
+        if self._source is None:
+            return None
+        try:
+            snapshot = self._run.call(self._source.fetch(at_least_epoch=epoch, timeout_seconds=5.0))
+        except RetryableError:
+            return None
+        return snapshot if are_finite(snapshot.tensors.values()) else None
+
+    def _keep(self) -> None:
+        """This state is good."""
+        live = Snapshot(epoch=self.epoch, tensors=self._method.tensors(), metadata=self._method.metadata())
+        if self._config.keep_last_good:
+            self._good = _copied(live, self._good)
+        if self._source is not None:
+            self._source.publish(live)
+
+    def publish(self) -> None:
+        """Keep the state as it is, for others too: at the start of a run, or after loading a checkpoint."""
+        self._keep()
+
+    # Saved and loaded
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything. A round in the background is landed first."""
+        self.land()
+        return {"epoch": self.epoch, "method": self._method.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state. In a run that is not as far, epochs count from where the run is."""
+        self.land()
+        self._method.load_state_dict(state["method"])
+        self.epoch = min(state["epoch"], self._collaboration.epoch)
+        self._keep()
+
+
+def _copied(live: Snapshot, before: Snapshot | None) -> Snapshot:
+    """A copy of a state, in the memory of an earlier copy where it fits."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in live.tensors.items():
+        old = before.tensors.get(name) if before is not None else None
+        if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
+            tensors[name] = old.copy_(tensor.detach())
+        else:
+            tensors[name] = tensor.detach().to("cpu", copy=True)
+    return Snapshot(epoch=live.epoch, tensors=tensors, metadata=live.metadata)

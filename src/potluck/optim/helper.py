@@ -1,0 +1,71 @@
+"""How an aux peer helps: it stands ready for every epoch, reduces for others, and coordinates if it may.
+
+It needs no model and no options: plans say how tensors are cut and encoded, and trainers say in their beacons how many
+samples make an epoch. So the peer of a host can serve any run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Self
+
+from potluck import tasks
+from potluck.errors import RoundFailedError
+from potluck.optim.collaboration import Collaboration
+from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
+from potluck.round.averager import RoundPeer
+from potluck.round.codecs import CodecChoice
+from potluck.round.coordinator import CoordinatorConfig
+
+logger = logging.getLogger(__name__)
+
+HELP_SECONDS = 3600.0  # how long it stands ready for one epoch before it says so anew
+# A trainer in the middle of a long step must find the round still open: never less than what trainers count on.
+LEAST_GRACE_SECONDS, MOST_GRACE_SECONDS = 3.0, 30.0
+
+
+class Helper:
+    """An aux peer's part in training. Lives on the event loop."""
+
+    def __init__(self, collaboration: Collaboration) -> None:
+        self._collaboration = collaboration
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def of(cls, peer: RoundPeer, *, num_threads: int | None = None) -> Self:
+        """Help with whatever this peer's run does; the peer must have joined as aux."""
+        grace = AdaptiveGrace(least_seconds=LEAST_GRACE_SECONDS, most_seconds=MOST_GRACE_SECONDS)
+        collaboration = Collaboration(
+            peer,
+            target=None,
+            codecs=CodecChoice(),
+            coordinator=CoordinatorConfig(trigger=AdaptiveQuorum(grace=grace)),
+            num_threads=num_threads,
+        )
+        await collaboration.start()
+        helper = cls(collaboration)
+        helper.start()
+        return helper
+
+    def start(self) -> None:
+        """Stand ready."""
+        self._task = asyncio.create_task(self._help(), name="optimizer: helping")
+
+    async def close(self) -> None:
+        """Leave the round that is under way. Calling it twice does no harm."""
+        await tasks.end(self._task)
+        await self._collaboration.close()
+
+    async def until_after(self, epoch: int) -> None:
+        """Wait until an epoch after this one is committed."""
+        while not await self._collaboration.progress.until_committed(epoch, HELP_SECONDS):
+            pass
+
+    async def _help(self) -> None:
+        while True:
+            epoch = self._collaboration.epoch + 1
+            try:
+                await self._collaboration.average(None, weight=0.0, epoch=epoch, timeout_seconds=HELP_SECONDS)
+            except RoundFailedError as error:
+                logger.debug("epoch %d came to nothing while this peer helped: %s", epoch, error)

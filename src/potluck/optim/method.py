@@ -1,0 +1,99 @@
+"""One way of training together: what is averaged, and what becomes of the average. No I/O, no time, no threads.
+
+    local work ──▶ offer() ──▶ [a round] ──▶ accept() ──▶ land()
+                      ▲            │ failed
+                      └─ withdraw()┘          fell behind: load(the state of others)
+
+The driver (driver.py) does everything else: it asks for an offer when a round is due, has its tensors averaged in
+place, and tells the method how that ended. A new method is one file with one subclass of `Method`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+Metadata = dict[str, Any]
+"""What belongs to a state beside tensors: numbers, texts, lists and dicts of them, as JSON can hold."""
+
+
+@dataclass(slots=True)
+class Offer:
+    """What a peer brings to a round. The averages are written into the tensors."""
+
+    tensors: dict[str, Tensor]
+    weight: float
+    detail: Any = None
+    """Whatever the method wants to find again when the round is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The state of a run after an epoch: the same, to the last bit, for all who hold it."""
+
+    epoch: int
+    tensors: Mapping[str, Tensor]
+    metadata: Metadata = field(default_factory=dict)
+
+
+class StateSource(Protocol):
+    """Where states are kept and fetched from, by those who fell behind or came late."""
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """A new epoch stands. Called in the training thread; the tensors are live, and change after it returns."""
+        ...
+
+    async def fetch(self, *, at_least_epoch: int, timeout_seconds: float) -> Snapshot:
+        """A state of that epoch or a later one; RetryableError when nobody has one now. Called on the event loop."""
+        ...
+
+
+class Method(ABC):
+    """A way of training together. All calls but `accept` come from the user's thread, and never two at once."""
+
+    @abstractmethod
+    def offer(self, epoch: int) -> Offer:
+        """What to average for this epoch. What it holds is not touched until the round is over."""
+
+    @abstractmethod
+    def accept(self, offer: Offer, *, epoch: int, alone: bool) -> None:
+        """The epoch is committed and the offer's tensors hold the averages (`alone`: just our own values, untouched).
+
+        With a delayed step this is called in another thread, while the user's thread computes: only what `land` hands
+        over may be shared with the model then.
+        """
+
+    @abstractmethod
+    def withdraw(self, offer: Offer) -> None:
+        """The round failed, or went on without us: the offer's tensors are as we gave them."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Local work since the last epoch is worthless: another state is about to be loaded."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a newcomer needs, by the names by which it travels; live tensors."""
+
+    @abstractmethod
+    def metadata(self) -> Metadata:
+        """What a newcomer needs beside tensors."""
+
+    @abstractmethod
+    def load(self, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
+        """Take over somebody's state."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """All that this peer needs to go on with the same bits, local work included."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+
+    def land(self) -> None:  # noqa: B027 - most methods have nothing to bring over
+        """Bring what `accept` made into the user's model. Called in the user's thread."""

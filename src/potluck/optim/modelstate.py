@@ -1,0 +1,251 @@
+"""A model's parameters with their torch optimizer and scheduler: stepped, offloaded, named, saved and loaded.
+
+With offloading, the optimizer works on copies of the parameters on the CPU, in float32 (so that a half-precision model
+has full-precision weights behind it); `land` copies them into the model. Without, both are the same tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from potluck.errors import ConfigurationError
+from potluck.optim.method import Metadata
+from potluck.optim.parameters import EXTRA, PARAMETER, STATISTIC, are_finite, named_parameters, prefixed
+
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+
+
+class ModelState:
+    """What one peer trains."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        scheduler: LRScheduler | SchedulerFactory | None = None,
+        named: Iterable[tuple[str, Tensor]] | None = None,
+        extra_tensors: Mapping[str, Tensor] | Iterable[Tensor] = (),
+        offload: bool = False,
+    ) -> None:
+        self.optimizer = optimizer
+        self.model = named_parameters(optimizer, named)
+        self.extra = _named_extra(extra_tensors)
+        self.parameters = self._offloaded() if offload else self.model
+        self.scheduler = _scheduler(scheduler, optimizer)
+
+    # Steps
+
+    def step(
+        self, gradients: Mapping[str, Tensor], *, missing: Iterable[str] = (), max_grad_norm: float | None = None
+    ) -> None:
+        """One step of the optimizer, and of the scheduler, on these gradients; parameters without one are passed over.
+
+        They are clipped as a whole if wished: here, since a norm means something only of the average.
+        """
+        absent = frozenset(missing)
+        # A delayed step comes between the user's backward pass and our taking its gradients: they must survive it.
+        kept = {name: parameter.grad for name, parameter in self.parameters.items()}
+        for name, parameter in self.parameters.items():
+            parameter.grad = None if name in absent else gradients[name].to(parameter.device, parameter.dtype)
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters.values(), max_grad_norm)
+        self.optimizer.step()
+        for name, parameter in self.parameters.items():
+            parameter.grad = kept[name]
+        self.step_scheduler()
+
+    def step_scheduler(self) -> None:
+        """An epoch is done."""
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Bring the parameters into the model, if they are copies."""
+        if self.parameters is not self.model:
+            for name, parameter in self.model.items():
+                parameter.copy_(self.parameters[name])
+
+    @torch.no_grad()
+    def take_from_model(self) -> None:
+        """The other way round: the model was changed, and the copies follow."""
+        if self.parameters is not self.model:
+            for name, parameter in self.model.items():
+                self.parameters[name].copy_(parameter)
+
+    def is_finite(self) -> bool:
+        """Whether parameters and statistics can be worked with."""
+        return are_finite([*self.parameters.values(), *self.statistics().values()])
+
+    # As named tensors
+
+    def statistics(self, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """The optimizer's tensors, by NAME/KEY; only some keys if given."""
+        wanted = None if keys is None else frozenset(keys)
+        found = {}
+        for name, parameter in self.parameters.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and (wanted is None or key in wanted):
+                    found[f"{name}/{key}"] = value
+        return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters, statistics and extra tensors, by the names by which they travel."""
+        return {
+            **prefixed(PARAMETER, {name: parameter.detach() for name, parameter in self.parameters.items()}),
+            **prefixed(STATISTIC, self.statistics()),
+            **prefixed(EXTRA, self.extra),
+        }
+
+    def metadata(self) -> Metadata:
+        """Hyperparameters as they are now, the scheduler, and what the optimizer keeps beside tensors."""
+        plain_state: dict[str, dict[str, Any]] = {}
+        for name, parameter in self.parameters.items():
+            kept = {
+                key: value
+                for key, value in self.optimizer.state.get(parameter, {}).items()
+                if not isinstance(value, Tensor) and _is_plain(value)
+            }
+            if kept:
+                plain_state[name] = kept
+        return {
+            "groups": [_plain_items(group) for group in self.optimizer.param_groups],
+            "state": plain_state,
+            "scheduler": _plain_items(self.scheduler.state_dict()) if self.scheduler is not None else None,
+        }
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
+        """Take over somebody's state; ConfigurationError where it is of another model."""
+        for name, parameter in self.parameters.items():
+            given = tensors.get(PARAMETER + name)
+            if given is None or given.shape != parameter.shape:
+                what = "is missing" if given is None else f"has shape {tuple(given.shape)}"
+                raise ConfigurationError(
+                    f"parameter {name!r} {what} in the run's state, and has shape {tuple(parameter.shape)} here: "
+                    "this peer trains another model"
+                )
+            parameter.copy_(given)
+        for name, tensor in self.extra.items():
+            if (given := tensors.get(EXTRA + name)) is not None:
+                tensor.copy_(given)
+        self._load_statistics(tensors, metadata.get("state", {}))
+        self.load_numbers(metadata)
+        self.land()
+
+    def load_numbers(self, metadata: Metadata) -> None:
+        """Take over hyperparameters and the scheduler."""
+        for group, values in zip(self.optimizer.param_groups, metadata.get("groups", ()), strict=False):
+            for key, value in values.items():
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        if self.scheduler is not None and metadata.get("scheduler") is not None:
+            self.scheduler.load_state_dict({**self.scheduler.state_dict(), **metadata["scheduler"]})
+
+    def _load_statistics(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Mapping[str, Any]]) -> None:
+        state = self.optimizer.state
+        state.clear()
+        for name, parameter in self.parameters.items():
+            prefix = f"{STATISTIC}{name}/"
+            own: dict[str, Any] = dict(plain.get(name, {}))
+            for full_name, tensor in tensors.items():
+                if full_name.startswith(prefix) and "/" not in (key := full_name.removeprefix(prefix)):
+                    own[key] = self._placed(tensor, parameter)
+            if own:
+                state[parameter] = own
+
+    @staticmethod
+    def _placed(tensor: Tensor, parameter: Tensor) -> Tensor:
+        # Counters such as Adam's `step` stay on the CPU, where the optimizer puts them; moments go with the parameter.
+        device = parameter.device if tensor.shape == parameter.shape else torch.device("cpu")
+        return tensor.to(device, copy=True)
+
+    # Saved by this peer for itself
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as torch itself saves it."""
+        return {
+            "parameters": {name: parameter.detach().clone() for name, parameter in self.parameters.items()},
+            "extra": {name: tensor.detach().clone() for name, tensor in self.extra.items()},
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),  # torch hands out the live tensors
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(state["parameters"][name])
+        for name, tensor in self.extra.items():
+            tensor.copy_(state["extra"][name])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.land()
+
+    def _offloaded(self) -> dict[str, Parameter]:
+        """Copies on the CPU, put into the optimizer in place of the model's own."""
+        copies: dict[str, Parameter] = {}
+        by_id: dict[int, Parameter] = {}
+        for name, parameter in self.model.items():
+            copies[name] = by_id[id(parameter)] = Parameter(parameter.detach().to("cpu", torch.float32, copy=True))
+        for group in self.optimizer.param_groups:
+            group["params"] = [by_id.get(id(parameter), parameter) for parameter in group["params"]]
+        for original in [key for key in self.optimizer.state if id(key) in by_id]:
+            kept = cast(dict[str, Any], self.optimizer.state.pop(original))
+            self.optimizer.state[by_id[id(original)]] = {
+                key: value.to("cpu", torch.float32) if _is_moment(value, original) else value
+                for key, value in kept.items()
+            }
+        return copies
+
+
+def _is_moment(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
+
+
+def _named_extra(extra: Mapping[str, Tensor] | Iterable[Tensor]) -> dict[str, Tensor]:
+    if isinstance(extra, Mapping):
+        return dict(extra)
+    return {str(number): tensor for number, tensor in enumerate(extra)}
+
+
+def _scheduler(scheduler: LRScheduler | SchedulerFactory | None, optimizer: Optimizer) -> LRScheduler | None:
+    if callable(scheduler) and not isinstance(scheduler, LRScheduler):
+        scheduler = scheduler(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigurationError(
+            "ReduceLROnPlateau depends on one peer's own loss, and so would give each peer another learning rate: "
+            "take a scheduler that depends on the epoch alone"
+        )
+    if scheduler is not None and scheduler.optimizer is not optimizer:
+        raise ConfigurationError("the scheduler belongs to another optimizer: make it for the one given here")
+    return scheduler
+
+
+def _plain_items(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _as_plain(value) for key, value in values.items() if key not in _REFERENCES and _is_plain(value)}
+
+
+_REFERENCES = ("params", "param_names")
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    return [_as_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,284 @@
+"""`potluck.Optimizer`: a torch optimizer that steps when the whole run has done its batch.
+
+    with potluck.join("potluck://…") as run:
+        optimizer = potluck.Optimizer(run, torch.optim.AdamW(model.parameters()), target_batch_size=4096)
+        for batch in loader:
+            loss(model, batch).backward()
+            optimizer.step(batch_size=len(batch))
+            optimizer.zero_grad()
+
+A step adds this peer's gradients up. When the run has `target_batch_size` samples, the peers average their gradients
+in a round, and all take the same step. Who is alone trains as plain PyTorch would, bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from potluck.errors import ConfigurationError
+from potluck.optim.collaboration import join_collaboration
+from potluck.optim.driver import Driver
+from potluck.optim.gradscaler import Unscaler
+from potluck.optim.helper import Helper
+from potluck.optim.localupdates import LocalUpdates
+from potluck.optim.method import StateSource
+from potluck.optim.methods.transform import Transform
+from potluck.optim.modelstate import ModelState, SchedulerFactory
+from potluck.optim.options import OptimizerConfig
+from potluck.optim.parameters import are_finite
+from potluck.optim.progress.pace import Pace, is_worth_another_step
+from potluck.optim.targetbatch import TargetBatch
+from potluck.run.joined import Joined
+
+logger = logging.getLogger(__name__)
+
+CONFIRM_SECONDS = 1.5  # how long to wait for the coordinator's word when the run should have its batch
+
+Factory = Callable[[Any], torch.optim.Optimizer]
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Large batches over many peers, around any torch optimizer."""
+
+    def __init__(
+        self,
+        run: Joined,
+        optimizer: torch.optim.Optimizer | Factory | None,
+        *,
+        params: Iterable[Any] | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | SchedulerFactory | None = None,
+        extra_tensors: Mapping[str, Tensor] | Iterable[Tensor] = (),
+        transform: Transform | None = None,
+        source: StateSource | None = None,
+        config: OptimizerConfig | None = None,
+        **options: Any,
+    ) -> None:
+        """`optimizer` is one, or a function that makes one of `params`; `options` are those of OptimizerConfig."""
+        # torch's own __init__ is left out on purpose: groups and state are those of the optimizer that we wrap.
+        self.config = config = config or OptimizerConfig(**options)
+        self.run = run
+        self._pace = Pace(config.performance_ema_alpha)
+        self._unconfirmed: object = None  # the word of the coordinator that we waited for in vain
+        self._helper: Helper | None = None
+        if config.auxiliary:
+            self.collaboration = join_collaboration(run, config)
+            self._helper = Helper(self.collaboration)
+            run.soon(self._helper.start)
+            run.attach(self._helper.close)
+            return
+        if optimizer is None:
+            raise ConfigurationError("an optimizer is missing: only an auxiliary peer (auxiliary=True) needs none")
+        inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(_given(params))
+        self.state_of_model = ModelState(
+            inner, scheduler=scheduler, extra_tensors=extra_tensors, offload=config.offload_optimizer
+        )
+        self.method = self._make_method(transform)
+        self.collaboration = join_collaboration(run, config)
+        self.driver = Driver(run, self.method, self.collaboration, config.driver(), source)
+        self._unscaler = Unscaler(self.state_of_model.model.values(), self)
+        if self.driver.is_behind:
+            self.driver.catch_up()
+        else:
+            self.driver.publish()
+        self._report()
+        self._pace.resume(time.monotonic())
+
+    # torch's interface
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer that is wrapped."""
+        return self.state_of_model.optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the wrapped optimizer."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the wrapped optimizer."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Those of the wrapped optimizer."""
+        return self.inner.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that were not handed in. Those that were are kept until the run has its batch."""
+        if self._helper is None and not self.config.reuse_grad_buffers:
+            for parameter in self.state_of_model.model.values():
+                parameter.grad = None
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        batch_size: int | None = None,
+        grad_scaler: GradScaler | None = None,
+    ) -> Any:
+        """Hand in the gradients of one batch; take part in a round and step when the run has its batch.
+
+        Returns what the closure returned. An auxiliary peer waits for the next epoch instead.
+        """
+        self.run.check()
+        if self._helper is not None:
+            self.run.call(self._helper.until_after(self.collaboration.epoch))
+            return None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._settle():
+            self._add(self._batch_size(batch_size), grad_scaler)
+            if self._is_due():
+                self._round()
+        self._pace.resume(time.monotonic())
+        return loss
+
+    # Where we are
+
+    @property
+    def epoch(self) -> int:
+        """How many updates of the run this peer's parameters hold."""
+        return self.driver.epoch
+
+    @property
+    def samples(self) -> int:
+        """This peer's samples towards the next epoch."""
+        method = self.method
+        return method.samples if isinstance(method, LocalUpdates) else method.gradients.samples
+
+    def statistics(self) -> dict[str, int]:
+        """Counters of this optimizer and of its rounds."""
+        return {**self.driver.counts, "local_epoch": self.epoch, **self.collaboration.averager.statistics()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that this peer needs to go on with the same bits: load it with `load_state_dict`."""
+        return self.driver.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.driver.load_state_dict(state)
+        self._report()
+
+    def __repr__(self) -> str:
+        if self._helper is not None:
+            return "potluck.Optimizer(auxiliary)"
+        return f"potluck.Optimizer({self.inner!r}, epoch={self.epoch}, samples={self.samples})"
+
+    # How it goes on
+
+    def _make_method(self, transform: Transform | None) -> TargetBatch | LocalUpdates:
+        config = self.config
+        if config.use_local_updates:
+            if transform is not None:
+                raise ConfigurationError("local updates average states, not gradients: leave out the transform")
+            return LocalUpdates(
+                self.state_of_model,
+                max_grad_norm=config.max_grad_norm,
+                average_statistics=config.average_opt_statistics,
+            )
+        return TargetBatch(
+            self.state_of_model,
+            reuse_grad_buffers=config.reuse_grad_buffers,
+            max_grad_norm=config.max_grad_norm,
+            average_state_every=config.average_state_every,
+            average_statistics=config.average_opt_statistics,
+            transform=transform,
+        )
+
+    def _batch_size(self, given: int | None) -> int:
+        size = given if given is not None else self.config.batch_size_per_step
+        if size is None:
+            raise ConfigurationError(
+                "how many samples was that? Call step(batch_size=…), or give batch_size_per_step once"
+            )
+        return size
+
+    def _settle(self) -> bool:
+        """Bring in what the background has done; False if these gradients are of an outdated state, and are lost."""
+        self.driver.land(wait=False)
+        if not self.driver.is_behind:
+            return True
+        self.driver.catch_up()
+        self.zero_grad()
+        self._report()
+        return False
+
+    def _add(self, batch_size: int, scaler: GradScaler | None) -> None:
+        if scaler is not None and self.config.reuse_grad_buffers:
+            raise ConfigurationError("a gradient scaler cannot be used with reuse_grad_buffers: turn that off")
+        is_finite = scaler is None or self._unscaler.unscale(scaler)
+        if isinstance(self.method, LocalUpdates):
+            parameters = self.state_of_model.model.values()
+            is_finite = is_finite and are_finite(p.grad for p in parameters if p.grad is not None)
+            self.method.local_step(batch_size, is_finite)
+        elif is_finite:
+            is_finite = self.method.gradients.add(batch_size)
+        else:
+            self.zero_grad()
+        if not is_finite:
+            self.driver.counts["bad_batches"] += 1
+            logger.warning("a batch of %d samples has gradients that are not finite: it is left out", batch_size)
+        self._pace.step_done(batch_size, time.monotonic())
+        self._report()
+
+    def _report(self) -> None:
+        progress, samples = self.collaboration.progress, self.samples
+        epoch, rate = self._counted_epoch(), self._pace.samples_per_second
+        eager = progress.seems_due(epoch, samples)
+        self.run.soon(lambda: progress.report(epoch=epoch, samples=samples, samples_per_second=rate, eager=eager))
+
+    def _counted_epoch(self) -> int:
+        """The epoch after which samples count now: that of the round in the background, if there is one."""
+        return self.epoch + 1 if self.driver.is_busy else self.epoch
+
+    def _is_due(self) -> bool:
+        progress, epoch = self.collaboration.progress, self._counted_epoch()
+        if progress.is_due(epoch):
+            return True
+        latest = progress.latest
+        if progress.seems_due(epoch, self.samples) and (latest is None or latest is not self._unconfirmed):
+            if self.run.call(self.collaboration.until_due(epoch, CONFIRM_SECONDS)):
+                return True
+            self._unconfirmed = progress.latest
+            return False
+        due_in_seconds = latest.due_in_seconds if latest is not None and latest.epoch == epoch else None
+        grace_seconds = self.config.matchmaking_seconds
+        if is_worth_another_step(due_in_seconds, self._pace.seconds_per_step, grace_seconds):
+            return False
+        return self.run.call(self.collaboration.until_due(epoch, (due_in_seconds or 0.0) + grace_seconds))
+
+    def _round(self) -> None:
+        """The run has its batch: average, and step, as far as the delays say."""
+        config, driver = self.config, self.driver
+        if driver.is_busy:
+            driver.land()  # we are ahead of our own averaging: wait for it
+            if driver.is_behind or self.collaboration.epoch != driver.epoch:
+                return  # seen to with the next step
+        if driver.is_behind:
+            driver.catch_up()
+        elif config.is_round_delayed:
+            driver.begin_round(delay_step=config.delay_optimizer_step)
+        else:
+            driver.round(delay_step=config.delay_optimizer_step)
+        self._report()
+
+    def shutdown(self) -> None:
+        """Leave the round in the background, if any; the run itself goes on until it is left."""
+        if self._helper is None:
+            self.driver.close()
+
+
+def _given(params: Iterable[Any] | None) -> Iterable[Any]:
+    if params is None:
+        raise ConfigurationError("params are missing: a function that makes an optimizer needs them")
+    return params

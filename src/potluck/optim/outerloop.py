@@ -1,0 +1,197 @@
+"""The outer loop of DiLoCo and its relatives: peers train on their own, and share how far they got.
+
+    θ            what all peers share, the same bits for all
+    θ_k          this peer's parameters, H inner steps further
+    Δ = θ − θ_k  is averaged over the peers, and the outer optimizer takes θ a step along it
+
+With fragments, an epoch synchronises one of them (methods/streaming.py). The inner optimizer's state stays local.
+
+*Late work is kept.* A peer that missed an epoch takes over the new θ and puts its own change on top of it:
+θ_k ← θ_new − (θ_old − θ_k). So a straggler's work counts in the next round, a little stale, and asynchronous training
+is nothing else than everybody always being late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from potluck.errors import ConfigurationError
+from potluck.optim.method import Metadata, Method, Offer
+from potluck.optim.methods.outer import OuterOptimizer
+from potluck.optim.methods.quorum import token_weight
+from potluck.optim.methods.streaming import Schedule, mix, split
+from potluck.optim.methods.transform import Plain, Transform
+from potluck.optim.modelstate import ModelState
+from potluck.optim.parameters import EXTRA, GRADIENT, PARAMETER, are_finite, prefixed, without_prefix
+
+OUTER = "optimizer/outer/"
+TRANSFORM = "buffer/transform/"
+
+Weighting = Literal["samples", "equal", "tokens"]
+
+
+class OuterLoop(Method):
+    """Share changes of the parameters, and step on their mean."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        outer: OuterOptimizer,
+        schedule: Schedule,
+        *,
+        transform: Transform | None = None,
+        weighting: Weighting = "samples",
+    ) -> None:
+        self.state = state
+        self.outer = outer
+        self.schedule = schedule
+        self.transform = transform or Plain()
+        self.samples = 0
+        self.steps = 0
+        self.fragments = split(list(state.parameters), schedule.num_fragments)
+        self._weighting: Weighting = weighting
+        self._shared = {name: _float32(parameter) for name, parameter in state.parameters.items()}
+        self._fresh: set[str] = set()  # parameters whose shared values have not been brought into the model
+
+    @property
+    def shared(self) -> Mapping[str, Tensor]:
+        """θ."""
+        return self._shared
+
+    def local_step(self, batch_size: int, max_grad_norm: float | None = None) -> bool:
+        """One inner step on the gradients that are there; False when they are not finite, and no step was taken."""
+        gradients = {name: p.grad for name, p in self.state.model.items() if p.grad is not None}
+        is_finite = are_finite(gradients.values())
+        if is_finite:
+            missing = self.state.parameters.keys() - gradients.keys()
+            self.state.step(gradients, missing=missing, max_grad_norm=max_grad_norm)
+            self.state.land()
+            self.samples += batch_size
+            self.steps += 1
+        for parameter in self.state.model.values():
+            parameter.grad = None
+        return is_finite
+
+    # Rounds
+
+    @torch.no_grad()
+    def offer(self, epoch: int) -> Offer:
+        """How far this peer got in the fragment whose turn it is."""
+        names = self.fragments[self.schedule.fragment_of_epoch(epoch)]
+        change = {name: self._shared[name] - self.state.parameters[name].float() for name in names}
+        tensors = prefixed(GRADIENT, self.transform.encode(change))
+        tensors |= {name: tensor.detach().clone() for name, tensor in prefixed(EXTRA, self.state.extra).items()}
+        offer = Offer(tensors, self._weight(), (self.samples, self.steps))
+        self.samples = self.steps = 0
+        return offer
+
+    def _weight(self) -> float:
+        match self._weighting:
+            case "samples":
+                return float(self.samples)
+            case "equal":
+                return 1.0 if self.samples else 0.0
+            case "tokens":
+                return token_weight(self.samples, self.steps)
+
+    @torch.no_grad()
+    def accept(self, offer: Offer, *, epoch: int, alone: bool) -> None:
+        """The outer step."""
+        samples, _ = offer.detail
+        if not samples:
+            self.transform.abandon()
+        change = self.transform.decode(without_prefix(GRADIENT, offer.tensors))
+        self.outer.step(self._shared, change)
+        self._fresh |= change.keys()
+        if not alone:
+            for name, average in without_prefix(EXTRA, offer.tensors).items():
+                self.state.extra[name].copy_(average)
+
+    def land(self) -> None:
+        """Mix what is new into this peer's parameters."""
+        mix(self.state.parameters, self._shared, sorted(self._fresh), self.schedule.mixing)
+        self._fresh = set()
+        self.state.land()
+
+    def withdraw(self, offer: Offer) -> None:
+        """The change is still there, and counts again."""
+        self.transform.abandon()
+        samples, steps = offer.detail
+        self.samples += samples
+        self.steps += steps
+
+    def discard(self) -> None:
+        """Nothing: work is kept, see `load`."""
+        self.transform.abandon()
+
+    # State
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is shared: parameters, the outer optimizer's memory, extra tensors."""
+        return {
+            **prefixed(PARAMETER, self._shared),
+            **prefixed(OUTER, self.outer.tensors()),
+            **prefixed(TRANSFORM, self.transform.shared()),
+            **prefixed(EXTRA, self.state.extra),
+        }
+
+    def metadata(self) -> Metadata:
+        """Numbers beside them; hyperparameters and the scheduler too, so that a newcomer trains as the others do."""
+        state = self.state.metadata()
+        return {
+            "groups": state["groups"],
+            "scheduler": state["scheduler"],
+            "outer": self.outer.numbers(),
+            "transform": self.transform.shared_numbers(),
+        }
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
+        """Take over what is shared, and put this peer's own change on top."""
+        for name, shared in self._shared.items():
+            given = tensors.get(PARAMETER + name)
+            if given is None or given.shape != shared.shape:
+                raise ConfigurationError(f"parameter {name!r} is not like that in the run's state: another model")
+            parameter = self.state.parameters[name]
+            change = shared - parameter.float()
+            shared.copy_(given)
+            parameter.copy_(shared - change if self.samples and are_finite([change]) else shared)
+        for name, tensor in self.state.extra.items():
+            if (given := tensors.get(EXTRA + name)) is not None:
+                tensor.copy_(given)
+        self.outer.load_tensors(without_prefix(OUTER, tensors))
+        self.outer.load_numbers(metadata.get("outer", {}))
+        self.transform.load_shared(without_prefix(TRANSFORM, tensors), metadata.get("transform", {}))
+        self.state.load_numbers(metadata)
+        self._fresh = set()
+        self.state.land()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Inner and outer state, local work, and the transform's memory."""
+        return {
+            "state": self.state.state_dict(),
+            "shared": {name: tensor.clone() for name, tensor in self._shared.items()},
+            "outer": {name: tensor.clone() for name, tensor in self.outer.tensors().items()},
+            "outer_numbers": self.outer.numbers(),
+            "transform": self.transform.state_dict(),
+            "samples": self.samples,
+            "steps": self.steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.state.load_state_dict(state["state"])
+        for name, tensor in self._shared.items():
+            tensor.copy_(state["shared"][name])
+        self.outer.load_tensors(state["outer"])
+        self.outer.load_numbers(state["outer_numbers"])
+        self.transform.load_state_dict(state["transform"])
+        self.samples, self.steps = state["samples"], state["steps"]
+
+
+def _float32(parameter: Tensor) -> Tensor:
+    return parameter.detach().to(torch.float32, copy=True)

@@ -1,0 +1,88 @@
+"""The parameters of a torch optimizer by name, and the names under which tensors travel.
+
+Peers find out that they train the same model by the names, shapes and dtypes of their tensors; so names must come out
+the same for all. They are the optimizer's own (`param_names`, when it was made from named parameters), or those of the
+`named` argument, or else the position: group-index. Frozen parameters are left out, and tied ones stand there once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from potluck.errors import ConfigurationError
+from potluck.round.codecs import Role
+
+Named = Mapping[str, Tensor]
+OptimizerFactory = Callable[[Iterable[dict[str, object]]], Optimizer]
+
+GRADIENT, PARAMETER, STATISTIC, EXTRA = "gradient/", "parameter/", "optimizer/", "buffer/"
+_ROLES: dict[str, Role] = {
+    GRADIENT: "gradient",
+    PARAMETER: "parameter",
+    STATISTIC: "optimizer",
+    EXTRA: "buffer",
+}
+
+
+class RolesByPrefix(Mapping[str, Role]):
+    """The role of a tensor, read off its name."""
+
+    def __getitem__(self, name: str) -> Role:
+        return _ROLES[name.partition("/")[0] + "/"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors under the names by which they travel."""
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those with the prefix, under the names without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def named_parameters(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]] | None = None) -> dict[str, Parameter]:
+    """The optimizer's parameters that are trained, by name, each once."""
+    given = {id(tensor): name for name, tensor in named or ()}
+    found: dict[str, Parameter] = {}
+    seen: set[int] = set()
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names")
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) in seen or not parameter.requires_grad:
+                continue
+            seen.add(id(parameter))
+            name = given.get(id(parameter)) or (names[index] if names is not None else f"{number}-{index}")
+            if name in found:
+                raise ConfigurationError(f"two parameters are called {name!r}: give each a name of its own")
+            if not parameter.is_floating_point():
+                raise ConfigurationError(f"parameter {name!r} is {parameter.dtype}: only real numbers can be trained")
+            found[name] = parameter
+    if not found:
+        raise ConfigurationError("the optimizer has no parameter that requires a gradient: there is nothing to train")
+    return found
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether there is no NaN and no infinity in any of them."""
+    floating = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    if not floating:
+        return True
+    # Lengths are ten times cheaper than a look at each value, and finite only if all values are. They may overflow
+    # where no value does: then each value is looked at.
+    lengths = torch._foreach_norm(floating, 2)
+    device = lengths[0].device
+    if torch.stack([length.to(device, torch.float32) for length in lengths]).isfinite().all():
+        return True
+    return all(bool(tensor.isfinite().all()) for tensor in floating)

@@ -1,0 +1,135 @@
+"""How far the run is towards its next epoch (pure): samples out of beacons, and when there will be enough.
+
+Every trainer says in its beacons how many samples it has handed in since the last committed epoch, and how fast it is.
+The coordinator adds them up and tells everybody (`RunProgress`): among n peers that is n messages in and n out, where
+everybody listening to everybody would be n². Between two beacons of a peer its samples are extrapolated, for the
+prediction alone: a round starts when the samples *are* there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from potluck.errors import ConfigurationError
+from potluck.hub.presence import Beacon
+from potluck.messages import Message
+
+FORGET_SECONDS = 10.0  # the guard gives up a peer that was silent for so long, and so do we
+LARGEST_COUNT = 10**12  # samples of one peer in one epoch: more is nonsense, and would start every round at once
+MAX_PEERS = 100_000
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Rate = Annotated[float, msgspec.Meta(ge=0.0)]
+
+
+class RunProgress(Message, frozen=True, kw_only=True):
+    """The coordinator's word on the run, told to everybody."""
+
+    epoch: Count  # committed; what follows is about the next one
+    token: Count  # of the coordinator's lease
+    samples: Count = 0  # handed in by all since then
+    target: Count = 0  # of them make an epoch; 0: nobody has said
+    samples_per_second: Rate = 0.0
+    fastest_samples_per_second: Rate = 0.0  # of one peer
+    num_trainers: Count = 0  # that are at this epoch
+    num_behind: Count = 0  # whose state is of an earlier one
+    due_in_seconds: Rate | None = None  # predicted; None: nobody can tell
+    is_due: bool = False  # start now
+
+    def describe(self) -> str:
+        """In one line."""
+        eta = "" if self.due_in_seconds is None else f", due in {self.due_in_seconds:.1f} s"
+        return (
+            f"epoch {self.epoch}: {self.samples} of {self.target} samples from {self.num_trainers} trainers, "
+            f"{self.samples_per_second:.1f}/s{eta}"
+        )
+
+
+@dataclass(slots=True)
+class _Known:
+    epoch: int
+    samples: int
+    samples_per_second: float
+    target: int
+    heard_at: float
+
+
+class ProgressTracker:
+    """The coordinator's books for one run."""
+
+    def __init__(self, target: int | None = None) -> None:
+        """`target` is the samples of an epoch; None: what most trainers say."""
+        if target is not None and target < 1:
+            raise ConfigurationError(f"target_batch_size={target}: an epoch needs at least 1 sample")
+        self.target = target
+        self.epoch = 0
+        self._peers: dict[str, _Known] = {}
+
+    def heard(self, peer: str, beacon: Beacon, now: float) -> None:
+        """Take in a beacon. What cannot be is left out: it comes from anybody."""
+        if peer not in self._peers and len(self._peers) >= MAX_PEERS:
+            return
+        rate = beacon.samples_per_second
+        self._peers[peer] = _Known(
+            epoch=beacon.epoch,
+            samples=beacon.samples if 0 <= beacon.samples <= LARGEST_COUNT else 0,
+            samples_per_second=rate if 0.0 <= rate <= LARGEST_COUNT else 0.0,
+            target=beacon.target if 0 < beacon.target <= LARGEST_COUNT else 0,
+            heard_at=now,
+        )
+
+    def forget(self, peer: str) -> None:
+        """A peer is gone, and what it had done with it."""
+        self._peers.pop(peer, None)
+
+    def committed(self, epoch: int) -> None:
+        """An epoch is committed: counting begins anew."""
+        self.epoch = max(self.epoch, epoch)
+
+    def summary(self, now: float, *, token: int = 0) -> RunProgress:
+        """Where the run is."""
+        for peer in [peer for peer, known in self._peers.items() if now - known.heard_at > FORGET_SECONDS]:
+            del self._peers[peer]
+        current = [known for known in self._peers.values() if known.epoch == self.epoch]
+        samples = sum(known.samples for known in current)
+        target = self.target or _most_common([known.target for known in current if known.target])
+        rate = sum(known.samples_per_second for known in current)
+        due_in_seconds = predict_seconds(
+            [(known.samples, known.samples_per_second, now - known.heard_at) for known in current], target
+        )
+        return RunProgress(
+            epoch=self.epoch,
+            token=token,
+            samples=samples,
+            target=target,
+            samples_per_second=rate,
+            fastest_samples_per_second=max((known.samples_per_second for known in current), default=0.0),
+            num_trainers=sum(1 for known in current if known.samples or known.samples_per_second),
+            num_behind=sum(1 for known in self._peers.values() if known.epoch < self.epoch),
+            due_in_seconds=due_in_seconds,
+            is_due=0 < target <= samples,
+        )
+
+
+def _most_common(targets: list[int]) -> int:
+    """What most say, and the larger of two that as many say; 0 when nobody says anything."""
+    return max(targets, key=lambda target: (targets.count(target), target), default=0)
+
+
+def predict_seconds(peers: list[tuple[int, float, float]], target: int) -> float | None:
+    """Seconds until the peers, each (samples, samples per second, seconds since it said so), have the target together.
+
+    0 when they should have it by now; None when they never will at this rate.
+    """
+    if target < 1:
+        return None
+    expected = sum(samples + rate * age for samples, rate, age in peers)
+    if expected >= target:
+        return 0.0
+    rate = sum(rate for _, rate, _ in peers)
+    seconds = (target - expected) / rate if rate > 0 else math.inf
+    return seconds if math.isfinite(seconds) else None

@@ -1,0 +1,118 @@
+"""Large batches over many peers: gradients are averaged, and every peer takes the same step (synchronous training).
+
+Every so many epochs the parameters, some of the optimizer's statistics and the extra tensors travel in the same round,
+*before* the step. So after it all members hold the same bits again, and no second round is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from potluck.optim.accumulator import GradientAccumulator, MeanGradients
+from potluck.optim.method import Metadata, Method, Offer
+from potluck.optim.methods.transform import Plain, Transform
+from potluck.optim.modelstate import ModelState
+from potluck.optim.parameters import EXTRA, GRADIENT, PARAMETER, STATISTIC, prefixed, without_prefix
+
+TRANSFORM = "buffer/transform/"
+
+
+class TargetBatch(Method):
+    """Average gradients, then step."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        *,
+        reuse_grad_buffers: bool = False,
+        max_grad_norm: float | None = None,
+        average_state_every: int = 0,
+        average_statistics: tuple[str, ...] = (),
+        transform: Transform | None = None,
+    ) -> None:
+        self.state = state
+        self.gradients = GradientAccumulator(state.model, reuse_grad_buffers=reuse_grad_buffers)
+        self.transform = transform or Plain()
+        self._max_grad_norm = max_grad_norm
+        self._average_state_every = average_state_every
+        self._average_statistics = average_statistics
+
+    def offer(self, epoch: int) -> Offer:
+        """The mean gradients, and now and then the state."""
+        taken = self.gradients.take()
+        encoded = self.transform.encode(taken.tensors)
+        tensors = prefixed(GRADIENT, encoded)
+        if self._average_state_every and epoch % self._average_state_every == 0:
+            tensors |= self._averaged_state()
+        return Offer(tensors, float(taken.samples), taken)
+
+    def _averaged_state(self) -> dict[str, Tensor]:
+        # Copies: a half-written state would be worse than a little memory, and the model computes on meanwhile.
+        state = {
+            **prefixed(PARAMETER, self.state.parameters),
+            **prefixed(STATISTIC, self.state.statistics(self._average_statistics)),
+            **prefixed(EXTRA, self.state.extra),
+        }
+        return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+    @torch.no_grad()
+    def accept(self, offer: Offer, *, epoch: int, alone: bool) -> None:
+        """Take over the averaged state, if any; then step on the averaged gradients."""
+        taken: MeanGradients = offer.detail
+        if not alone:
+            for name, tensor in {**prefixed(PARAMETER, self.state.parameters), **self._other_state()}.items():
+                if (average := offer.tensors.get(name)) is not None:
+                    tensor.copy_(average)
+        if not taken.samples:
+            self.transform.abandon()  # nothing of ours was sent, so nothing of it is accounted for
+        averaged = self.transform.decode(without_prefix(GRADIENT, offer.tensors))
+        with torch.enable_grad():
+            self.state.step(averaged, missing=taken.missing if alone else (), max_grad_norm=self._max_grad_norm)
+
+    def _other_state(self) -> dict[str, Tensor]:
+        return {**prefixed(STATISTIC, self.state.statistics()), **prefixed(EXTRA, self.state.extra)}
+
+    def withdraw(self, offer: Offer) -> None:
+        """Count the gradients again, for the next attempt."""
+        self.transform.abandon()
+        self.gradients.put_back(offer.detail)
+
+    def discard(self) -> None:
+        """Gradients of an outdated state are of no use."""
+        self.transform.abandon()
+        self.gradients.reset()
+
+    def land(self) -> None:
+        """Bring the parameters into the model."""
+        self.state.land()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The model's state, and what the transform shares."""
+        return {**self.state.tensors(), **prefixed(TRANSFORM, self.transform.shared())}
+
+    def metadata(self) -> Metadata:
+        """The optimizer's and scheduler's numbers."""
+        return {**self.state.metadata(), "transform": self.transform.shared_numbers()}
+
+    def load(self, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
+        """Take over somebody's state."""
+        self.state.load(tensors, metadata)
+        self.transform.load_shared(without_prefix(TRANSFORM, tensors), metadata.get("transform", {}))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer, scheduler, gradients so far, and the transform's memory."""
+        return {
+            "state": self.state.state_dict(),
+            "gradients": self.gradients.state_dict(),
+            "transform": self.transform.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.state.load_state_dict(state["state"])
+        self.gradients.load_state_dict(state["gradients"])
+        self.transform.load_state_dict(state["transform"])

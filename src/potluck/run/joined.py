@@ -1,0 +1,178 @@
+"""Taking part in a run from a synchronous program.
+
+    with potluck.join("potluck://…") as run:
+        optimizer = potluck.Optimizer(run, torch.optim.AdamW(model.parameters()), target_batch_size=4096)
+
+`Joined` is the run as the user's thread sees it. Entering it starts an event loop in a thread, with a peer on it;
+leaving it (also by Ctrl-C or an error) closes whatever was attached to it, last first, says good-bye and ends the
+thread.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+from potluck.errors import ConfigurationError
+from potluck.hub.joinlink import JoinLink, fetch_address
+from potluck.link.links import Links
+from potluck.peer import environment
+from potluck.peer.identity import Identity
+from potluck.peer.session import Session
+from potluck.run.loopthread import LoopThread
+from potluck.run.peer import Peer, PeerConfig
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class RunningPeer(Protocol):
+    """What a joined run needs of a peer; `potluck.run.peer.Peer` is one, and so is a test's peer in memory."""
+
+    @property
+    def session(self) -> Session:
+        """Its session with the hub, open."""
+        ...
+
+    @property
+    def links(self) -> Links:
+        """Its links."""
+        ...
+
+    async def close(self) -> None:
+        """Leave the run."""
+        ...
+
+
+class Joined:
+    """A run that this process takes part in. Its methods are for the user's threads."""
+
+    def __init__(self, start: Callable[[], Awaitable[RunningPeer]], loop: LoopThread | None = None) -> None:
+        """`start` makes the peer, on the loop; `loop` is this run's own unless given."""
+        self._start = start
+        self._owns_loop = loop is None
+        self._loop = loop or LoopThread()
+        self._peer: RunningPeer | None = None
+        self._closers: list[Callable[[], Awaitable[None]]] = []
+        self._claimed: set[str] = set()
+
+    @property
+    def peer(self) -> RunningPeer:
+        """The peer. It lives on the run's event loop: use it there."""
+        if self._peer is None:
+            raise ConfigurationError("the run is not joined: use it inside of `with potluck.join(…) as run:`")
+        return self._peer
+
+    @property
+    def peer_id(self) -> str:
+        """By which the others know this peer."""
+        return self.peer.session.peer_id
+
+    def open(self) -> Self:
+        """Join. What keeps this peer out (no hub, no invite, a ban) is raised here."""
+        if self._peer is not None:
+            return self
+        if self._owns_loop:
+            self._loop.start()
+        try:
+            self._peer = self._loop.call(_await(self._start))
+        except BaseException:
+            self._end_loop()
+            raise
+        return self
+
+    def close(self) -> None:
+        """Close what is attached, leave the run, end the thread. Calling it twice does no harm."""
+        if self._peer is None:
+            return
+        try:
+            self._loop.call(self._leave())
+        finally:
+            self._peer = None
+            self._end_loop()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def claim(self, part: str) -> None:
+        """Take a part that only one can play in a run; ConfigurationError when somebody has it."""
+        if part in self._claimed:
+            raise ConfigurationError(f"this run has {part} already: a peer has one; join again for another")
+        self._claimed.add(part)
+
+    def attach(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Have something closed, on the loop, before the peer leaves."""
+        self._closers.append(close)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Have a coroutine run on the loop and wait for it."""
+        return self._loop.call(work)
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Have a coroutine run on the loop; the future ends with its result."""
+        return self._loop.submit(work)
+
+    def soon(self, function: Callable[[], object]) -> None:
+        """Have a function called on the loop, and do not wait."""
+        self._loop.soon(function)
+
+    def check(self) -> None:
+        """Raise why this peer is not in the run any more, if so: banned, replaced by a newer process, or closed."""
+        ended = self.peer.session.ended
+        if ended.done():
+            ended.result()
+            raise ConfigurationError("the run was left already")
+
+    async def _leave(self) -> None:
+        peer = self.peer
+        while self._closers:
+            close = self._closers.pop()
+            try:
+                await close()
+            except Exception:  # the rest must be closed all the same; logged
+                logger.exception("closing a part of the run failed")
+        await peer.close()
+
+    def _end_loop(self) -> None:
+        if self._owns_loop:
+            self._loop.close()
+
+
+def join(link: str = "", *, identity: Identity | None = None, **config: Any) -> Joined:
+    """Take part in a run by its join link (else POTLUCK_LINK), as a context manager.
+
+    `config` is what `potluck.run.peer.PeerConfig` has: name, role, client_mode, wait_seconds and so on.
+    """
+    text = link or environment.link()
+    if not text:
+        raise ConfigurationError("which run? Give its join link: potluck.join('potluck://…') (or set POTLUCK_LINK)")
+    parsed = JoinLink.parse(text)
+    options = PeerConfig(**{"invite": parsed.invite, **config})
+
+    async def start() -> Peer:
+        own = identity or _own_identity()
+        try:
+            peer = Peer(await fetch_address(parsed), parsed.run, own, options)
+        except BaseException:
+            own.close()
+            raise
+        await peer.start()
+        return peer
+
+    return Joined(start)
+
+
+def _own_identity() -> Identity:
+    path = environment.identity_path()
+    return Identity.open(path) if path is not None else Identity.open_default()
+
+
+async def _await(start: Callable[[], Awaitable[T]]) -> T:
+    return await start()

@@ -1,0 +1,185 @@
+"""`potluck.DiLoCo` and its relatives among peers in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from trainlab import TrainLab, loss_of, make_batch, make_model, parameters_of, quality_of, together, train_lab
+
+from potluck.errors import ConfigurationError
+from potluck.optim.diloco import DiLoCo, DiLoCoConfig
+from potluck.optim.methods.delayed import DelayedNesterov
+from potluck.optim.methods.outer import Nesterov, OuterSGD
+from potluck.optim.methods.quantised import Quantised
+from potluck.optim.methods.sparseloco import SparseLoCo
+from potluck.round.codecs import CodecChoice
+
+EXACT = CodecChoice.everything("float32")
+FOUR_BITS = CodecChoice.everything("e3m0")
+
+
+class Worker:
+    """One peer with its inner optimizer."""
+
+    def __init__(self, lab: TrainLab, number: int, *, batch_size: int = 16, run: Any = None, **options: Any) -> None:
+        self.number = number
+        self.run = lab.join(f"worker {number}", **(run or {}))
+        self.model = options.pop("model", None) or make_model()
+        inner = torch.optim.AdamW(self.model.named_parameters(), lr=0.02)
+        # On a problem as small as this one, DiLoCo's momentum of 0.9 swings for a hundred epochs.
+        options = {"outer": Nesterov(0.7, 0.5), "codecs": EXACT, "inner_steps": 4, **options}
+        options = {"num_threads": 1, "source": lab.states, **options}
+        self.optimizer = DiLoCo(self.run, inner, **options)
+        self.batch_size = batch_size
+        self.position = 0
+
+    def step(self) -> None:
+        loss_of(self.model, make_batch(1000 * self.number + self.position, self.batch_size)).backward()
+        self.optimizer.step(batch_size=self.batch_size)
+        self.optimizer.zero_grad()
+        self.position += 1
+
+    def train(self, num_epochs: int) -> None:
+        while self.optimizer.epoch < num_epochs:
+            self.step()
+
+
+def train_all(workers: list[Worker], num_epochs: int) -> None:
+    together(*(lambda w=w: w.train(num_epochs) for w in workers))
+
+
+def shared_equal(workers: list[Worker]) -> bool:
+    first, *others = (worker.optimizer.method.shared for worker in workers)
+    return all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def test_peers_hold_the_same_and_learn() -> None:
+    with train_lab() as lab:
+        workers = [Worker(lab, number) for number in range(3)]
+        before = quality_of(workers[0].model)
+        train_all(workers, 8)
+        assert {worker.position for worker in workers} == {32}  # 4 inner steps an epoch, nobody more
+        assert shared_equal(workers)
+        for worker in workers:
+            for parameter, shared in zip(
+                worker.model.parameters(), worker.optimizer.method.shared.values(), strict=True
+            ):
+                assert torch.equal(parameter.detach(), shared)
+        assert quality_of(workers[0].model) < 0.5 * before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_fragments": 2, "inner_steps": 8},
+        {"num_fragments": 2, "inner_steps": 8, "overlap_steps": 2, "mixing": 0.5},
+        {"overlap_steps": 1, "mixing": 0.25},
+        {"codecs": FOUR_BITS, "transform": lambda: Quantised(FOUR_BITS)},
+        {"outer": lambda: OuterSGD(0.8), "transform": lambda: SparseLoCo(k=16)},
+        {"weighting": "tokens", "min_peers": 2},
+        {"steps_by_speed": True},
+    ],
+    ids=["fragments", "streaming", "overlap", "4 bits", "sparseloco", "decoupled", "dylu"],
+)
+def test_relatives_learn_too(options: dict[str, Any]) -> None:
+    with train_lab() as lab:
+        workers = []
+        for number in range(2):
+            made = {k: v() if callable(v) else v for k, v in options.items()}
+            workers.append(Worker(lab, number, **made))
+        before = quality_of(workers[0].model)
+        train_all(workers, 12)
+        for worker in workers:
+            worker.optimizer.driver.land()
+            assert worker.optimizer.statistics()["local_epoch"] >= 12
+        if len({worker.optimizer.epoch for worker in workers}) == 1:
+            assert shared_equal(workers)
+        assert quality_of(workers[0].model) < 0.7 * before
+        for worker in workers:
+            worker.optimizer.shutdown()
+
+
+def test_asynchronous_peers_never_wait_and_late_work_counts() -> None:
+    with train_lab() as lab:
+        workers = [
+            Worker(lab, number, asynchronous=True, outer=DelayedNesterov(momentum=0.5, delay=2), inner_steps=steps)
+            for number, steps in enumerate((3, 7))
+        ]
+        before = quality_of(workers[0].model)
+        train_all(workers, 30)
+        contributed = [worker.optimizer.statistics()["epochs"] for worker in workers]
+        assert min(contributed) >= 1
+        assert sum(contributed) >= 30  # each change is an epoch, unless two came at once
+        newest = lab.states.newest
+        assert newest is not None
+        with torch.no_grad():
+            for name, parameter in workers[0].optimizer.method.state.model.items():
+                parameter.copy_(newest.tensors[f"parameter/{name}"])
+        assert quality_of(workers[0].model) < 0.7 * before
+
+
+def test_a_straggler_is_left_behind_once_and_its_work_is_kept() -> None:
+    with train_lab() as lab:
+        quick, slow = (Worker(lab, number, grace_seconds=0.1) for number in range(2))
+        for _ in range(3):
+            slow.step()
+        quick.train(1)  # without the other one
+        change = [a - b for a, b in zip(slow.optimizer.method.shared.values(), slow.model.parameters(), strict=True)]
+        slow.step()  # its fourth: the round is over
+        assert (slow.optimizer.epoch, slow.optimizer.statistics()["caught_up"]) == (1, 1)
+        assert shared_equal([quick, slow])
+        assert all(float(c.detach().abs().max()) > 0 for c in change)
+        kept = [a - b for a, b in zip(slow.optimizer.method.shared.values(), slow.model.parameters(), strict=True)]
+        assert all(float(k.detach().abs().max()) > 0 for k in kept)
+        assert slow.optimizer.method.samples == 4 * 16
+
+
+def test_a_newcomer_takes_over_the_outer_state() -> None:
+    with train_lab() as lab:
+        first = Worker(lab, 0)
+        first.train(3)
+        late = Worker(lab, 1, model=make_model(seed=4))
+        assert late.optimizer.epoch == 3
+        for one, other in zip(parameters_of(first.model), parameters_of(late.model), strict=True):
+            assert torch.equal(one, other)
+        train_all([first, late], 6)
+        assert shared_equal([first, late])
+
+
+def test_what_was_saved_goes_on_bit_for_bit() -> None:
+    with train_lab() as lab:
+        whole = Worker(lab, 0)
+        for _ in range(10):
+            whole.step()
+    with train_lab() as lab:
+        first = Worker(lab, 0)
+        for _ in range(6):
+            first.step()
+        saved = first.optimizer.state_dict()
+        first.run.close()
+        again = Worker(lab, 1, model=make_model(seed=8), run={"coordinates": True})
+        again.optimizer.load_state_dict(saved)
+        again.number, again.position = 0, 6
+        for _ in range(4):
+            again.step()
+        assert again.optimizer.epoch == whole.optimizer.epoch == 2
+        for got, wanted in zip(parameters_of(again.model), parameters_of(whole.model), strict=True):
+            assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"inner_steps": 0},
+        {"overlap_steps": 4},
+        {"min_peers": 0},
+        {"asynchronous": True, "num_fragments": 2},
+        {"averaging_timeout_seconds": -1.0},
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        DiLoCoConfig(**{"inner_steps": 4, **wrong})

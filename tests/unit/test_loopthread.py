@@ -1,0 +1,140 @@
+"""The bridge between a user's thread and the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import pytest
+from trainlab import train_lab
+
+from potluck.errors import BannedError, ConfigurationError
+from potluck.run.joined import Joined, join
+from potluck.run.loopthread import SWITCH_SECONDS, LoopThread
+
+
+async def answer(value: int) -> int:
+    await asyncio.sleep(0)
+    return value
+
+
+async def fail() -> None:
+    raise ValueError("on purpose")
+
+
+def test_coroutines_run_on_the_loop_and_results_come_back() -> None:
+    with LoopThread() as loop:
+        assert loop.call(answer(3)) == 3
+        assert loop.submit(answer(4)).result(10) == 4
+        seen: list[str] = []
+        done = threading.Event()
+        loop.soon(lambda: (seen.append(threading.current_thread().name), done.set()))
+        assert done.wait(10)
+        assert seen == ["potluck-loop"]
+        with pytest.raises(ValueError, match="on purpose"):
+            loop.call(fail())
+
+
+def test_threads_give_way_quickly_while_a_loop_runs_and_not_after() -> None:
+    before = sys.getswitchinterval()
+    with LoopThread():
+        assert sys.getswitchinterval() == pytest.approx(min(SWITCH_SECONDS, before))
+        with LoopThread():
+            pass
+        assert sys.getswitchinterval() == pytest.approx(min(SWITCH_SECONDS, before))
+    assert sys.getswitchinterval() == pytest.approx(before)
+
+
+def test_ctrl_c_ends_the_work_on_the_loop_and_goes_on_here() -> None:
+    ended = threading.Event()
+    started = threading.Event()
+
+    async def wait_for_ever() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    def interrupt() -> None:
+        started.wait(10)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with LoopThread() as loop:
+        interrupter = threading.Thread(target=interrupt)
+        interrupter.start()
+        with pytest.raises(KeyboardInterrupt):
+            loop.call(wait_for_ever())
+        interrupter.join()
+        assert ended.wait(10)
+        assert loop.call(answer(5)) == 5
+
+
+def test_closing_ends_what_is_left() -> None:
+    loop = LoopThread()
+    loop.start()
+    loop.start()
+    future = loop.submit(asyncio.Event().wait())
+    loop.close()
+    loop.close()
+    assert future.cancelled()
+    with pytest.raises(ConfigurationError, match="left already"):
+        loop.call(answer(1))
+
+
+def test_what_is_attached_is_closed_last_first_before_the_peer_whatever_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with train_lab() as lab:
+        run = lab.join("alice")
+        order: list[str] = []
+
+        def closer(name: str, error: Exception | None = None) -> Any:
+            async def close() -> None:
+                order.append(f"{name} in {len(lab.memory.peers)}")
+                if error is not None:
+                    raise error
+
+            return close
+
+        run.attach(closer("first"))
+        run.attach(closer("second", RuntimeError("on purpose")))
+        run.attach(closer("third"))
+        run.check()
+        run.close()
+        run.close()
+        assert order == ["third in 1", "second in 1", "first in 1"]
+        assert "closing a part of the run failed" in caplog.text
+        with pytest.raises(ConfigurationError, match="not joined"):
+            run.check()
+
+
+def test_who_is_thrown_out_learns_why_at_the_next_step() -> None:
+    with train_lab() as lab:
+        run = lab.join("alice")
+        run.soon(lambda: run.peer.session._end(BannedError("banned by an organiser")))
+        lab.loop.call(answer(0))
+        with pytest.raises(BannedError):
+            run.check()
+
+
+def test_a_failed_start_leaves_nothing_behind() -> None:
+    async def start() -> Any:
+        raise ConfigurationError("no such run")
+
+    run = Joined(start)
+    with pytest.raises(ConfigurationError, match="no such run"):
+        run.open()
+    assert not run._loop.is_running
+
+
+def test_join_wants_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POTLUCK_LINK", raising=False)
+    with pytest.raises(ConfigurationError, match="POTLUCK_LINK"):
+        join()
+    with pytest.raises(ConfigurationError):
+        join("http://example.org")

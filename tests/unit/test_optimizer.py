@@ -1,0 +1,622 @@
+"""`potluck.Optimizer` among peers in memory: what they make together is what one process would make."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import queue
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trainlab import (
+    PATIENCE_SECONDS,
+    TrainLab,
+    loss_of,
+    make_batch,
+    make_model,
+    parameters_of,
+    quality_of,
+    together,
+    train_lab,
+)
+
+from potluck.errors import ConfigurationError, FatalError, PotluckError
+from potluck.optim.methods.powersgd import PowerSGD
+from potluck.optim.optimizer import Optimizer
+from potluck.optim.options import OptimizerConfig
+from potluck.round.codecs import CodecChoice
+from potluck.testing.polling import poll_until
+
+EXACT = CodecChoice.everything("float32")
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+class Trainer:
+    """One peer's model, optimizer and training loop."""
+
+    def __init__(
+        self, lab: TrainLab, number: int, make: Any = sgd, *, batch_size: int = 4, run: Any = None, **options: Any
+    ) -> None:
+        self.number = number
+        self.run = lab.join(f"trainer {number}", **(run or {}))
+        self.model = options.pop("model", None) or make_model()
+        options = {"codecs": EXACT, "num_threads": 1, "source": lab.states, "matchmaking_seconds": 10.0, **options}
+        self.optimizer = Optimizer(self.run, make(self.model.parameters()), **options)
+        self.batch_size = batch_size
+        self.batches: dict[int, list[int]] = {}  # by the epoch that they helped to make
+        self.position = 0
+
+    def step(self, **options: Any) -> None:
+        number = 1000 * self.number + self.position
+        self.position += 1
+        before = self.optimizer.epoch
+        loss_of(self.model, make_batch(number, self.batch_size)).backward()
+        self.optimizer.step(batch_size=self.batch_size, **options)
+        self.optimizer.zero_grad()
+        self.batches.setdefault(before + 1, []).append(number)
+
+    def train(self, num_epochs: int) -> None:
+        while self.optimizer.epoch < num_epochs:
+            self.step()
+
+
+def train_all(trainers: list[Trainer], num_epochs: int) -> None:
+    """Nobody leaves before all are there: whoever did would be waited for in the last round."""
+    together(*(lambda t=t: t.train(num_epochs) for t in trainers))
+
+
+def plain(trainers: list[Trainer], make: Any, num_epochs: int, model: nn.Module | None = None) -> list[torch.Tensor]:
+    """What one process makes of the same batches: one step per epoch on the mean over all samples."""
+    model = model or make_model()
+    optimizer = make(model.parameters())
+    for epoch in range(1, num_epochs + 1):
+        used = [(number, trainer.batch_size) for trainer in trainers for number in trainer.batches.get(epoch, [])]
+        total = sum(size for _, size in used)
+        optimizer.zero_grad()
+        for number, size in used:
+            (loss_of(model, make_batch(number, size)) * (size / total)).backward()
+        optimizer.step()
+    return parameters_of(model)
+
+
+def assert_equal(trainers: list[Trainer]) -> None:
+    first = parameters_of(trainers[0].model)
+    for trainer in trainers[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(first, parameters_of(trainer.model), strict=True))
+
+
+# Together
+
+
+@pytest.mark.parametrize(("make", "num_peers"), [(sgd, 2), (adam, 3)])
+def test_peers_equal_one_process_with_the_large_batch(make: Any, num_peers: int) -> None:
+    with train_lab() as lab:
+        trainers = [Trainer(lab, number, make, target_batch_size=32) for number in range(num_peers)]
+        train_all(trainers, 6)
+        assert_equal(trainers)
+        # Adam divides by the root of tiny second moments, which magnifies the rounding of the mean
+        tolerance = 1e-3 if make is adam else 1e-5
+        for got, wanted in zip(parameters_of(trainers[0].model), plain(trainers, make, 6), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+        for trainer in trainers:
+            assert trainer.optimizer.statistics()["epochs"] == 6
+
+
+class SmallTransformer(nn.Module):
+    """Takes the features of a sample for a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed = nn.Linear(1, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.embed(inputs.unsqueeze(2))).mean(dim=1))
+
+
+@pytest.mark.timeout(240)
+def test_four_peers_and_fifty_epochs_of_a_transformer_equal_one_process() -> None:
+    with train_lab() as lab:
+        trainers = [Trainer(lab, n, target_batch_size=32, batch_size=8, model=SmallTransformer()) for n in range(4)]
+        train_all(trainers, 50)
+        assert_equal(trainers)
+        ours = torch.cat([parameter.flatten() for parameter in parameters_of(trainers[0].model)])
+        theirs = torch.cat([parameter.flatten() for parameter in plain(trainers, sgd, 50, SmallTransformer())])
+        start = torch.cat([parameter.flatten() for parameter in parameters_of(SmallTransformer())])
+        assert (theirs - start).norm() > 0.1 * start.norm()  # else the test shows nothing
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+def test_peers_of_other_batch_sizes_weigh_as_much_as_they_do() -> None:
+    with train_lab() as lab:
+        trainers = [
+            Trainer(lab, 0, target_batch_size=40, batch_size=3),
+            Trainer(lab, 1, target_batch_size=40, batch_size=8, run={"is_client": True}),
+        ]
+        train_all(trainers, 4)
+        assert_equal(trainers)
+        for got, wanted in zip(parameters_of(trainers[1].model), plain(trainers, sgd, 4), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_float16_and_an_aux_peer() -> None:
+    with train_lab() as lab:
+        aux_run = lab.join("aux", role="aux", coordinates=True)
+        aux = Optimizer(aux_run, None, target_batch_size=32, auxiliary=True, codecs=CodecChoice(), num_threads=1)
+        trainers = [
+            Trainer(lab, n, target_batch_size=32, codecs=CodecChoice(), run={"coordinates": False}) for n in range(2)
+        ]
+        train_all(trainers, 5)
+        assert_equal(trainers)
+        aux.collaboration.averager.statistics()
+        assert aux.collaboration.epoch >= 4  # it may hear of the last one a moment later
+        with pytest.raises(ConfigurationError, match="auxiliary"):
+            Optimizer(trainers[0].run, None, target_batch_size=3)
+        with pytest.raises(ConfigurationError, match="an optimizer already"):
+            Optimizer(trainers[0].run, sgd(make_model().parameters()), target_batch_size=3)
+
+
+# Alone
+
+
+@pytest.mark.parametrize("codec", ["float32", "float16"])
+@pytest.mark.parametrize("with_aux", [False, True])
+def test_a_lone_peer_equals_plain_pytorch_bit_for_bit(codec: str, with_aux: bool) -> None:
+    choice = CodecChoice.everything(codec)
+    with train_lab() as lab:
+        if with_aux:
+            aux_run = lab.join("aux", role="aux", coordinates=True)
+            Optimizer(aux_run, None, target_batch_size=4, auxiliary=True, codecs=choice, num_threads=1)
+        trainer = Trainer(lab, 0, adam, target_batch_size=4, codecs=choice, scheduler=halving)
+        trainer.train(10)
+        model = make_model()
+        optimizer = adam(model.parameters())
+        scheduler = halving(optimizer)
+        for number in range(10):
+            optimizer.zero_grad()
+            loss_of(model, make_batch(number)).backward()
+            optimizer.step()
+            scheduler.step()
+        assert trainer.position == 10
+        for got, wanted in zip(parameters_of(trainer.model), parameters_of(model), strict=True):
+            assert torch.equal(got, wanted)
+        assert trainer.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reuse_grad_buffers": True},
+        {"offload_optimizer": True},
+        {"use_local_updates": True, "batch_size_per_step": 4},
+        {"max_grad_norm": 0.05},
+        {"average_state_every": 2, "average_opt_statistics": ("momentum_buffer",)},
+        {"closure": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_lone_peer_equals_plain_pytorch_with_options(options: dict[str, Any]) -> None:
+    options = dict(options)
+    by_closure = options.pop("closure", False)
+    with train_lab() as lab:
+        trainer = Trainer(lab, 0, target_batch_size=4, **options)
+        model = make_model()
+        optimizer = sgd(model.parameters())
+        for number in range(6):
+            batch = make_batch(number)
+            if by_closure:
+
+                def closure(batch: Any = batch) -> torch.Tensor:
+                    loss = loss_of(trainer.model, batch)
+                    loss.backward()
+                    return loss
+
+                assert torch.equal(trainer.optimizer.step(closure, batch_size=4), loss_of(model, batch))
+            else:
+                trainer.step()
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            if "max_grad_norm" in options:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            assert trainer.optimizer.epoch == number + 1
+            for got, wanted in zip(parameters_of(trainer.model), parameters_of(model), strict=True):
+                assert torch.equal(got, wanted)
+
+
+# Delays
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"delay_grad_averaging": True},
+        {"delay_grad_averaging": True, "delay_optimizer_step": True, "offload_optimizer": True},
+        {"delay_optimizer_step": True, "offload_optimizer": True},
+        {"use_local_updates": True, "delay_state_averaging": True},
+    ],
+    ids=["averaging", "averaging and step", "step", "states"],
+)
+def test_with_delays_peers_train_on_and_end_up_alike(options: dict[str, Any]) -> None:
+    def gentle(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    with train_lab() as lab:
+        trainers = [Trainer(lab, n, gentle, target_batch_size=64, batch_size=8, **options) for n in range(2)]
+        before = quality_of(trainers[0].model)
+        train_all(trainers, 20)
+        for trainer in trainers:
+            trainer.optimizer.driver.land()
+            assert trainer.optimizer.statistics()["epochs"] >= 20
+        assert quality_of(trainers[0].model) < 0.8 * before
+        if not options.get("use_local_updates"):  # else they have stepped on their own since
+            epochs = [trainer.optimizer.epoch for trainer in trainers]
+            if epochs[0] == epochs[1]:
+                assert_equal(trainers)
+        for trainer in trainers:
+            trainer.optimizer.shutdown()
+
+
+def test_a_delayed_step_uses_gradients_of_the_state_before() -> None:
+    """Alone, one batch an epoch: the delay is exactly one batch, so plain PyTorch can do the same by hand."""
+    with train_lab() as lab:
+        trainer = Trainer(lab, 0, target_batch_size=4, delay_grad_averaging=True)
+        for _ in range(8):
+            trainer.step()
+            trainer.optimizer.driver._wait_for_round()
+        trainer.optimizer.driver.land()
+        assert trainer.optimizer.epoch == 8
+        model = make_model()
+        optimizer = sgd(model.parameters())
+        waiting: list[torch.Tensor] | None = None
+        for number in range(8):
+            gradients = torch.autograd.grad(loss_of(model, make_batch(number)), list(model.parameters()))
+            if waiting is not None:
+                step_on(optimizer, model, waiting)
+            waiting = [gradient.clone() for gradient in gradients]
+        assert waiting is not None
+        step_on(optimizer, model, waiting)
+        for got, wanted in zip(parameters_of(trainer.model), parameters_of(model), strict=True):
+            assert torch.equal(got, wanted)
+
+
+def step_on(optimizer: torch.optim.Optimizer, model: nn.Module, gradients: list[torch.Tensor]) -> None:
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# Falling behind, and bad numbers
+
+
+def test_a_newcomer_takes_over_the_state_and_trains_on() -> None:
+    with train_lab() as lab:
+        first = Trainer(lab, 0, adam, target_batch_size=8, scheduler=halving)
+        first.train(5)
+        late = Trainer(lab, 1, adam, target_batch_size=8, scheduler=halving, model=make_model(seed=9))
+        assert late.optimizer.epoch == 5
+        assert_equal([first, late])
+        train_all([first, late], 9)
+        assert_equal([first, late])
+        assert first.optimizer.param_groups[0]["lr"] == late.optimizer.param_groups[0]["lr"]
+        assert lab.states.num_fetched >= 1
+
+
+def test_who_falls_behind_catches_up() -> None:
+    with train_lab() as lab:
+        quick, slow = (Trainer(lab, n, target_batch_size=8, matchmaking_seconds=0.05) for n in range(2))
+        quick.train(4)  # without the other one
+        slow.step()
+        assert slow.optimizer.epoch == 4
+        assert slow.optimizer.statistics()["caught_up"] == 1
+        assert slow.optimizer.samples == 0  # gradients of an outdated state do not count
+        assert_equal([quick, slow])
+
+
+def test_without_a_source_of_states_it_says_what_to_do() -> None:
+    with train_lab() as lab:
+        Trainer(lab, 0, target_batch_size=4).train(2)
+        with pytest.raises(FatalError, match="state source"):
+            Trainer(lab, 1, target_batch_size=4, source=None)
+
+
+def test_a_batch_that_is_not_finite_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    with train_lab() as lab:
+        trainer = Trainer(lab, 0, target_batch_size=8)
+        trainer.step()
+        loss_of(trainer.model, (make_batch(1)[0] * float("nan"), make_batch(1)[1])).backward()
+        with caplog.at_level(logging.WARNING):
+            trainer.optimizer.step(batch_size=4)
+        assert "not finite" in caplog.text
+        assert (trainer.optimizer.samples, trainer.optimizer.epoch) == (4, 0)
+        trainer.step()
+        assert trainer.optimizer.epoch == 1
+        assert trainer.optimizer.statistics()["bad_batches"] == 1
+        assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+
+
+def test_parameters_that_are_not_finite_are_rolled_back(caplog: pytest.LogCaptureFixture) -> None:
+    with train_lab() as lab:
+        trainers = [Trainer(lab, n, target_batch_size=8, source=None) for n in range(2)]
+        train_all(trainers, 2)
+        good = parameters_of(trainers[0].model)
+        for trainer in trainers:
+            trainer.optimizer.param_groups[0]["lr"] = float("inf")
+        with caplog.at_level(logging.ERROR):
+            train_all(trainers, 3)
+        assert "rolled back" in caplog.text
+        for trainer in trainers:
+            assert trainer.optimizer.statistics()["rolled_back"] == 1
+            assert all(torch.equal(a, b) for a, b in zip(parameters_of(trainer.model), good, strict=True))
+        for trainer in trainers:
+            trainer.optimizer.param_groups[0]["lr"] = 0.1
+        train_all(trainers, 5)
+        assert_equal(trainers)
+
+
+def test_a_trainer_that_dies_is_done_without() -> None:
+    with train_lab() as lab:
+        trainers = [Trainer(lab, number, target_batch_size=24) for number in range(3)]
+        train_all(trainers, 2)
+        lab.kill(trainers[2].run)
+        train_all(trainers[:2], 5)
+        assert_equal(trainers[:2])
+
+
+# What else hivemind.Optimizer can do
+
+
+def test_powersgd_among_peers() -> None:
+    with train_lab() as lab:
+        trainers = [Trainer(lab, n, target_batch_size=32, transform=PowerSGD(1, min_compression=1.1)) for n in range(2)]
+        before = quality_of(trainers[0].model)
+        train_all(trainers, 20)
+        assert_equal(trainers)
+        assert quality_of(trainers[0].model) < before
+
+
+def test_local_updates_meet_in_the_middle() -> None:
+    with train_lab() as lab:
+        trainers = [
+            Trainer(lab, n, target_batch_size=16, use_local_updates=True, average_opt_statistics=("momentum_buffer",))
+            for n in range(2)
+        ]
+        train_all(trainers, 4)
+        assert_equal(trainers)
+
+
+def test_extra_tensors_tied_and_frozen_parameters_groups_and_dtypes() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(5, 5, bias=False)
+            self.norm = nn.BatchNorm1d(5)
+            self.second = nn.Linear(5, 5, bias=False)
+            self.second.weight = self.first.weight
+            self.frozen = nn.Linear(5, 5).requires_grad_(False)
+            self.small = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+            self.wide = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            hidden = self.norm(self.second(self.frozen(self.first(inputs))))
+            return ((hidden * self.small.float()).sum(1, keepdim=True) * self.wide).float()
+
+    with train_lab() as lab:
+        trainers = []
+        for number in range(2):
+            torch.manual_seed(0)
+            model = Odd()
+            run = lab.join(f"odd {number}")
+            groups = [
+                {"params": [model.first.weight], "lr": 0.05},
+                {"params": [*model.norm.parameters(), *model.frozen.parameters(), model.small, model.wide], "lr": 0.01},
+            ]
+            optimizer = Optimizer(
+                run,
+                lambda params: torch.optim.SGD(params, lr=1.0, momentum=0.5),
+                params=groups,
+                extra_tensors=dict(model.named_buffers()),
+                target_batch_size=16,
+                average_state_every=1,
+                codecs=EXACT,
+                num_threads=1,
+                source=lab.states,
+            )
+            trainer = Trainer.__new__(Trainer)
+            trainer.number, trainer.run, trainer.model, trainer.optimizer = number, run, model, optimizer
+            trainer.batch_size, trainer.batches, trainer.position = 4, {}, 0
+            trainers.append(trainer)
+        before = [buffer.clone() for buffer in trainers[0].model.buffers()]
+        train_all(trainers, 4)
+        assert_equal(trainers)
+        for was, one, other in zip(before, *(t.model.buffers() for t in trainers), strict=True):
+            assert torch.equal(one, other)
+            assert not torch.equal(was, one)
+        assert trainers[0].optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_a_gradient_scaler() -> None:
+    with train_lab() as lab:
+        trainer = Trainer(lab, 0, target_batch_size=4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        model = make_model()
+        optimizer = sgd(model.parameters())
+        for number in range(6):
+            loss = loss_of(trainer.model, make_batch(number))
+            scaler.scale(loss).backward()
+            if number == 3:  # an overflow
+                next(trainer.model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+            if number == 4:  # as torch's documentation has it, for those who want to see the gradients
+                scaler.unscale_(trainer.optimizer)
+            trainer.optimizer.step(batch_size=4, grad_scaler=scaler)
+            scaler.update()
+            trainer.optimizer.zero_grad()
+            if number != 3:
+                optimizer.zero_grad()
+                loss_of(model, make_batch(number)).backward()
+                optimizer.step()
+        assert scaler.get_scale() == 512.0
+        assert trainer.optimizer.epoch == 5
+        for got, wanted in zip(parameters_of(trainer.model), parameters_of(model), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_what_was_saved_goes_on_bit_for_bit() -> None:
+    def train(trainer: Trainer, num_steps: int) -> None:
+        for _ in range(num_steps):
+            trainer.step()
+
+    with train_lab() as lab:
+        whole = Trainer(lab, 0, adam, target_batch_size=12, scheduler=halving)
+        train(whole, 14)
+    with train_lab() as lab:
+        first = Trainer(lab, 0, adam, target_batch_size=12, scheduler=halving)
+        train(first, 8)  # in the middle of an epoch
+        saved = first.optimizer.state_dict()
+        epoch = first.optimizer.epoch
+        first.run.close()
+        again = Trainer(
+            lab, 1, adam, target_batch_size=12, scheduler=halving, model=make_model(5), run={"coordinates": True}
+        )
+        again.optimizer.load_state_dict(saved)
+        assert (again.optimizer.epoch, again.optimizer.samples) == (epoch, 8)
+        lab.loop.call(
+            poll_until(lambda: again.optimizer.collaboration.latest, 30, "the new coordinator to keep the books")
+        )
+        again.number, again.position = 0, 8
+        train(again, 6)
+        for got, wanted in zip(parameters_of(again.model), parameters_of(whole.model), strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_a_new_run_goes_on_from_a_saved_state() -> None:
+    with train_lab() as lab:
+        old = Trainer(lab, 0, adam, target_batch_size=4, scheduler=halving)
+        old.train(3)
+        saved = old.optimizer.state_dict()
+        old.train(6)
+    with train_lab() as lab:
+        new = Trainer(lab, 0, adam, target_batch_size=4, scheduler=halving, model=make_model(5))
+        new.optimizer.load_state_dict(saved)
+        assert new.optimizer.epoch == 0  # of this run
+        new.position = 3
+        new.train(3)
+        for got, wanted in zip(parameters_of(new.model), parameters_of(old.model), strict=True):
+            assert torch.equal(got, wanted)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"target_batch_size": 0},
+        {"batch_size_per_step": 0},
+        {"delay_optimizer_step": True},
+        {"reuse_grad_buffers": True, "delay_grad_averaging": True},
+        {"use_local_updates": True, "delay_grad_averaging": True},
+        {"average_state_every": -1},
+        {"max_grad_norm": 0.0},
+        {"averaging_timeout_seconds": 0.0},
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        OptimizerConfig(**{"target_batch_size": 4, **wrong})
+
+
+def test_mistakes_are_explained() -> None:
+    with train_lab() as lab:
+        trainer = Trainer(lab, 0, target_batch_size=64)
+        loss_of(trainer.model, make_batch(0)).backward()
+        with pytest.raises(ConfigurationError, match="batch_size"):
+            trainer.optimizer.step()
+        with pytest.raises(ConfigurationError, match="ReduceLROnPlateau"):
+            Optimizer(
+                trainer.run,
+                sgd(make_model().parameters()),
+                target_batch_size=4,
+                scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau,
+            )
+        with pytest.raises(ConfigurationError, match="nothing to train"):
+            Optimizer(trainer.run, sgd(make_model().requires_grad_(False).parameters()), target_batch_size=4)
+
+
+# Chaos
+
+
+@pytest.mark.timeout(240)
+def test_trainers_come_and_go_and_whoever_is_there_holds_the_same() -> None:
+    """Killed without warning in the middle of training, and replaced by newcomers who take over the state."""
+    randomness = random.Random(5)
+    num_epochs, num_kills = 40, 5
+    with train_lab() as lab:
+        anchor = Trainer(lab, 0, adam, target_batch_size=24, matchmaking_seconds=0.5)
+        others = [Trainer(lab, n, adam, target_batch_size=24, matchmaking_seconds=0.5) for n in (1, 2)]
+        digests: dict[int, set[bytes]] = {}
+        epochs: queue.SimpleQueue[int] = queue.SimpleQueue()  # that the anchor has reached
+        lock = threading.Lock()
+
+        def note(trainer: Trainer) -> None:
+            tensors = [*trainer.model.parameters(), *trainer.optimizer.state_of_model.statistics().values()]
+            digest = b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
+            with lock:
+                digests.setdefault(trainer.optimizer.epoch, set()).add(digest)
+
+        def train(trainer: Trainer, until: int) -> None:
+            while trainer.optimizer.epoch < until:
+                before = trainer.optimizer.epoch
+                trainer.step()
+                if trainer.optimizer.epoch != before:
+                    note(trainer)
+                    if trainer is anchor:
+                        epochs.put(trainer.optimizer.epoch)
+
+        def live(trainer: Trainer) -> None:
+            """Die when it is time; whatever that does to the training loop is as it is."""
+            with contextlib.suppress(PotluckError, RuntimeError, concurrent.futures.CancelledError):
+                train(trainer, num_epochs)
+
+        def disturb() -> None:
+            number = 10
+            for kill in range(1, num_kills + 1):
+                while epochs.get(timeout=PATIENCE_SECONDS) < kill * num_epochs // (num_kills + 2):
+                    pass
+                lab.kill(others.pop(randomness.randrange(len(others))).run)
+                newcomer = Trainer(lab, number, adam, target_batch_size=24, matchmaking_seconds=0.5)
+                others.append(newcomer)
+                pool.submit(live, newcomer)
+                number += 1
+
+        with concurrent.futures.ThreadPoolExecutor(16, "trainer") as pool:
+            for trainer in others:
+                pool.submit(live, trainer)
+            disturbing = pool.submit(disturb)
+            train(anchor, num_epochs)
+            disturbing.result(PATIENCE_SECONDS)
+        assert anchor.optimizer.epoch >= num_epochs
+        assert lab.states.num_fetched >= 1
+        for epoch, seen in digests.items():
+            assert len(seen) == 1, f"{len(seen)} different states of epoch {epoch}"
+        assert quality_of(anchor.model) < quality_of(make_model())

@@ -1,0 +1,216 @@
+"""Outer optimizers, streaming, DyLU and quorum: formulas as they are written, and identities that hold exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from potluck.errors import ConfigurationError
+from potluck.optim.methods.delayed import DelayedNesterov, inner_steps
+from potluck.optim.methods.outer import Nesterov, OuterOptimizer, OuterSGD
+from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum, token_weight
+from potluck.optim.methods.streaming import Schedule, layer_of, mix, split
+from potluck.round.trigger import ReadySender
+
+torch.set_num_threads(1)
+
+
+def changes(count: int, size: int = 50) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(size, generator=generator) for _ in range(count)]
+
+
+def run(outer: OuterOptimizer, deltas: list[Tensor]) -> Tensor:
+    parameters = {"w": torch.ones_like(deltas[0])}
+    for delta in deltas:
+        outer.step(parameters, {"w": delta})
+    return parameters["w"]
+
+
+def run_torch(deltas: list[Tensor], **options: float | bool) -> Tensor:
+    parameter = torch.nn.Parameter(torch.ones_like(deltas[0]))
+    optimizer = torch.optim.SGD([parameter], **options)  # type: ignore[arg-type]
+    for delta in deltas:
+        parameter.grad = delta.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+def test_nesterov_is_torchs_own_bit_for_bit() -> None:
+    deltas = changes(9)
+    assert torch.equal(run(Nesterov(0.7, 0.9), deltas), run_torch(deltas, lr=0.7, momentum=0.9, nesterov=True))
+
+
+def test_nesterov_follows_its_formula() -> None:
+    theta, velocity = torch.ones(50, dtype=torch.float64), torch.zeros(50, dtype=torch.float64)
+    deltas = changes(5)
+    for delta in deltas:
+        velocity = delta.double() + 0.9 * velocity
+        theta = theta - 0.7 * (delta.double() + 0.9 * velocity)
+    torch.testing.assert_close(run(Nesterov(), deltas).double(), theta, rtol=1e-5, atol=1e-5)
+
+
+def test_nesterov_without_momentum_is_sgd() -> None:
+    deltas = changes(4)
+    assert torch.equal(run(Nesterov(0.3, 0.0), deltas), run(OuterSGD(0.3), deltas))
+
+
+def test_outer_sgd_with_lr_1_is_the_average_of_the_parameters() -> None:
+    theta, workers = torch.ones(50), changes(4)
+    mean_change = torch.stack([theta - worker for worker in workers]).mean(0)
+    parameters = {"w": theta.clone()}
+    OuterSGD(1.0).step(parameters, {"w": mean_change})
+    # θ − mean(θ − θ_k) = mean θ_k; each of the operations rounds once, hence a few units in the last place
+    torch.testing.assert_close(parameters["w"], torch.stack(workers).mean(0), rtol=1e-6, atol=1e-6)
+
+
+def test_fragments_have_momentum_of_their_own() -> None:
+    a, b = changes(2)
+    parameters = {"a": torch.ones(50), "b": torch.ones(50)}
+    outer = Nesterov()
+    outer.step(parameters, {"a": a})
+    assert torch.equal(parameters["b"], torch.ones(50))
+    outer.step(parameters, {"b": b})
+    assert torch.equal(parameters["b"], run(Nesterov(), [b]))
+
+
+@pytest.mark.parametrize("outer", [Nesterov(), DelayedNesterov(delay=3), OuterSGD(0.5)])
+def test_a_saved_outer_optimizer_goes_on_bit_for_bit(outer: OuterOptimizer) -> None:
+    deltas = changes(7)
+    parameters = {"w": torch.ones(50)}
+    for delta in deltas[:4]:
+        outer.step(parameters, {"w": delta})
+    other = type(outer)(delay=3) if isinstance(outer, DelayedNesterov) else type(outer)()
+    if isinstance(outer, OuterSGD):
+        other = OuterSGD(0.5)
+    other.load_tensors(outer.tensors())
+    other.load_numbers(outer.numbers())
+    copy = {"w": parameters["w"].clone()}
+    for delta in deltas[4:]:
+        outer.step(parameters, {"w": delta})
+        other.step(copy, {"w": delta})
+    assert torch.equal(copy["w"], parameters["w"])
+
+
+def test_delayed_nesterov_with_one_peer_is_nesterov() -> None:
+    deltas = changes(6)
+    torch.testing.assert_close(run(DelayedNesterov(delay=1), deltas), run(Nesterov(), deltas), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 0.25])
+def test_delayed_nesterov_follows_its_formula(spread: float) -> None:
+    deltas = [delta.double() for delta in changes(11)]
+    theta, momentum = torch.ones(50, dtype=torch.float64), torch.zeros(50, dtype=torch.float64)
+    buffer = torch.zeros(50, dtype=torch.float64)
+    for number, g in enumerate(deltas, start=1):
+        buffer = buffer + g
+        if number % 4:
+            theta = theta - 0.7 * (spread * 0.9 * momentum + g / 4)
+        else:
+            momentum = 0.9 * momentum + buffer / 4
+            theta = theta - 0.7 * ((1 - spread * 4 + spread) * 0.9 * momentum + g / 4)
+            buffer = torch.zeros(50, dtype=torch.float64)
+    got = run(DelayedNesterov(delay=4, spread=spread), deltas)
+    torch.testing.assert_close(got, theta, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("speed", "fastest", "expected"),
+    [(10, 10, 50), (5, 10, 25), (3.33, 10, 16), (0.01, 10, 1), (0, 10, 50), (20, 10, 50)],
+)
+def test_slow_peers_take_fewer_inner_steps(speed: float, fastest: float, expected: int) -> None:
+    assert inner_steps(50, speed, fastest) == expected
+
+
+# Streaming
+
+
+def test_the_schedule_of_the_paper() -> None:
+    schedule = Schedule(inner_steps=12, num_fragments=4)
+    synced = {t: schedule.fragment_at(t) for t in range(25) if schedule.fragment_at(t) is not None}
+    assert synced == {3: 1, 6: 2, 9: 3, 12: 0, 15: 1, 18: 2, 21: 3, 24: 0}
+    assert [schedule.fragment_of_epoch(epoch) for epoch in range(1, 9)] == list(synced.values())
+
+
+@given(st.integers(1, 300), st.integers(1, 12))
+def test_every_fragment_has_its_turn(inner: int, num_fragments: int) -> None:
+    schedule = Schedule(inner_steps=inner, num_fragments=num_fragments)
+    every = schedule.steps_per_round
+    turns = [schedule.fragment_at(every * epoch) for epoch in range(1, num_fragments + 1)]
+    assert sorted(turns) == list(range(num_fragments))  # type: ignore[type-var]
+    assert turns == [schedule.fragment_of_epoch(epoch) for epoch in range(1, num_fragments + 1)]
+    assert all(schedule.fragment_at(step) is None for step in range(every * num_fragments) if step % every)
+
+
+def test_one_fragment_is_diloco() -> None:
+    schedule = Schedule(inner_steps=7)
+    assert [t for t in range(30) if schedule.fragment_at(t) is not None] == [7, 14, 21, 28]
+
+
+def test_fragments_are_whole_layers_strided() -> None:
+    names = [f"blocks.{n}.{part}" for n in range(5) for part in ("weight", "bias")] + ["head.weight"]
+    fragments = split(names, 2)
+    assert fragments[0] == [f"blocks.{n}.{part}" for n in (0, 2, 4) for part in ("weight", "bias")]
+    assert fragments[1] == [*(f"blocks.{n}.{part}" for n in (1, 3) for part in ("weight", "bias")), "head.weight"]
+    assert sorted(name for fragment in fragments for name in fragment) == sorted(names)
+    assert split(names, 1) == [names]
+    assert layer_of("embedding") == "embedding"
+    with pytest.raises(ConfigurationError, match="6 layers"):
+        split(names, 7)
+
+
+def test_mixing_keeps_or_takes() -> None:
+    shared = {"a": torch.full((3,), 4.0), "b": torch.full((3,), 4.0)}
+    for alpha, expected in ((0.0, 4.0), (0.25, 3.5), (1.0, 2.0)):
+        local = {"a": torch.full((3,), 2.0), "b": torch.full((3,), 2.0)}
+        mix(local, shared, ["a"], alpha)
+        assert local["a"].tolist() == [expected] * 3
+        assert local["b"].tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"inner_steps": 0}, {"num_fragments": 0}, {"overlap_steps": 6}, {"overlap_steps": -1}, {"mixing": 1.5}]
+)
+def test_schedules_that_cannot_be(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigurationError):
+        Schedule(**{"inner_steps": 12, "num_fragments": 2, **wrong})  # type: ignore[arg-type]
+
+
+# Quorum
+
+
+def ready(**since: float) -> list[ReadySender]:
+    return [ReadySender(peer=peer, weight=1.0, since=time) for peer, time in since.items()]
+
+
+def test_the_grace_window_follows_the_lateness() -> None:
+    grace = AdaptiveGrace(least_seconds=0.5, most_seconds=20.0)
+    assert grace.seconds == 5.0
+    for _ in range(20):
+        grace.observe([0.1, 2.0])
+    assert grace.seconds == pytest.approx(2.5)
+    for _ in range(20):
+        grace.observe([0.01])
+    assert grace.seconds == 0.5
+    grace.observe([1e9, -1.0])  # what cannot have been is not learnt from
+    assert grace.seconds == 0.5
+
+
+def test_a_quorum_waits_as_long_as_it_has_paid_off() -> None:
+    trigger = AdaptiveQuorum(min_senders=2, grace=AdaptiveGrace(least_seconds=0.1, most_seconds=8.0))
+    everybody = frozenset("abc")
+    assert trigger.due_at(ready(a=1.0), everybody) is None
+    assert trigger.due_at(ready(a=1.0, b=2.0), everybody) == 4.0
+    assert trigger.due_at(ready(a=1.0, b=2.0, c=3.0), everybody) == -float("inf")
+    assert trigger.due_at([], everybody) is None  # the round began; c was one second late
+    assert trigger.grace.seconds == pytest.approx(1.25)
+    assert trigger.due_at(ready(a=10.0, b=11.0), everybody) == pytest.approx(12.25)
+
+
+def test_weights_by_tokens() -> None:
+    assert token_weight(1000, 10) == 100_000
+    assert token_weight(1000, 20) == 50_000
+    assert token_weight(0, 0) == 0

@@ -1,0 +1,246 @@
+"""How far a run is: the coordinator's books, one peer's pace, and the news that everybody gets."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.errors import ConfigurationError
+from potluck.hub.presence import Beacon
+from potluck.messages import encode
+from potluck.optim.collaboration import Collaboration
+from potluck.optim.progress.keeper import TOPIC
+from potluck.optim.progress.pace import Pace, is_worth_another_step
+from potluck.optim.progress.tracker import FORGET_SECONDS, ProgressTracker, RunProgress, predict_seconds
+from potluck.round.codecs import CodecChoice
+from potluck.round.coordinator import CoordinatorConfig
+from potluck.testing.inlineworkers import InlineWorkers
+from potluck.testing.memoryrun import MemoryPeer, MemoryRun
+from potluck.testing.virtualloop import LoopClock, in_virtual_time
+
+
+def beacon(epoch: int = 0, samples: int = 0, rate: float = 0.0) -> Beacon:
+    return Beacon(session="s", epoch=epoch, samples=samples, samples_per_second=rate)
+
+
+# The coordinator's books
+
+
+def test_samples_of_all_peers_make_the_batch() -> None:
+    tracker = ProgressTracker(100)
+    tracker.heard("a", beacon(samples=60, rate=10), 0.0)
+    tracker.heard("b", beacon(samples=30, rate=5), 0.0)
+    progress = tracker.summary(0.0)
+    assert (progress.samples, progress.samples_per_second, progress.num_trainers) == (90, 15, 2)
+    assert not progress.is_due
+    assert progress.due_in_seconds == pytest.approx(10 / 15)
+    tracker.heard("b", beacon(samples=40, rate=5), 0.5)
+    assert tracker.summary(0.5).is_due
+
+
+def test_a_prediction_is_not_a_reason_to_start() -> None:
+    tracker = ProgressTracker(100)
+    tracker.heard("a", beacon(samples=90, rate=10), 0.0)
+    late = tracker.summary(5.0)
+    assert late.due_in_seconds == 0.0
+    assert not late.is_due
+
+
+def test_an_epoch_begins_anew_and_the_outdated_do_not_count() -> None:
+    tracker = ProgressTracker(10)
+    tracker.heard("a", beacon(samples=10), 0.0)
+    tracker.heard("b", beacon(epoch=1, samples=4), 0.0)
+    tracker.committed(1)
+    progress = tracker.summary(0.0)
+    assert (progress.epoch, progress.samples, progress.num_behind, progress.is_due) == (1, 4, 1, False)
+    tracker.committed(0)
+    assert tracker.summary(0.0).epoch == 1
+
+
+def test_the_silent_and_the_gone_are_forgotten() -> None:
+    tracker = ProgressTracker(10)
+    tracker.heard("a", beacon(samples=6), 0.0)
+    tracker.heard("b", beacon(samples=6), 5.0)
+    assert tracker.summary(5.0).is_due
+    assert tracker.summary(FORGET_SECONDS + 1.0).samples == 6
+    tracker.forget("b")
+    assert tracker.summary(FORGET_SECONDS + 1.0).samples == 0
+
+
+@pytest.mark.parametrize("samples", [-5, 10**18])
+def test_nonsense_counts_for_nothing(samples: int) -> None:
+    tracker = ProgressTracker(10)
+    tracker.heard("liar", beacon(samples=samples, rate=math.nan), 0.0)
+    tracker.heard("other", beacon(samples=1, rate=math.inf), 0.0)
+    progress = tracker.summary(0.0)
+    assert (progress.samples, progress.samples_per_second, progress.is_due) == (1, 0.0, False)
+
+
+def test_without_a_target_of_its_own_the_tracker_takes_what_most_say() -> None:
+    tracker = ProgressTracker()
+    assert tracker.summary(0.0).target == 0
+    assert not tracker.summary(0.0).is_due
+    for peer, target in (("a", 50), ("b", 50), ("liar", 1), ("mute", 0)):
+        tracker.heard(peer, Beacon(session="s", samples=12, samples_per_second=1.0, target=target), 0.0)
+    progress = tracker.summary(0.0)
+    assert (progress.target, progress.samples, progress.is_due) == (50, 48, False)
+    assert progress.due_in_seconds == pytest.approx(0.5)
+
+
+def test_an_epoch_without_samples_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="target_batch_size"):
+        ProgressTracker(0)
+
+
+PEERS = st.lists(
+    st.tuples(st.integers(0, 10**6), st.floats(0, 1e4, allow_nan=False), st.floats(0, 60, allow_nan=False)), max_size=8
+)
+
+
+@given(PEERS, st.integers(1, 10**7))
+def test_when_the_predicted_time_has_come_the_target_is_met(peers: list[tuple[int, float, float]], target: int) -> None:
+    seconds = predict_seconds(peers, target)
+    if seconds is None:
+        assert sum(rate for _, rate, _ in peers) < 1e-290
+        return
+    assert seconds >= 0
+    later = sum(samples + rate * (age + seconds) for samples, rate, age in peers)
+    assert later >= target * (1 - 1e-9)
+    if seconds > 0:  # and not before
+        earlier = sum(samples + rate * (age + 0.99 * seconds) for samples, rate, age in peers)
+        assert earlier < target * (1 + 1e-9)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 3), st.integers(0, 50)), max_size=40))
+def test_the_sum_is_that_of_the_last_words_at_this_epoch(events: list[tuple[str, int, int]]) -> None:
+    tracker = ProgressTracker(60)
+    last: dict[str, tuple[int, int]] = {}
+    epoch = 0
+    for time, (peer, at, samples) in enumerate(events):
+        tracker.heard(peer, beacon(at, samples), time / 100)
+        last[peer] = (at, samples)
+        epoch = max(epoch, at)
+        tracker.committed(epoch)
+        progress = tracker.summary(time / 100)
+        expected = sum(count for its, count in last.values() if its == epoch)
+        assert progress.samples == expected
+        assert progress.is_due == (expected >= 60)
+        assert progress.num_behind == sum(1 for its, _ in last.values() if its < epoch)
+
+
+# One peer's pace
+
+
+def test_pace_leaves_out_the_time_in_rounds() -> None:
+    pace = Pace(alpha=0.5)
+    assert pace.samples_per_second == 0.0
+    pace.resume(0.0)
+    pace.step_done(10, 2.0)
+    assert pace.samples_per_second == 5.0
+    pace.resume(100.0)  # after a long round
+    pace.step_done(10, 102.0)
+    assert pace.samples_per_second == 5.0
+    assert pace.seconds_per_step == 2.0
+    pace.step_done(10, 103.0)
+    assert pace.seconds_per_step == pytest.approx(1.5)
+    with pytest.raises(ConfigurationError):
+        Pace(0.0)
+
+
+@pytest.mark.parametrize(
+    ("due", "step", "grace", "worth"),
+    [(None, 5, 1, True), (10, 5, 1, True), (1, 5, 1, False), (4.5, 5, 1, True), (0, 0, 0, True), (0, 1, 3, True)],
+)
+def test_another_step_or_not(due: float | None, step: float, grace: float, worth: bool) -> None:
+    assert is_worth_another_step(due, step, grace) is worth
+
+
+# The news
+
+
+class Company:
+    def __init__(self, run: MemoryRun) -> None:
+        self.run = run
+        self.all: list[tuple[MemoryPeer, Collaboration]] = []
+
+    async def join(self, *, coordinates: bool) -> Collaboration:
+        peer = await self.run.join(f"p{len(self.all)}", coordinates=coordinates)
+        collaboration = Collaboration(
+            peer, target=20, codecs=CodecChoice(), coordinator=CoordinatorConfig(), workers=InlineWorkers()
+        )
+        await collaboration.start()
+        self.all.append((peer, collaboration))
+        return collaboration
+
+
+@asynccontextmanager
+async def company() -> AsyncIterator[Company]:
+    run = MemoryRun(clock=LoopClock())
+    await run.open()
+    there = Company(run)
+    try:
+        yield there
+    finally:
+        for _, collaboration in there.all:
+            await collaboration.close()
+        await run.close()
+
+
+@in_virtual_time
+async def test_everybody_hears_when_the_batch_is_there() -> None:
+    async with company() as there:
+        coordinator = await there.join(coordinates=True)
+        one, other = await there.join(coordinates=False), await there.join(coordinates=False)
+        await asyncio.sleep(2.0)
+        assert not await one.until_due(0, 0.5)
+        one.progress.report(epoch=0, samples=12, samples_per_second=4.0)
+        await asyncio.sleep(2.5)  # by the beacon of each second, and the news of each second
+        assert other.latest is not None
+        assert (other.latest.samples, other.latest.is_due) == (12, False)
+        assert other.progress.seems_due(0, 8)
+        assert not other.progress.seems_due(0, 7)
+        before = asyncio.get_running_loop().time()
+        other.progress.report(epoch=0, samples=9, samples_per_second=4.0, eager=True)
+        for each in (one, other, coordinator):
+            assert await each.until_due(0, 5.0)
+        assert asyncio.get_running_loop().time() - before < 0.3  # not by the beacon of each second
+
+
+@in_virtual_time
+async def test_only_the_coordinators_word_counts() -> None:
+    async with company() as there:
+        await there.join(coordinates=True)
+        honest, liar = await there.join(coordinates=False), await there.join(coordinates=False)
+        await asyncio.sleep(2.0)
+        peer = there.all[2][0]
+        lie = RunProgress(epoch=0, token=liar.averager.lease.view.token, samples=99, is_due=True)
+        await peer.session.hub.publish(peer.session.subjects.news(peer.peer_id, TOPIC), encode(lie))
+        await peer.session.hub.publish(peer.session.subjects.news(peer.peer_id, TOPIC), b"nonsense")
+        await asyncio.sleep(0.5)
+        assert not honest.progress.is_due(0)
+        assert honest.progress.counts["foreign_news"] >= 1
+        assert honest.progress.counts["bad_news"] == 1
+
+
+@in_virtual_time
+async def test_the_next_coordinator_keeps_the_books_on() -> None:
+    async with company() as there:
+        first = await there.join(coordinates=True)
+        await asyncio.sleep(0.5)
+        await there.join(coordinates=True)
+        trainer = await there.join(coordinates=False)
+        trainer.progress.report(epoch=0, samples=25, samples_per_second=1.0)
+        assert await trainer.until_due(0, 5.0)
+        await there.run.kill(there.all[0][0])
+        await first.close()
+        trainer.progress.report(epoch=0, samples=3, samples_per_second=1.0)
+        await asyncio.sleep(6.0)
+        assert trainer.latest is not None
+        assert (trainer.latest.samples, trainer.latest.is_due) == (3, False)
+        assert "3 of 20" in trainer.latest.describe()

@@ -142,6 +142,8 @@ async def lab(
     try:
         yield there
     finally:
+        for member in there.members:  # who is frozen cannot be closed
+            there.thaw(member)
         for member in list(there.members):
             await member.averager.close()
         await run.close()

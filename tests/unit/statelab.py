@@ -114,7 +114,7 @@ class StateLab:
         **config: Any,
     ) -> Keeping:
         """A new peer with a keeper."""
-        peer = await self.run.join(name, role=role, coordinates=coordinates, identity=identity)
+        peer = await self.run.join(name, role=role, coordinates=coordinates, identity=identity, trusted=coordinates)
         epochs = Epochs(lineage=self.chain)
         options = {"keep": "always", **self.config, **config, "folder": folder}
         keeper = StateKeeper(peer, epochs, StateConfig(**options), workers=InlineWorkers())

@@ -126,7 +126,10 @@ def test_the_time_is_near_to_the_best_possible(speeds: list[float], num_chunks: 
     seconds, _ = simulate(named, num_chunks)
     best = num_chunks / sum(speeds)
     # At the end, what a slow keeper was asked for waits behind what fast ones do; and they ask for it once again.
-    assert seconds <= 2 * best + (FIRST_OPEN + 2) / max(speeds) + MAX_OPEN * len(speeds) / max(speeds)
+    bound = 2 * best + (FIRST_OPEN + 2) / max(speeds) + MAX_OPEN * len(speeds) / max(speeds)
+    if num_chunks < len(speeds):  # nobody's speed is known yet: all of it may have been asked of the slowest
+        bound += 1 / min(speeds)
+    assert seconds <= bound
 
 
 def test_faster_keepers_give_more() -> None:

@@ -210,10 +210,13 @@ class Chaos:
         self._note("reunite", member)
         self._out.discard(member)
         for other in self.there.members:
-            if other is not member and other not in self._out:
+            if other is not member and not self._is_severed(other):
                 self.there.run.mend(member.peer, other.peer)
         if self._hub_there.is_set():
             self.there.run.hub.reconnect(member.id)
+
+    def _is_severed(self, member: Member) -> bool:
+        return member in self._out and not self.there.is_frozen(member)
 
     def _pair(self) -> list[Member]:
         members = [member for member in self.there.members if member not in self._out | self._deaths]
@@ -228,7 +231,7 @@ class Chaos:
 
             def mend() -> None:
                 self._note("mend", one, other)
-                if not {one, other} & self._out:
+                if not self._is_severed(one) and not self._is_severed(other):
                     self.there.run.mend(one.peer, other.peer)
 
             self._later(mend)
@@ -274,13 +277,13 @@ class Chaos:
         self._hub_there.set()
         self.there.run.hub.reconnect("GUARD")
         for member in self.there.members:
-            if member not in self._deaths and (member not in self._out or self.there.is_frozen(member)):
+            if member not in self._deaths and not self._is_severed(member):
                 self._later(lambda member=member: self._reconnect(member))  # type: ignore[misc]
 
     def _reconnect(self, member: Member) -> None:
         """Peers find the hub again one by one."""
-        severed = member in self._out and not self.there.is_frozen(member)
-        if self._hub_there.is_set() and member in self.there.members and member not in self._deaths and not severed:
+        lives = member in self.there.members and member not in self._deaths
+        if self._hub_there.is_set() and lives and not self._is_severed(member):
             self.there.run.hub.reconnect(member.id)
 
     def hold_words(self) -> None:

@@ -43,15 +43,17 @@ class Company:
         self._arguments = (link, folder, num_epochs, kind)
 
     async def start(self, num_trainers: int) -> None:
+        """Some more trainers, who begin when all of them are there."""
         link, folder, num_epochs, kind = self._arguments
-        for number in range(num_trainers):
+        there = len(self.processes)
+        for number in range(there, there + num_trainers):
             argv = [sys.executable, str(PROGRAM), str(number), str(link), str(folder / f"{number}.nkey")]
             self.processes.append(
                 self._children.spawn([*argv, str(num_epochs), kind], name=f"trainer-{number}", stdin=True)
             )
-        for process in self.processes:
+        for process in self.processes[there:]:
             await process.until_line(r'"joined"', PATIENCE_SECONDS)
-        for process in self.processes:
+        for process in self.processes[there:]:
             process.send_line("go")
 
     def told(self, number: int, key: str) -> list[dict[str, Any]]:
@@ -123,3 +125,26 @@ async def test_of_three_trainers_one_is_killed_and_two_go_on_alike(
     assert digests[0] == digests[1]  # after every epoch, not only at the end
     assert sorted(digests[0]) == list(range(1, num_epochs + 1))
     assert all(value == value for value in results[0]["values"])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["sync", "diloco"])
+async def test_who_comes_late_fetches_the_state_and_goes_on_with_the_others(
+    tmp_path: Path, children: Children, kind: str
+) -> None:
+    num_epochs, late = 400, 2  # far more than pass until the third is in
+    async with house_with_link(tmp_path) as (_, link):
+        company = Company(children, link, tmp_path, num_epochs, kind)
+        await company.start(2)
+        await company.processes[0].until_line(r'"done": 3', PATIENCE_SECONDS)
+        await company.start(1)
+        await company.processes[late].until_line(r'"done": \d+', PATIENCE_SECONDS)
+        first = company.told(late, "done")[0]["done"]
+        for number in range(3):
+            await company.processes[number].until_line(rf'"done": {first + 5},', PATIENCE_SECONDS)
+    digests = [{told["done"]: told["digest"] for told in company.told(number, "done")} for number in range(3)]
+    assert first > 3  # it had something to catch up with
+    common = set(digests[0]) & set(digests[1]) & set(digests[late])
+    assert len(common) >= 3
+    for epoch in sorted(common):
+        assert len({each[epoch] for each in digests}) == 1, f"epoch {epoch}"

@@ -18,5 +18,6 @@ What they work on:
 Drivers:
     driver.py                 a method's way through the epochs: rounds, delays, catching up, rolling back
     collaboration.py          what it has on the event loop: averaging and progress/
+    keptstates.py             the run's keepers (state/) as its source of states
     progress/                 how far the run is towards its next epoch
 """

@@ -30,7 +30,7 @@ from torch import Tensor
 from potluck.errors import ConfigurationError
 from potluck.optim.collaboration import join_collaboration
 from potluck.optim.driver import Driver, DriverConfig
-from potluck.optim.method import StateSource
+from potluck.optim.keptstates import Source, source_of_states
 from potluck.optim.methods.delayed import inner_steps
 from potluck.optim.methods.outer import Nesterov, OuterOptimizer
 from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
@@ -150,7 +150,7 @@ class DiLoCo:
         scheduler: torch.optim.lr_scheduler.LRScheduler | SchedulerFactory | None = None,
         extra_tensors: Mapping[str, Tensor] | Iterable[Tensor] = (),
         transform: Transform | None = None,
-        source: StateSource | None = None,
+        source: Source = "keepers",
         config: DiLoCoConfig | None = None,
         **options: Any,
     ) -> None:
@@ -166,7 +166,8 @@ class DiLoCo:
             weighting=config.weighting,
         )
         self.collaboration = join_collaboration(run, config)
-        self.driver = Driver(run, self.method, self.collaboration, config.driver(), source)
+        states = source_of_states(run, self.collaboration, source)
+        self.driver = Driver(run, self.method, self.collaboration, config.driver(), states)
         self._pace = Pace()
         self._steps_since_offer = 0
         if self.driver.is_behind:

@@ -27,8 +27,8 @@ from potluck.optim.collaboration import join_collaboration
 from potluck.optim.driver import Driver
 from potluck.optim.gradscaler import Unscaler
 from potluck.optim.helper import Helper
+from potluck.optim.keptstates import Source, source_of_states
 from potluck.optim.localupdates import LocalUpdates
-from potluck.optim.method import StateSource
 from potluck.optim.methods.transform import Transform
 from potluck.optim.modelstate import ModelState, SchedulerFactory
 from potluck.optim.options import OptimizerConfig
@@ -56,7 +56,7 @@ class Optimizer(torch.optim.Optimizer):
         scheduler: torch.optim.lr_scheduler.LRScheduler | SchedulerFactory | None = None,
         extra_tensors: Mapping[str, Tensor] | Iterable[Tensor] = (),
         transform: Transform | None = None,
-        source: StateSource | None = None,
+        source: Source = "keepers",
         config: OptimizerConfig | None = None,
         **options: Any,
     ) -> None:
@@ -81,7 +81,8 @@ class Optimizer(torch.optim.Optimizer):
         )
         self.method = self._make_method(transform)
         self.collaboration = join_collaboration(run, config)
-        self.driver = Driver(run, self.method, self.collaboration, config.driver(), source)
+        states = source_of_states(run, self.collaboration, source)
+        self.driver = Driver(run, self.method, self.collaboration, config.driver(), states)
         self._unscaler = Unscaler(self.state_of_model.model.values(), self)
         if self.driver.is_behind:
             self.driver.catch_up()

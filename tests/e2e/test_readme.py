@@ -50,7 +50,7 @@ def test_a_run_is_started_and_joined_as_the_readme_says(terminal: Terminal) -> N
     assert {words[0] for words in others} == {"join", "doctor", "members"}
     assert joined
     for process in joined:
-        poll_until_sync(lambda p=process: "joined" in p.output().lower(), PATIENCE_SECONDS, process.output)
+        poll_until_sync(lambda p=process: "You are in" in p.output(), PATIENCE_SECONDS, process.output)
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(PATIENCE_SECONDS) == 0, process.output()
     os.kill(host.pid, signal.SIGINT)

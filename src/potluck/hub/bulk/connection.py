@@ -8,7 +8,6 @@ fast as a thread of its own with a blocking socket; what is left is the work of 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -156,7 +155,7 @@ class BulkConnection(asyncio.BufferedProtocol):
     def abort(self, reason: str) -> None:
         """End the connection now. Calling it twice does no harm."""
         self._end(reason)
-        if self._transport is not None:
+        if self._transport is not None and not self._gone.is_set():
             self._transport.abort()
 
     async def close(self) -> None:
@@ -165,11 +164,12 @@ class BulkConnection(asyncio.BufferedProtocol):
         if self._transport is None:
             return
         self._transport.close()
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._gone.wait()
-        self._transport.abort()
-        await self._gone.wait()
+        except TimeoutError:
+            self._transport.abort()
+            await self._gone.wait()
 
     # The handshake
 

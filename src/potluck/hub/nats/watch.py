@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from potluck import tasks
-from potluck.errors import PotluckError, ProtocolError
+from potluck.errors import NobodyAnswersError, PotluckError, ProtocolError
 from potluck.hub.connection import Delivery, Entry, Subscription
 from potluck.hub.nats.ledger import WatchLedger
 from potluck.hub.nats.subscription import NatsDelivery
@@ -57,7 +57,7 @@ class NatsWatch:
             self._subscription = await self._connection.subscribe(
                 self._store.change_subject(self._prefix), self._changed
             )
-            await self._sync()
+            await self._first_sync()
         except BaseException:
             await self.cancel()
             raise
@@ -120,6 +120,20 @@ class NatsWatch:
             return False
         await asyncio.sleep(IN_FLIGHT_SECONDS)
         return newest > self._ledger.horizon
+
+    async def _first_sync(self) -> None:
+        """Look at the store, which may have been made just now: in a cluster its servers take a moment to be ready."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + self._connection.config.reply_timeout_seconds
+        while True:
+            try:
+                await self._sync()
+            except NobodyAnswersError:
+                if clock() >= until:
+                    raise
+                await asyncio.sleep(RETRY_FIRST_SECONDS)
+            else:
+                return
 
     async def _sync(self) -> None:
         self._behind.clear()

@@ -177,7 +177,7 @@ class TcpWire(Wire, asyncio.Protocol):
 
     def abort(self) -> None:
         """End the connection now."""
-        if self._transport is not None:
+        if self._transport is not None and not self._gone.is_set():
             self._transport.abort()
         self._end("the connection was cut")
 

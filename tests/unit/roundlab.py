@@ -15,7 +15,9 @@ from potluck.peer.identity import Identity
 from potluck.round.averager import Averager, AveragerConfig
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
+from potluck.round.gathering import GatherConfig
 from potluck.round.outcome import RoundResult
+from potluck.round.partition import PartitionConfig
 from potluck.round.trigger import Quorum
 from potluck.testing.inlineworkers import InlineWorkers
 from potluck.testing.memoryrun import MemoryPeer, MemoryRun
@@ -23,6 +25,7 @@ from potluck.testing.virtualloop import LoopClock, VirtualTimeLoop, process
 
 TIMEOUT_SECONDS = 60.0
 ELEMENTS = 100_000  # several chunks for each of a few reducers
+SMALL_CHUNKS = PartitionConfig(default_bytes_per_second=3e6)  # as on slow lines
 EXACT = CodecChoice.everything("float32")
 
 
@@ -134,6 +137,7 @@ async def lab(
     run = MemoryRun(clock=LoopClock())
     await run.open()
     coordinator.setdefault("trigger", Quorum(grace_seconds=0.5))
+    coordinator.setdefault("gather", GatherConfig(partition=SMALL_CHUNKS))
     config = AveragerConfig(codecs=choice, coordinator=CoordinatorConfig(**coordinator))
     there = Lab(run, config)
     for number in range(num_members):

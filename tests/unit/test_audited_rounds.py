@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from liars import LIES, Altering, BadlySealed, Deluded, Liar, LyingWork, TwoFaced, partial_to
-from roundlab import Lab, assert_same_average, at_point, lab, mean_of
+from roundlab import SMALL_CHUNKS, Lab, assert_same_average, at_point, lab, mean_of
 
 from potluck.errors import ProtocolError, RoundFailedError
 from potluck.round import testimony
@@ -27,7 +27,7 @@ EVERY_CHUNK = AuditConfig(chunks_per_reducer=10_000)
 @asynccontextmanager
 async def strangers(num_strangers: int, *, audit: AuditConfig = EVERY_CHUNK, **options: Any) -> AsyncIterator[Lab]:
     """A trusted member that coordinates, and others that nobody vouches for."""
-    options.setdefault("gather", GatherConfig(audit=audit))
+    options.setdefault("gather", GatherConfig(audit=audit, partition=SMALL_CHUNKS))
     async with lab(1, **options) as there:
         for _ in range(num_strangers):
             await there.join(trusted=False)
@@ -249,7 +249,7 @@ async def test_a_member_that_holds_what_nobody_gave_it_is_found() -> None:
 
 @in_virtual_time
 async def test_a_reducer_that_spoils_a_single_chunk_is_found_within_some_rounds() -> None:
-    async with lab(gather=GatherConfig(audit=AuditConfig(chunks_per_reducer=1))) as there:
+    async with lab(gather=GatherConfig(audit=AuditConfig(chunks_per_reducer=1), partition=SMALL_CHUNKS)) as there:
         await there.join(is_client=True)
         for _ in range(2):
             await there.join(trusted=False)

@@ -348,7 +348,7 @@ def test_small_rounds_have_small_chunks() -> None:
     small = (Run(codec=CodecSpec(name="float16"), elements=1_000_000),)
     large = (Run(codec=CodecSpec(name="float16"), elements=25_000_000),)
     megabyte = 1e6
-    assert fitting_chunk_bytes(small, 8, 10 * megabyte) == 62_500
+    assert fitting_chunk_bytes(small, 8, 5 * megabyte) == 62_500
     assert fitting_chunk_bytes(small, 64, 1 * megabyte) == SMALLEST_CHUNK_BYTES
     assert fitting_chunk_bytes(large, 4, 100 * megabyte) == DEFAULT_CHUNK_BYTES
     assert fitting_chunk_bytes((), 0, 1 * megabyte) == SMALLEST_CHUNK_BYTES
@@ -356,7 +356,7 @@ def test_small_rounds_have_small_chunks() -> None:
 
 def test_a_chunk_is_worth_its_message_and_no_burden_for_the_slowest_line() -> None:
     small = (Run(codec=CodecSpec(name="float16"), elements=1_000_000),)
-    assert fitting_chunk_bytes(small, 8, 50e6) == 200_000
+    assert fitting_chunk_bytes(small, 8, 20e6) == 200_000
     assert fitting_chunk_bytes(small, 8, math.inf) == DEFAULT_CHUNK_BYTES
     assert fitting_chunk_bytes(small, 1, 100e3) == 50_000
     assert fitting_chunk_bytes(small, 1, 1.0) == SMALLEST_CHUNK_BYTES

@@ -24,7 +24,7 @@ DEFAULT_CHUNK_BYTES = 512 * 1024
 SMALLEST_CHUNK_BYTES = 32 * 1024
 LARGEST_CHUNK_BYTES = 16 * 1024 * 1024
 CHUNKS_PER_REDUCER = 4  # so that a reducer adds up one chunk while the next arrives and the last leaves
-LEAST_CHUNK_SECONDS = 0.004  # a message costs each end about 0.2 ms of work: it should be worth that on the line
+LEAST_CHUNK_SECONDS = 0.01  # a message costs each end about 0.2 ms of work: it should be worth that on the line
 MOST_CHUNK_SECONDS = 0.5  # on the slowest line, or a slow sender looks like a stalled one
 
 MAX_CHUNKS = 1 << 20

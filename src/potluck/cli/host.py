@@ -11,11 +11,18 @@ import typer
 
 if TYPE_CHECKING:
     from potluck.optim.helper import Helper
+    from potluck.round.coordinator import CoordinatorConfig
     from potluck.run.host import Host
+    from potluck.training.manifest import Manifest
 
 
 def host(
-    run: Annotated[str, typer.Option("--run", help="The run's name.")] = "my-first-run",
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="RUN.TOML", help="What to train: a run.toml, or the folder that has one.")
+    ] = None,
+    run: Annotated[
+        str, typer.Option("--run", help="The run's name, where no run.toml says it: an empty hub to try things on.")
+    ] = "my-first-run",
     folder: Annotated[
         Path | None, typer.Option(help="Where the run lives; started again there, it goes on where it was.")
     ] = None,
@@ -44,7 +51,7 @@ def host(
 ) -> None:
     """Start a run: a hub that everybody can reach, its guard, and an aux peer. Prints the join link.
 
-    Example: [bold]potluck host --run my-first-run --announce my-server.example.org[/bold]
+    Example: [bold]potluck init my-run && potluck host my-run --announce my-server.example.org[/bold]
     """
     from potluck.cli import console
     from potluck.cli.folders import run_folder
@@ -57,6 +64,8 @@ def host(
     from potluck.run.host import Host, HostConfig
 
     console.set_up_logging(verbose)
+    manifest = _manifest(run_file)
+    run = manifest.run if manifest is not None else run
     where = run_folder(check_run_name(run), folder)
     if print_hub_config:
         typer.echo("# For the configuration of a nats-server that has JetStream; restart it afterwards.")
@@ -82,26 +91,40 @@ def host(
         hub_url=hub,
         hub_ca=hub_ca,
     )
-    console.run(console.until_interrupted(lambda stop: _serve(Host(config), stop, as_json)))
+    console.run(console.until_interrupted(lambda stop: _serve(Host(config), manifest, stop, as_json)))
 
 
-async def _serve(host: Host, stop: asyncio.Event, as_json: bool) -> None:
+def _manifest(run_file: Path | None) -> Manifest | None:
+    """What the file says, or the one in this folder; None where there is none, and so nothing to train."""
+    path = run_file or Path("run.toml")
+    if run_file is None and not path.exists():
+        return None
+    from potluck.training.runfile import manifest_of, read_run_file
+
+    return manifest_of(read_run_file(path), path if path.is_dir() else path.parent)
+
+
+async def _serve(host: Host, manifest: Manifest | None, stop: asyncio.Event, as_json: bool) -> None:
     from potluck.cli import console
 
     async def start() -> bool:
         await host.start()
+        if manifest is not None:
+            from potluck.training.organising import put_up
+
+            await put_up(manifest, host.address, host.keys)
         return True
 
     if not await console.unless_stopped(start(), stop):
         return
     try:
         _announce(host, as_json)
-        await _watch(host, stop, as_json)
+        await _watch(host, manifest, stop, as_json)
     finally:
         await host.stop()
 
 
-async def _watch(host: Host, stop: asyncio.Event, as_json: bool) -> None:
+async def _watch(host: Host, manifest: Manifest | None, stop: asyncio.Event, as_json: bool) -> None:
     """Tell who comes and goes until asked to stop, or until the hub dies."""
     from potluck.cli import console
 
@@ -109,21 +132,30 @@ async def _watch(host: Host, stop: asyncio.Event, as_json: bool) -> None:
     roster = host.peer.session.roster
     end = roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json))
     try:
-        await console.unless_stopped(_help(host), stop)
+        await console.unless_stopped(_help(host, manifest), stop)
     finally:
         end()
 
 
-async def _help(host: Host) -> None:
+async def _help(host: Host, manifest: Manifest | None) -> None:
     """Have the host's own peer reduce for the trainers, and coordinate; raises when the hub has died."""
     # Torch takes seconds to import: the run is open by now, and the event loop must go on meanwhile.
     module = await asyncio.to_thread(importlib.import_module, "potluck.optim.helper")
     assert host.peer is not None
-    helper: Helper = await module.Helper.of(host.peer)
+    helper: Helper = await module.Helper.of(host.peer, coordinator=_coordinator(manifest))
     try:
         await host.failed()
     finally:
         await helper.close()
+
+
+def _coordinator(manifest: Manifest | None) -> CoordinatorConfig | None:
+    """How the host plans rounds; None: as it would without knowing what is trained."""
+    if manifest is None:
+        return None
+    from potluck.training.optimizers import coordinating
+
+    return coordinating(manifest)
 
 
 def _announce(host: Host, as_json: bool) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
+    from potluck.cli.training import TrainOptions
     from potluck.hub.guard.lobby import Answer
     from potluck.hub.joinlink import JoinLink
     from potluck.peer.identity import Identity
@@ -37,6 +38,12 @@ def join(
     trusted_lan: Annotated[
         bool, typer.Option(help="Send bulk bytes in the clear; only where you trust everybody on the network.")
     ] = False,
+    recipe: Annotated[
+        Path | None, typer.Option(help="Your copy of the run's recipe, where the organiser wrote one.")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples per step; found by trial unless given.")] = None,
+    device: Annotated[str, typer.Option(help="Where to compute, as in cpu or cuda:1; the fastest unless given.")] = "",
+    max_steps: Annotated[int | None, typer.Option(help="Leave after so many steps.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a line.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
 ) -> None:
@@ -45,6 +52,7 @@ def join(
     Example: [bold]potluck join 'potluck://hub.example.org:4222/my-first-run?ca=…#…' --name Ada[/bold]
     """
     from potluck.cli import console
+    from potluck.cli.training import TrainOptions
     from potluck.errors import ConfigurationError
     from potluck.hub.joinlink import JoinLink
     from potluck.peer import environment
@@ -70,13 +78,16 @@ def join(
     path = identity_path or environment.identity_path()
     identity = Identity.open(path) if path is not None else Identity.open_default()
     try:
-        console.run(console.until_interrupted(lambda stop: _take_part(parsed, identity, config, stop, as_json)))
+        options = TrainOptions(recipe=recipe, batch_size=batch_size, device=device, max_steps=max_steps)
+        console.run(
+            console.until_interrupted(lambda stop: _take_part(parsed, identity, config, options, stop, as_json))
+        )
     finally:
         identity.close()
 
 
 async def _take_part(
-    link: JoinLink, identity: Identity, config: PeerConfig, stop: asyncio.Event, as_json: bool
+    link: JoinLink, identity: Identity, config: PeerConfig, options: TrainOptions, stop: asyncio.Event, as_json: bool
 ) -> None:
     from potluck.cli import console
     from potluck.hub.joinlink import fetch_address
@@ -100,14 +111,15 @@ async def _take_part(
 
     try:
         if await console.unless_stopped(start(), stop):
-            await _stay(peer, stop, as_json)
+            await _stay(peer, options, stop, as_json)
     finally:
         await peer.close()
 
 
-async def _stay(peer: Peer, stop: asyncio.Event, as_json: bool) -> None:
-    """Tell who comes and goes until asked to stop, or until the hub throws us out."""
+async def _stay(peer: Peer, options: TrainOptions, stop: asyncio.Event, as_json: bool) -> None:
+    """Do our part, and tell who comes and goes, until asked to stop, or until the hub throws us out."""
     from potluck.cli import console
+    from potluck.cli.training import train
 
     roster = peer.session.roster
     if as_json:
@@ -125,7 +137,10 @@ async def _stay(peer: Peer, stop: asyncio.Event, as_json: bool) -> None:
     end_hub = peer.session.listen(hub_changed)
     end = roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json))
     try:
-        await console.unless_stopped(_until_ended(peer), stop)
+        if peer.session.card.role == "trainer":
+            await train(peer, options, stop, as_json)
+        else:
+            await console.unless_stopped(_until_ended(peer), stop)
     finally:
         end()
         end_hub()

@@ -14,6 +14,7 @@ import potluck
 from potluck.cli.demo import demo
 from potluck.cli.doctor import doctor
 from potluck.cli.host import host
+from potluck.cli.init import init
 from potluck.cli.join import join
 from potluck.cli.members import app as members
 from potluck.errors import ConfigurationError, PotluckError
@@ -28,6 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("demo")(demo)
+app.command("init")(init)
 app.command("host")(host)
 app.command("join")(join)
 app.command("doctor")(doctor)

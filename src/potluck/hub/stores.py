@@ -33,6 +33,9 @@ RETRY_SECONDS = 0.25
 ATTEMPT_SECONDS = 3.0  # a cluster without a leader does not answer at all: ask again rather than wait
 
 
+MANIFEST_KEY = "current"  # the only key of the manifest's store
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreDefinition:
     """One store."""

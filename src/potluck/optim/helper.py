@@ -33,14 +33,16 @@ class Helper:
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
-    async def of(cls, peer: RoundPeer, *, num_threads: int | None = None) -> Self:
+    async def of(
+        cls, peer: RoundPeer, *, coordinator: CoordinatorConfig | None = None, num_threads: int | None = None
+    ) -> Self:
         """Help with whatever this peer's run does; the peer must have joined as aux."""
         grace = AdaptiveGrace(least_seconds=LEAST_GRACE_SECONDS, most_seconds=MOST_GRACE_SECONDS)
         collaboration = Collaboration(
             peer,
             target=None,
             codecs=CodecChoice(),
-            coordinator=CoordinatorConfig(trigger=AdaptiveQuorum(grace=grace)),
+            coordinator=coordinator or CoordinatorConfig(trigger=AdaptiveQuorum(grace=grace)),
             num_threads=num_threads,
         )
         await collaboration.start()

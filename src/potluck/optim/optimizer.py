@@ -152,6 +152,17 @@ class Optimizer(torch.optim.Optimizer):
         return self.driver.epoch
 
     @property
+    def target_batch_size(self) -> int:
+        """How many samples of all peers together make an epoch. Set it on all of them, for the same epoch."""
+        return self.collaboration.progress.target or self.config.target_batch_size
+
+    @target_batch_size.setter
+    def target_batch_size(self, samples: int) -> None:
+        if samples < 1:
+            raise ConfigurationError(f"target_batch_size={samples}: an epoch needs at least 1 sample")
+        self.collaboration.progress.target = samples
+
+    @property
     def samples(self) -> int:
         """This peer's samples towards the next epoch."""
         method = self.method

@@ -90,6 +90,14 @@ class Host:
         self._guard: Guard | None = None
         self._record: HostRecord | None = None
         self._is_invite_valid = False
+        self._keys: HubKeys | None = None
+
+    @property
+    def keys(self) -> HubKeys:
+        """The hub's secrets, the organiser's among them."""
+        if self._keys is None:
+            raise RuntimeError("the host is not started")
+        return self._keys
 
     @property
     def address(self) -> HubAddress:
@@ -113,6 +121,7 @@ class Host:
         """Start everything; on failure everything is released again."""
         try:
             keys, address, link = await self._start_hub()
+            self._keys = keys
             self._guard = Guard(self.config.guard, keys, address)
             await self._guard.start()
             await self._settle(keys, address, link)

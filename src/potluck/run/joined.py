@@ -22,7 +22,7 @@ from potluck.link.links import Links
 from potluck.peer import environment
 from potluck.peer.identity import Identity
 from potluck.peer.session import Session
-from potluck.run.loopthread import LoopThread
+from potluck.run.loopthread import LoopThread, RunningLoop
 from potluck.run.peer import Peer, PeerConfig
 
 logger = logging.getLogger(__name__)
@@ -51,11 +51,13 @@ class RunningPeer(Protocol):
 class Joined:
     """A run that this process takes part in. Its methods are for the user's threads."""
 
-    def __init__(self, start: Callable[[], Awaitable[RunningPeer]], loop: LoopThread | None = None) -> None:
+    def __init__(self, start: Callable[[], Awaitable[RunningPeer]], loop: RunningLoop | None = None) -> None:
         """`start` makes the peer, on the loop; `loop` is this run's own unless given."""
         self._start = start
-        self._owns_loop = loop is None
-        self._loop = loop or LoopThread()
+        self._own_loop: LoopThread | None = None
+        if loop is None:
+            loop = self._own_loop = LoopThread()
+        self._loop = loop
         self._peer: RunningPeer | None = None
         self._closers: list[Callable[[], Awaitable[None]]] = []
         self._claimed: set[str] = set()
@@ -76,8 +78,8 @@ class Joined:
         """Join. What keeps this peer out (no hub, no invite, a ban) is raised here."""
         if self._peer is not None:
             return self
-        if self._owns_loop:
-            self._loop.start()
+        if self._own_loop is not None:
+            self._own_loop.start()
         try:
             self._peer = self._loop.call(_await(self._start))
         except BaseException:
@@ -141,8 +143,8 @@ class Joined:
         await peer.close()
 
     def _end_loop(self) -> None:
-        if self._owns_loop:
-            self._loop.close()
+        if self._own_loop is not None:
+            self._own_loop.close()
 
 
 def join(link: str = "", *, identity: Identity | None = None, **config: Any) -> Joined:

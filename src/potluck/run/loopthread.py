@@ -1,7 +1,7 @@
 """An event loop in a thread of its own, and how another thread has things done on it.
 
-A user's training loop is synchronous, and hub and links live on an event loop. `LoopThread` is the only place where the
-two meet: the loop's thread runs nothing but the loop, and whoever calls from outside waits, or gets a future.
+A user's training loop is synchronous, and hub and links live on an event loop. This is the only place where the two
+meet: the loop's thread runs nothing but the loop, and whoever calls from outside waits, or gets a future.
 
     with LoopThread() as loop:
         peer = loop.call(start_peer())
@@ -33,13 +33,56 @@ SWITCH_SECONDS = 0.0005
 LEAVE_SECONDS = 30.0  # what is left on the loop gets so long to end
 
 
-class LoopThread:
-    """A running event loop. Its methods are for other threads."""
+class RunningLoop:
+    """An event loop that runs in one thread, for the use of others."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None, thread: threading.Thread | None = None) -> None:
+        self._loop = loop
+        self._thread = thread
+
+    @classmethod
+    def of_this_thread(cls) -> RunningLoop:
+        """The loop that runs here, for threads that this one starts."""
+        return cls(asyncio.get_running_loop(), threading.current_thread())
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Have a coroutine run on the loop; the future ends with its result."""
+        try:
+            loop = self._usable_loop()
+        except BaseException:
+            work.close()
+            raise
+        return asyncio.run_coroutine_threadsafe(work, loop)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Have a coroutine run on the loop and wait for it. Ctrl-C ends the coroutine first, and then goes on."""
+        future = self.submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():  # interrupted here, while the work goes on there
+                future.cancel()
+                concurrent.futures.wait([future], timeout=LEAVE_SECONDS)
+            raise
+
+    def soon(self, function: Callable[[], object]) -> None:
+        """Have a function called on the loop, and do not wait."""
+        self._usable_loop().call_soon_threadsafe(function)
+
+    def _usable_loop(self) -> asyncio.AbstractEventLoop:
+        if self._thread is None or self._loop is None:
+            raise ConfigurationError("the run was left already: do this inside of `with potluck.join(…) as run:`")
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("the event loop's own thread must not wait for the event loop")
+        return self._loop
+
+
+class LoopThread(RunningLoop):
+    """An event loop with a thread of its own."""
 
     def __init__(self, name: str = "potluck-loop") -> None:
+        super().__init__()
         self._name = name
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
 
     @property
     def is_running(self) -> bool:
@@ -72,37 +115,6 @@ class LoopThread:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Have a coroutine run on the loop; the future ends with its result."""
-        try:
-            loop = self._usable_loop()
-        except BaseException:
-            work.close()
-            raise
-        return asyncio.run_coroutine_threadsafe(work, loop)
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Have a coroutine run on the loop and wait for it. Ctrl-C ends the coroutine first, and then goes on."""
-        future = self.submit(work)
-        try:
-            return future.result()
-        except BaseException:
-            if not future.done():  # interrupted here, while the work goes on there
-                future.cancel()
-                concurrent.futures.wait([future], timeout=LEAVE_SECONDS)
-            raise
-
-    def soon(self, function: Callable[[], object]) -> None:
-        """Have a function called on the loop, and do not wait."""
-        self._usable_loop().call_soon_threadsafe(function)
-
-    def _usable_loop(self) -> asyncio.AbstractEventLoop:
-        if self._thread is None or self._loop is None:
-            raise ConfigurationError("the run was left already: do this inside of `with potluck.join(…) as run:`")
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("the event loop's own thread must not wait for the event loop")
-        return self._loop
 
     def _run(self, started: threading.Event) -> None:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -141,6 +141,13 @@ class PolicyAnswer(Message, frozen=True, kw_only=True, tag=True):
     policy: Policy
 
 
+class PutUpManifest(Message, frozen=True, kw_only=True, tag=True):
+    """Put up what the run trains, signed; members check that for themselves."""
+
+    signed: bytes
+    replaces: int  # the store's revision of the one before; 0: there is none
+
+
 A = TypeVar("A", bound=Message)
 
 
@@ -231,6 +238,10 @@ class Organiser:
     async def set_policy(self, policy: Policy) -> None:
         """Replace the run's policy."""
         await self._ask("set_policy", SetPolicy(policy=policy), Done)
+
+    async def put_up_manifest(self, signed: bytes, *, replaces: int) -> None:
+        """Put up a manifest. RetryableError when another organiser came first: look at theirs, and try again."""
+        await self._ask("manifest", PutUpManifest(signed=signed, replaces=replaces), Done)
 
     async def _ask(self, verb: str, request: Message, kind: type[A]) -> A:
         subject = self._subjects.organise(self._peer, verb)

@@ -27,6 +27,7 @@ from potluck.hub.guard.member import (
 from potluck.hub.guard.organise import Done, Failure
 from potluck.hub.guard.registry import POLICY_KEY, Registry
 from potluck.hub.presence import Presence
+from potluck.hub.stores import MANIFEST_KEY
 from potluck.hub.subjects import PEER_ID
 from potluck.messages import Message, decode
 
@@ -79,6 +80,7 @@ class OrganiserDesk:
             "bans": (organise.ListPage, self._bans),
             "policy": (organise.ListPage, self._policy),
             "set_policy": (organise.SetPolicy, self._set_policy),
+            "manifest": (organise.PutUpManifest, self._put_up_manifest),
         }
 
     async def answer(self, organiser: str, verb: str, payload: bytes) -> Message:
@@ -240,6 +242,13 @@ class OrganiserDesk:
     async def _set_policy(self, organiser: str, request: organise.SetPolicy) -> Message:
         await self._registry.policies.put(POLICY_KEY, request.policy)
         logger.info("%s changed the policy", organiser)
+        return Done()
+
+    # What the run trains
+
+    async def _put_up_manifest(self, organiser: str, request: organise.PutUpManifest) -> Message:
+        await self._registry.manifest.put(MANIFEST_KEY, request.signed, expected=request.replaces)
+        logger.info("%s put up a manifest", organiser)
         return Done()
 
 

@@ -171,6 +171,7 @@ class Registry:
         self.invites: Table[Invite] = Table(connection.store("invites"), Invite, spawn)
         self.requests: Table[AccessRequest] = Table(connection.store("requests"), AccessRequest, spawn)
         self.policies: Table[Policy] = Table(connection.store("policy"), Policy, spawn)
+        self.manifest = connection.store("manifest")  # written for organisers; the guard itself decides nothing by it
         self._person_of: dict[str, str] = {}
         self._peers_of: dict[str, set[str]] = {}
         self.members.listen(self._index_member)

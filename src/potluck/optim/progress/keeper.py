@@ -75,6 +75,16 @@ class ProgressKeeper:
                 await subscription.cancel()
         self._news = self._beacons = None
 
+    @property
+    def target(self) -> int | None:
+        """How many samples make an epoch; None: what most trainers say."""
+        return self._tracker.target
+
+    @target.setter
+    def target(self, samples: int) -> None:
+        """To be set by any thread: whoever reads it next counts with it."""
+        self._tracker.target = samples
+
     # What this peer says
 
     def report(self, *, epoch: int, samples: int, samples_per_second: float, eager: bool = False) -> None:

@@ -1,0 +1,84 @@
+"""What a recipe is: one class that says what to train, on what, and how well it does.
+
+    class Config(RecipeConfig, frozen=True, kw_only=True):
+        width: int = 64
+
+    class MyRecipe(Recipe[Config]):
+        Config = Config
+        def model(self): ...
+        def samples(self, shard, generator): ...
+        def loss(self, model, batch): ...
+
+A recipe is data and mathematics only. It knows nothing of peers: who trains on which shard, with which batch size, on
+which device and with which optimizer is decided by whoever trains (training/).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from potluck.errors import ConfigurationError
+
+Sample = tuple[Tensor, ...]
+Batch = tuple[Tensor, ...]
+
+
+class RecipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what an organiser can choose about a recipe; every field has a default."""
+
+
+C = TypeVar("C", bound=RecipeConfig)
+
+
+class Recipe(ABC, Generic[C]):
+    """A model with its data and its loss."""
+
+    Config: ClassVar[type[RecipeConfig]] = RecipeConfig
+    """What an organiser can choose, under [model] in run.toml."""
+
+    num_shards: int = 1
+    """Into how many pieces the data are cut. Peers take whole shards, so have many more than there will be peers."""
+
+    def __init__(self, config: C) -> None:
+        """Check the configuration; read no data yet."""
+        self.config = config
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A fresh model. Its values come from torch's generator, which is seeded as the manifest says."""
+
+    @abstractmethod
+    def samples(self, shard: int, generator: torch.Generator) -> Iterable[Sample]:
+        """One pass over a shard, shuffled by the generator. May be a stream: a shard need not fit in memory."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The mean loss of a batch."""
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """Samples as one batch: stacked, unless a recipe knows better."""
+        return tuple(torch.stack(column) for column in zip(*samples, strict=True))
+
+    def evaluate(self, model: nn.Module) -> Mapping[str, float]:
+        """Figures on data that is never trained on; the model is in evaluation mode, without gradients."""
+        return {}
+
+    def preview(self, model: nn.Module) -> str:
+        """What the model does now, for people to read; the model is in evaluation mode, without gradients."""
+        return ""
+
+
+def configured(kind: type[Recipe[Any]], options: Mapping[str, Any]) -> Recipe[Any]:
+    """The recipe with these options; ConfigurationError when it does not know one, or cannot use its value."""
+    try:
+        config = msgspec.convert(dict(options), kind.Config)
+    except msgspec.ValidationError as error:
+        known = ", ".join(field.name for field in msgspec.structs.fields(kind.Config)) or "none"
+        raise ConfigurationError(f"[model] does not fit the recipe: {error}. Its options are: {known}") from error
+    return kind(config)

@@ -1,0 +1,11 @@
+"""A run from its manifest: what everybody trains, and how one peer does its part.
+
+manifest.py    Manifest: what a run trains and how; signed by an organiser, kept in the hub, followed by all
+runfile.py     run.toml, which an organiser writes, as a manifest; skeleton.py: one to start from
+notice.py      the manifest in the hub: signed, checked, followed
+organising.py  the organiser's side: putting up a manifest, and what has changed in run.toml
+optimizers.py  from the manifest to torch's optimizers and ours
+batchsize.py   how large a batch this machine can take
+feed.py        batches, shard after shard
+trainer.py     one peer's training loop
+"""

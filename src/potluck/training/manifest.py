@@ -1,0 +1,141 @@
+"""What a run trains and how. Every joiner takes its arguments from here.
+
+Recipe, model, algorithm and codecs are fixed for the life of a run. What may change while it trains stands in
+`Settings`, each entry with the epoch from which on it counts: so all peers change at the same one, a newcomer knows
+what counted when, and a curriculum is nothing but entries that were written beforehand. An organiser signs each
+revision (notice.py); nobody else can change it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from potluck.errors import ConfigurationError
+from potluck.messages import PROTOCOL_VERSION, Message
+from potluck.recipes.catalogue import RecipeRef
+from potluck.round.aggregators import AggregatorSpec, aggregator_for
+from potluck.round.codecs import CodecSpec, codec_for
+
+Positive = Annotated[float, msgspec.Meta(gt=0.0)]
+Share = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+
+MAX_MODEL_OPTIONS = 256
+MAX_SETTINGS = 256
+
+
+class OptimizerSpec(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A torch optimizer."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    learning_rate: Positive = 3e-4
+    weight_decay: Annotated[float, msgspec.Meta(ge=0.0)] = 0.01
+    beta1: Share = 0.9  # adam and adamw; the momentum of sgd
+    beta2: Share = 0.99
+    max_grad_norm: Annotated[float, msgspec.Meta(ge=0.0)] = 1.0  # 0: not clipped
+
+
+class ScheduleSpec(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the learning rate goes, by epochs of the run."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_epochs: Count = 0
+    total_epochs: Count = 0  # where it has fallen to `final_share`; needed unless it is constant
+    final_share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.1
+
+    def __post_init__(self) -> None:
+        if self.kind != "constant" and self.total_epochs <= self.warmup_epochs:
+            raise ConfigurationError(
+                f"a {self.kind} schedule needs total_epochs above warmup_epochs={self.warmup_epochs}, "
+                f"not {self.total_epochs}"
+            )
+
+
+class Sync(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="algorithm", tag="sync"):
+    """Everybody's gradients together make one large batch, and one step."""
+
+    target_batch_size: AtLeastOne = 256
+    matchmaking_seconds: Annotated[float, msgspec.Meta(ge=0.0)] = 3.0
+    delay_averaging: bool = False  # average in the background, on gradients that are one batch older
+
+
+class DiLoCo(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="algorithm", tag="diloco"):
+    """Many local steps, then one exchange: for slow lines."""
+
+    inner_steps: AtLeastOne = 100
+    outer_learning_rate: Positive = 0.7
+    outer_momentum: Share = 0.9
+    min_peers: AtLeastOne = 1
+    grace_seconds: Annotated[float, msgspec.Meta(ge=0.0)] = 30.0
+    num_fragments: AtLeastOne = 1
+    overlap_steps: Count = 0
+    mixing: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
+
+
+class Exchange(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How values travel, and what becomes of them."""
+
+    codec: str = "float16"
+    aggregator: str = "mean"
+    reducers: Literal["everybody", "trusted"] = "everybody"
+
+    def __post_init__(self) -> None:
+        codec_for(CodecSpec(name=self.codec))
+        aggregator_for(AggregatorSpec(name=self.aggregator))
+
+
+class Settings(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What may change while a run trains."""
+
+    from_epoch: Count = 0  # it counts for the steps that make later epochs
+    training: Sync | DiLoCo = Sync()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    schedule: ScheduleSpec = ScheduleSpec()
+    paused: bool = False
+    end_epoch: Count = 0  # the run is done then; 0: it goes on for ever
+
+
+class Manifest(Message, frozen=True, kw_only=True):
+    """One revision of a run's description."""
+
+    run: str
+    recipe: RecipeRef
+    settings: Annotated[tuple[Settings, ...], msgspec.Meta(min_length=1, max_length=MAX_SETTINGS)] = (Settings(),)
+    revision: AtLeastOne = 1
+    protocol: int = PROTOCOL_VERSION
+    model: dict[str, bool | int | float | str] = {}
+    exchange: Exchange = Exchange()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.model) > MAX_MODEL_OPTIONS:
+            raise ConfigurationError(f"{len(self.model)} options of a model: at most {MAX_MODEL_OPTIONS}")
+        epochs = [entry.from_epoch for entry in self.settings]
+        if epochs != sorted(set(epochs)):
+            raise ConfigurationError(f"settings from the epochs {epochs}: they must be in order, one for an epoch")
+        fixed = {_fixed(entry.training) for entry in self.settings}
+        if len(fixed) > 1:
+            raise ConfigurationError("the algorithm cannot change while a run trains: start another run")
+
+    @property
+    def newest(self) -> Settings:
+        """What counts in the end."""
+        return self.settings[-1]
+
+    def at(self, epoch: int) -> Settings:
+        """What counts for the step that makes the epoch after `epoch`."""
+        return next((entry for entry in reversed(self.settings) if entry.from_epoch <= epoch), self.settings[0])
+
+    def changed(self, settings: Settings, *, epoch: int) -> Manifest:
+        """The next revision, with settings that are new; those that ended before `epoch` are forgotten."""
+        current = self.at(epoch)
+        earlier = tuple(e for e in self.settings if current.from_epoch <= e.from_epoch < settings.from_epoch)
+        return msgspec.structs.replace(self, revision=self.revision + 1, settings=(*earlier, settings))
+
+
+def _fixed(training: Sync | DiLoCo) -> Sync | DiLoCo:
+    """What of the algorithm stays for the life of a run."""
+    return msgspec.structs.replace(training, target_batch_size=1) if isinstance(training, Sync) else training

@@ -1,0 +1,105 @@
+"""From a manifest to optimizers: torch's inside, ours around it, and the learning rate of an epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from potluck.optim.diloco import DiLoCo
+from potluck.optim.methods.outer import Nesterov
+from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
+from potluck.optim.optimizer import Optimizer
+from potluck.round.aggregators import AggregatorSpec
+from potluck.round.codecs import CodecChoice
+from potluck.round.coordinator import CoordinatorConfig
+from potluck.round.gathering import GatherConfig
+from potluck.round.trigger import Quorum
+from potluck.run.joined import Joined
+from potluck.training import manifest as manifests
+from potluck.training.manifest import Manifest, OptimizerSpec, ScheduleSpec, Settings
+
+SharedOptimizer = Optimizer | DiLoCo
+
+
+def make_optimizer(run: Joined, model: nn.Module, manifest: Manifest) -> SharedOptimizer:
+    """The optimizer that this manifest asks for, around the model, with the run's state as soon as there is one."""
+    settings = manifest.settings[0]  # what may change is set before each step
+    spec, training = settings.optimizer, settings.training
+    inner = _inner(spec, model.parameters())
+    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    codecs = CodecChoice.by_role({"gradient": manifest.exchange.codec})
+    max_grad_norm = spec.max_grad_norm or None
+    if isinstance(training, manifests.Sync):
+        return Optimizer(
+            run,
+            inner,
+            extra_tensors=buffers,
+            target_batch_size=training.target_batch_size,
+            matchmaking_seconds=training.matchmaking_seconds,
+            delay_grad_averaging=training.delay_averaging,
+            max_grad_norm=max_grad_norm,
+            codecs=codecs,
+        )
+    return DiLoCo(
+        run,
+        inner,
+        extra_tensors=buffers,
+        outer=Nesterov(training.outer_learning_rate, training.outer_momentum),
+        inner_steps=training.inner_steps,
+        num_fragments=training.num_fragments,
+        overlap_steps=training.overlap_steps,
+        mixing=training.mixing,
+        min_peers=training.min_peers,
+        grace_seconds=training.grace_seconds,
+        max_grad_norm=max_grad_norm,
+        codecs=codecs,
+    )
+
+
+def coordinating(manifest: Manifest) -> CoordinatorConfig:
+    """How rounds of this run are started and planned by a coordinator that trains nothing itself."""
+    training = manifest.newest.training
+    gather = GatherConfig(
+        aggregator=AggregatorSpec(name=manifest.exchange.aggregator),
+        trusted_reducers=manifest.exchange.reducers == "trusted",
+    )
+    if isinstance(training, manifests.Sync):
+        return CoordinatorConfig(gather=gather, trigger=Quorum(grace_seconds=training.matchmaking_seconds))
+    grace = AdaptiveGrace(least_seconds=min(0.5, training.grace_seconds), most_seconds=training.grace_seconds)
+    return CoordinatorConfig(gather=gather, trigger=AdaptiveQuorum(min_senders=training.min_peers, grace=grace))
+
+
+def follow(optimizer: SharedOptimizer, settings: Settings) -> None:
+    """Set what may change while a run trains. It depends on the epoch alone, so that a newcomer has the same."""
+    rate = learning_rate(settings, optimizer.epoch)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+        group["weight_decay"] = settings.optimizer.weight_decay
+    if isinstance(settings.training, manifests.Sync) and isinstance(optimizer, Optimizer):
+        optimizer.target_batch_size = settings.training.target_batch_size
+
+
+def learning_rate(settings: Settings, epoch: int) -> float:
+    """Of the step that makes the epoch after `epoch`."""
+    return settings.optimizer.learning_rate * _share(settings.schedule, epoch)
+
+
+def _share(schedule: ScheduleSpec, epoch: int) -> float:
+    if epoch < schedule.warmup_epochs:
+        return (epoch + 1) / (schedule.warmup_epochs + 1)
+    if schedule.kind == "constant":
+        return 1.0
+    length = schedule.total_epochs - schedule.warmup_epochs
+    passed = min(1.0, (epoch - schedule.warmup_epochs) / length)
+    remaining = 1.0 - passed if schedule.kind == "linear" else (1.0 + math.cos(math.pi * passed)) / 2
+    return schedule.final_share + (1.0 - schedule.final_share) * remaining
+
+
+def _inner(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    if spec.name == "sgd":
+        return torch.optim.SGD(parameters, lr=spec.learning_rate, momentum=spec.beta1, weight_decay=spec.weight_decay)
+    kind = torch.optim.AdamW if spec.name == "adamw" else torch.optim.Adam
+    return kind(parameters, lr=spec.learning_rate, betas=(spec.beta1, spec.beta2), weight_decay=spec.weight_decay)

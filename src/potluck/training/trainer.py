@@ -1,0 +1,163 @@
+"""One peer's training loop: batches in, gradients or changes out to the run, until told to stop.
+
+The loop knows nothing of rounds: the optimizer takes part in them. It follows the manifest: what may change while a run
+trains is looked at before each step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from potluck.errors import ConfigurationError
+from potluck.recipes.recipe import Recipe
+from potluck.run.joined import Joined
+from potluck.training.batchsize import find_batch_size, to_device
+from potluck.training.feed import Feed, RandomShards
+from potluck.training.manifest import Manifest, Settings, Sync
+from potluck.training.optimizers import SharedOptimizer, follow, make_optimizer
+
+logger = logging.getLogger(__name__)
+
+LOSS_MEMORY = 0.9  # of the smoothed loss, per step
+PAUSE_SECONDS = 0.5
+TELL_EVERY_SECONDS = 0.5
+SMALLEST_SHARE = 4  # a batch found by trial is at most such a share of the target: several peers fill it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How this machine trains."""
+
+    batch_size: int | None = None
+    """Samples per step; None: found by trial."""
+
+    device: str = ""
+    """Where to compute, as torch names it; empty: the fastest there is."""
+
+    max_steps: int | None = None
+    """End after so many steps; None: go on until the run ends."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ConfigurationError(f"batch_size={self.batch_size}: a step needs at least 1 sample")
+        if self.max_steps is not None and self.max_steps < 0:
+            raise ConfigurationError(f"max_steps={self.max_steps}: it must be 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainProgress:
+    """How far this peer is."""
+
+    epoch: int
+    steps: int
+    samples: int  # of this peer, since it started
+    loss: float  # smoothed
+    samples_per_second: float
+    paused: bool = False
+
+
+class Trainer:
+    """Trains until the run ends, or somebody says stop. Lives in the thread that calls `train`."""
+
+    def __init__(
+        self,
+        run: Joined,
+        manifest: Callable[[], Manifest],
+        recipe: Recipe[Any],
+        config: TrainConfig | None = None,
+        on_progress: Callable[[TrainProgress], None] | None = None,
+    ) -> None:
+        """`manifest` returns the newest one each time it is asked."""
+        self._manifest = manifest
+        self._recipe = recipe
+        self._config = config or TrainConfig()
+        self._on_progress = on_progress or (lambda _progress: None)
+        self._told_at = 0.0
+        first = manifest()
+        self.device = _device(self._config.device)
+        self.model = _model(recipe, first.seed, self.device)
+        self.batch_size = self._config.batch_size or self._find_batch_size(first)
+        self.optimizer: SharedOptimizer = make_optimizer(run, self.model, first)
+        self._seed = zlib.crc32(run.peer_id.encode())
+        self.steps = 0
+        self.samples = 0
+        self.loss = float("nan")
+
+    def train(self, stop: threading.Event) -> TrainProgress:
+        """Go on until `stop` is set, the steps are done, or the run has reached its end."""
+        feed = Feed(self._recipe, RandomShards(self._recipe.num_shards, self._seed), self.batch_size, self._seed)
+        started = time.monotonic()
+        try:
+            while not stop.is_set() and not self._is_done():
+                if self._settings().paused:
+                    self._tell(started, paused=True)
+                    stop.wait(PAUSE_SECONDS)
+                else:
+                    self._step(feed)
+                    self._tell(started)
+        finally:
+            feed.close()
+        return self._progress(started)
+
+    def _settings(self) -> Settings:
+        return self._manifest().at(self.optimizer.epoch)
+
+    def _is_done(self) -> bool:
+        end, most = self._settings().end_epoch, self._config.max_steps
+        return bool(end and self.optimizer.epoch >= end) or (most is not None and self.steps >= most)
+
+    def _step(self, feed: Feed) -> None:
+        batch = to_device(feed.next(), self.device)
+        loss = self._recipe.loss(self.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        follow(self.optimizer, self._settings())
+        self.optimizer.step(batch_size=self.batch_size)
+        self.optimizer.zero_grad()
+        self.steps += 1
+        self.samples += self.batch_size
+        value = loss.item()
+        self.loss = value if self.loss != self.loss else LOSS_MEMORY * self.loss + (1 - LOSS_MEMORY) * value
+
+    def _tell(self, started: float, *, paused: bool = False) -> None:
+        now = time.monotonic()
+        if now - self._told_at >= TELL_EVERY_SECONDS:
+            self._told_at = now
+            self._on_progress(self._progress(started, paused=paused))
+
+    def _progress(self, started: float, *, paused: bool = False) -> TrainProgress:
+        seconds = max(time.monotonic() - started, 1e-9)
+        return TrainProgress(self.optimizer.epoch, self.steps, self.samples, self.loss, self.samples / seconds, paused)
+
+    def _find_batch_size(self, manifest: Manifest) -> int:
+        training = manifest.newest.training
+        largest = max(1, training.target_batch_size // SMALLEST_SHARE) if isinstance(training, Sync) else 1024
+        size = find_batch_size(self._recipe, self.model, self.device, largest)
+        logger.info("batches of %d samples suit this machine", size)
+        return size
+
+
+def _model(recipe: Recipe[Any], seed: int, device: torch.device) -> nn.Module:
+    """The recipe's model with the values that the manifest's seed gives, on every machine the same."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return recipe.model().to(device)
+
+
+def _device(name: str) -> torch.device:
+    if not name:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigurationError(f"--device {name} cannot be used here: {error}") from error
+    return device

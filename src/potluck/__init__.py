@@ -9,6 +9,9 @@ The packages stand in the order in which data flows, and import only upwards in 
     round/    tensors agreed on together: codecs, shares, plan, exchange, repair, commit
     state/    the run's state: kept by many, fetched from several, saved to disk
     optim/    training together: `Optimizer`, `DiLoCo`, and the methods under them
+    recipes/  what to train: models with their data and loss, built in or one's own
+    training/ a run from its manifest: what all peers train, and one peer's part in it
+    monitor/  watching a run
     testing/  fakes, fault injection, the NAT lab
     cli/      the `potluck` command
 """

@@ -8,6 +8,7 @@ import shlex
 import signal
 from pathlib import Path
 
+import pytest
 from commandline import PATIENCE_SECONDS, Terminal
 
 from potluck.hub.joinlink import JoinLink
@@ -32,9 +33,11 @@ def printed_link(host: ManagedProcess) -> str:
     return found.group() if found else ""
 
 
-def test_a_run_is_started_and_joined_as_the_readme_says(terminal: Terminal) -> None:
-    host_command, *others = shown_commands()
-    assert host_command[0] == "host"
+def test_a_run_is_started_and_joined_as_the_readme_says(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    init_command, host_command, *others = shown_commands()
+    assert (init_command[0], host_command[0]) == ("init", "host")
+    monkeypatch.chdir(terminal.folder)  # where commands are typed
+    terminal.run(*init_command)
     host = terminal.start(*host_command, "--listen", "127.0.0.1")  # a test opens nothing to the network
     link = poll_until_sync(lambda: printed_link(host), PATIENCE_SECONDS, lambda: f"a join link: {host.output()}")
     joined = []
@@ -42,12 +45,14 @@ def test_a_run_is_started_and_joined_as_the_readme_says(terminal: Terminal) -> N
         command = [link if word == LINK else word for word in words]
         if command[0] == "join":
             joined.append(terminal.start(*command))
+        elif command[0] == "monitor":
+            assert "epoch" in terminal.run(*command, "--once")
         else:
             answer = terminal.run(*command)
             if command[:2] == ["members", "invite"]:
                 [invited] = re.findall(r"potluck://\S+", answer)
                 assert JoinLink.parse(invited).invite != JoinLink.parse(link).invite
-    assert {words[0] for words in others} == {"join", "doctor", "members"}
+    assert {words[0] for words in others} == {"join", "monitor", "doctor", "members"}
     assert joined
     for process in joined:
         poll_until_sync(lambda p=process: "You are in" in p.output(), PATIENCE_SECONDS, process.output)

@@ -25,6 +25,7 @@ ORDER = (
     "paths",
     "fleet",
     "recipes",
+    "training",
     "monitor",
     "integrations",
     "sim",

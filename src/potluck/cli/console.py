@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import signal
 import sys
@@ -78,6 +79,11 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(main)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
+
+
+async def import_slowly(module: str) -> Any:
+    """A module that needs torch, whose import takes seconds, while the event loop goes on."""
+    return await asyncio.to_thread(importlib.import_module, module)
 
 
 async def until_interrupted(work: Callable[[asyncio.Event], Awaitable[T]]) -> T:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -139,8 +138,9 @@ async def _watch(host: Host, manifest: Manifest | None, stop: asyncio.Event, as_
 
 async def _help(host: Host, manifest: Manifest | None) -> None:
     """Have the host's own peer reduce for the trainers, and coordinate; raises when the hub has died."""
-    # Torch takes seconds to import: the run is open by now, and the event loop must go on meanwhile.
-    module = await asyncio.to_thread(importlib.import_module, "potluck.optim.helper")
+    from potluck.cli import console
+
+    module = await console.import_slowly("potluck.optim.helper")
     assert host.peer is not None
     helper: Helper = await module.Helper.of(host.peer, coordinator=_coordinator(manifest))
     try:

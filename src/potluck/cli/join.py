@@ -10,11 +10,8 @@ import typer
 
 if TYPE_CHECKING:
     from potluck.cli.training import TrainOptions
-    from potluck.hub.guard.lobby import Answer
-    from potluck.hub.joinlink import JoinLink
-    from potluck.peer.identity import Identity
     from potluck.peer.session import HubChange
-    from potluck.run.peer import Peer, PeerConfig
+    from potluck.run.peer import Peer
 
 
 def join(
@@ -52,18 +49,14 @@ def join(
     Example: [bold]potluck join 'potluck://hub.example.org:4222/my-first-run?ca=…#…' --name Ada[/bold]
     """
     from potluck.cli import console
+    from potluck.cli.joining import parse_link, seated
     from potluck.cli.training import TrainOptions
-    from potluck.errors import ConfigurationError
-    from potluck.hub.joinlink import JoinLink
     from potluck.peer import environment
     from potluck.peer.identity import Identity
     from potluck.run.peer import PeerConfig
 
     console.set_up_logging(verbose)
-    text = link or environment.link()
-    if not text:
-        raise ConfigurationError("which run? Give its join link: potluck join 'potluck://…' (or set POTLUCK_LINK)")
-    parsed = JoinLink.parse(text)
+    parsed = parse_link(link, "potluck join")
     config = PeerConfig(
         role=role,
         name=name or environment.person_name(),
@@ -77,49 +70,22 @@ def join(
     )
     path = identity_path or environment.identity_path()
     identity = Identity.open(path) if path is not None else Identity.open_default()
+    options = TrainOptions(recipe=recipe, batch_size=batch_size, device=device, max_steps=max_steps)
+
+    async def stay(peer: Peer, stop: asyncio.Event) -> None:
+        await _stay(peer, options, stop, as_json)
+
     try:
-        options = TrainOptions(recipe=recipe, batch_size=batch_size, device=device, max_steps=max_steps)
-        console.run(
-            console.until_interrupted(lambda stop: _take_part(parsed, identity, config, options, stop, as_json))
-        )
+        console.run(console.until_interrupted(lambda stop: seated(parsed, identity, config, stop, as_json, stay)))
     finally:
         identity.close()
-
-
-async def _take_part(
-    link: JoinLink, identity: Identity, config: PeerConfig, options: TrainOptions, stop: asyncio.Event, as_json: bool
-) -> None:
-    from potluck.cli import console
-    from potluck.hub.joinlink import fetch_address
-    from potluck.run.peer import Peer
-
-    with console.err.status(f"looking for the hub at {', '.join(map(str, link.places))}"):
-        address = await console.unless_stopped(fetch_address(link), stop)
-    if address is None:
-        return
-    peer = Peer(address, link.run, identity, config)
-
-    def waiting(answer: Answer) -> None:
-        if as_json:
-            console.print_json({"event": "waiting", "place": answer.place, "peer": peer.peer_id})
-        else:
-            console.out.print(f"Waiting for an organiser to let you in (place {answer.place}). Ctrl-C gives up.")
-
-    async def start() -> bool:
-        await peer.start(waiting)
-        return True
-
-    try:
-        if await console.unless_stopped(start(), stop):
-            await _stay(peer, options, stop, as_json)
-    finally:
-        await peer.close()
 
 
 async def _stay(peer: Peer, options: TrainOptions, stop: asyncio.Event, as_json: bool) -> None:
     """Do our part, and tell who comes and goes, until asked to stop, or until the hub throws us out."""
     from potluck.cli import console
-    from potluck.cli.training import train
+    from potluck.cli.joining import until_ended
+    from potluck.cli.training import help_others, train
 
     roster = peer.session.roster
     if as_json:
@@ -139,13 +105,10 @@ async def _stay(peer: Peer, options: TrainOptions, stop: asyncio.Event, as_json:
     try:
         if peer.session.card.role == "trainer":
             await train(peer, options, stop, as_json)
+        elif peer.session.card.role == "aux":
+            await help_others(peer, stop)
         else:
-            await console.unless_stopped(_until_ended(peer), stop)
+            await console.unless_stopped(until_ended(peer), stop)
     finally:
         end()
         end_hub()
-
-
-async def _until_ended(peer: Peer) -> None:
-    """Wait until the session is over, and raise why."""
-    await asyncio.shield(peer.session.ended)

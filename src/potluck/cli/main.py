@@ -17,6 +17,7 @@ from potluck.cli.host import host
 from potluck.cli.init import init
 from potluck.cli.join import join
 from potluck.cli.members import app as members
+from potluck.cli.monitor import monitor
 from potluck.errors import ConfigurationError, PotluckError
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ app.command("demo")(demo)
 app.command("init")(init)
 app.command("host")(host)
 app.command("join")(join)
+app.command("monitor")(monitor)
 app.command("doctor")(doctor)
 app.add_typer(members, name="members")
 

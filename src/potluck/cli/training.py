@@ -1,4 +1,4 @@
-"""What `potluck join` does as a trainer: takes the manifest and trains until told to stop."""
+"""What `potluck join` does once it is in: as a trainer it trains what the manifest says, as an aux peer it helps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from potluck import tasks
 
 if TYPE_CHECKING:
+    from potluck.optim.helper import Helper
     from potluck.run.peer import Peer
     from potluck.training.manifest import Manifest
     from potluck.training.notice import NoticeBoard
@@ -30,8 +31,9 @@ class TrainOptions:
 
 async def train(peer: Peer, options: TrainOptions, stop: asyncio.Event, as_json: bool) -> None:
     """Train what the manifest says, in a thread of its own, until `stop`, the end of the run, or of our membership."""
-    # Torch takes seconds to import, and the event loop must go on meanwhile.
-    notice = await asyncio.to_thread(_import, "potluck.training.notice")
+    from potluck.cli import console
+
+    notice = await console.import_slowly("potluck.training.notice")
     board: NoticeBoard = notice.NoticeBoard(peer.session.hub, peer.session.subjects.run)
     await board.start()
     try:
@@ -40,6 +42,19 @@ async def train(peer: Peer, options: TrainOptions, stop: asyncio.Event, as_json:
             await _train(peer, board, manifest, options, stop, as_json)
     finally:
         await board.close()
+
+
+async def help_others(peer: Peer, stop: asyncio.Event) -> None:
+    """Reduce for the trainers, and coordinate if this peer may, until `stop` or the end of our membership."""
+    from potluck.cli import console
+    from potluck.cli.joining import until_ended
+
+    module = await console.import_slowly("potluck.optim.helper")
+    helper: Helper = await module.Helper.of(peer)
+    try:
+        await console.unless_stopped(until_ended(peer), stop)
+    finally:
+        await helper.close()
 
 
 async def _first_manifest(peer: Peer, board: NoticeBoard, stop: asyncio.Event, as_json: bool) -> Manifest | None:
@@ -135,9 +150,3 @@ def _figures(progress: TrainProgress) -> dict[str, Any]:
         "samples_per_second": progress.samples_per_second,
         "paused": progress.paused,
     }
-
-
-def _import(name: str) -> Any:
-    from importlib import import_module
-
-    return import_module(name)

@@ -130,10 +130,11 @@ class Manifest(Message, frozen=True, kw_only=True):
         return next((entry for entry in reversed(self.settings) if entry.from_epoch <= epoch), self.settings[0])
 
     def changed(self, settings: Settings, *, epoch: int) -> Manifest:
-        """The next revision, with settings that are new; those that ended before `epoch` are forgotten."""
+        """The next revision, with settings for after `epoch`; those that ended before it are forgotten."""
         current = self.at(epoch)
-        earlier = tuple(e for e in self.settings if current.from_epoch <= e.from_epoch < settings.from_epoch)
-        return msgspec.structs.replace(self, revision=self.revision + 1, settings=(*earlier, settings))
+        coming = [e for e in self.settings if epoch < e.from_epoch < settings.from_epoch and e is not current]
+        current = msgspec.structs.replace(current, from_epoch=min(current.from_epoch, epoch))
+        return msgspec.structs.replace(self, revision=self.revision + 1, settings=(current, *coming, settings))
 
 
 def _fixed(training: Sync | DiLoCo) -> Sync | DiLoCo:

@@ -7,6 +7,7 @@ trains is looked at before each step.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import zlib
@@ -77,6 +78,7 @@ class Trainer:
         on_progress: Callable[[TrainProgress], None] | None = None,
     ) -> None:
         """`manifest` returns the newest one each time it is asked."""
+        self._run = run
         self._manifest = manifest
         self._recipe = recipe
         self._config = config or TrainConfig()
@@ -125,12 +127,14 @@ class Trainer:
         self.steps += 1
         self.samples += self.batch_size
         value = loss.item()
-        self.loss = value if self.loss != self.loss else LOSS_MEMORY * self.loss + (1 - LOSS_MEMORY) * value
+        self.loss = value if math.isnan(self.loss) else LOSS_MEMORY * self.loss + (1 - LOSS_MEMORY) * value
 
     def _tell(self, started: float, *, paused: bool = False) -> None:
         now = time.monotonic()
         if now - self._told_at >= TELL_EVERY_SECONDS:
             self._told_at = now
+            loss = self.loss if math.isfinite(self.loss) else None
+            self._run.soon(lambda: self._run.peer.session.update_beacon(loss=loss))
             self._on_progress(self._progress(started, paused=paused))
 
     def _progress(self, started: float, *, paused: bool = False) -> TrainProgress:

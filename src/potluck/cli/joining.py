@@ -1,0 +1,66 @@
+"""What all commands share that take part in a run: from the link to a peer that is in, and out again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from potluck.hub.guard.lobby import Answer
+    from potluck.hub.joinlink import JoinLink
+    from potluck.peer.identity import Identity
+    from potluck.run.peer import Peer, PeerConfig
+
+
+def parse_link(text: str, command: str) -> JoinLink:
+    """The link that was given, or the one in POTLUCK_LINK; ConfigurationError without any."""
+    from potluck.errors import ConfigurationError
+    from potluck.hub.joinlink import JoinLink
+    from potluck.peer import environment
+
+    found = text or environment.link()
+    if not found:
+        raise ConfigurationError(f"which run? Give its join link: {command} 'potluck://…' (or set POTLUCK_LINK)")
+    return JoinLink.parse(found)
+
+
+async def seated(
+    link: JoinLink,
+    identity: Identity,
+    config: PeerConfig,
+    stop: asyncio.Event,
+    as_json: bool,
+    work: Callable[[Peer, asyncio.Event], Awaitable[None]],
+) -> None:
+    """Join, do the work, leave. While an organiser has to let us in, say so and wait."""
+    from potluck.cli import console
+    from potluck.hub.joinlink import fetch_address
+    from potluck.run.peer import Peer
+
+    with console.err.status(f"looking for the hub at {', '.join(map(str, link.places))}"):
+        address = await console.unless_stopped(fetch_address(link), stop)
+    if address is None:
+        return
+    peer = Peer(address, link.run, identity, config)
+
+    def waiting(answer: Answer) -> None:
+        if as_json:
+            console.print_json({"event": "waiting", "place": answer.place, "peer": peer.peer_id})
+        else:
+            console.out.print(f"Waiting for an organiser to let you in (place {answer.place}). Ctrl-C gives up.")
+
+    async def start() -> bool:
+        await peer.start(waiting)
+        return True
+
+    try:
+        if await console.unless_stopped(start(), stop):
+            await work(peer, stop)
+    finally:
+        await peer.close()
+
+
+async def until_ended(peer: Peer) -> None:
+    """Wait until the session is over, and raise why."""
+    await asyncio.shield(peer.session.ended)

@@ -1,0 +1,132 @@
+"""`potluck monitor`: the run at a glance, live."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from potluck.monitor.view import Overview, PeerRow
+    from potluck.monitor.watcher import Watcher
+    from potluck.run.peer import Peer
+
+EVERY_SECONDS = 1.0
+
+
+def monitor(
+    link: Annotated[str, typer.Argument(help="The join link, in quotes; else POTLUCK_LINK.")] = "",
+    once: Annotated[bool, typer.Option(help="Look once, and end.")] = False,
+    identity_path: Annotated[
+        Path | None, typer.Option(help="File with the key you watch by; a new one is made unless given.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a second.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
+) -> None:
+    """Show how the run is doing: epoch, loss, peers, samples per second, traffic. Ctrl-C ends it.
+
+    Example: [bold]potluck monitor 'potluck://hub.example.org:4222/my-run?ca=…#…'[/bold]
+    """
+    from potluck.cli import console
+    from potluck.cli.joining import parse_link, seated
+    from potluck.peer.identity import Identity
+    from potluck.run.peer import PeerConfig
+
+    console.set_up_logging(verbose)
+    parsed = parse_link(link, "potluck monitor")
+    config = PeerConfig(role="observer", name="monitor", invite=parsed.invite, client_mode=True)
+    identity = Identity.open(identity_path) if identity_path is not None else Identity.temporary()
+
+    async def watch(peer: Peer, stop: asyncio.Event) -> None:
+        await _watch(peer, stop, once=once, as_json=as_json)
+
+    try:
+        console.run(console.until_interrupted(lambda stop: seated(parsed, identity, config, stop, as_json, watch)))
+    finally:
+        identity.close()
+
+
+async def _watch(peer: Peer, stop: asyncio.Event, *, once: bool, as_json: bool) -> None:
+    import msgspec
+    from rich.live import Live
+
+    from potluck.cli import console
+
+    module = await console.import_slowly("potluck.monitor.watcher")
+    watcher: Watcher = module.Watcher(peer.session)
+    await watcher.start()
+    try:
+        with Live(console=console.out, auto_refresh=False, screen=False) as live:
+            while not stop.is_set():
+                await console.unless_stopped(asyncio.sleep(EVERY_SECONDS), stop)
+                now = peer.session.clock.monotonic()
+                overview, rows = watcher.view.overview(now), watcher.view.rows(now)
+                if as_json:
+                    peers = [msgspec.to_builtins(row) for row in rows]
+                    console.print_json({"event": "run", **msgspec.to_builtins(overview), "peers": peers})
+                else:
+                    live.update(_picture(overview, rows), refresh=True)
+                if once or peer.session.ended.done():
+                    break
+        if peer.session.ended.done():
+            peer.session.ended.result()
+    finally:
+        await watcher.close()
+
+
+def _picture(overview: Overview, rows: list[PeerRow]) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    filled = f"{overview.samples} of {overview.target}" if overview.target else str(overview.samples)
+    facts = [
+        ("epoch", str(overview.epoch)),
+        ("loss", _number(overview.loss, ".4f")),
+        ("samples", filled),
+        ("per second", f"{overview.samples_per_second:.1f}"),
+        ("next epoch in", _seconds(overview.due_in_seconds)),
+        ("an epoch takes", _seconds(overview.seconds_per_epoch)),
+        ("traffic per epoch", _bytes(overview.bytes_per_epoch)),
+        ("coordinator", overview.coordinator or "nobody"),
+    ]
+    head = Text.assemble(
+        (overview.run, "bold"), *(part for name, value in facts for part in (f"   {name} ", (value, "bold")))
+    )
+    table = Table("", "role", "place", "reach", "epoch", "samples", "per second", "loss", "up", "down", "state")
+    for row in rows:
+        name = Text(row.name, style="bold" if row.coordinates else "")  # other people's words: never read as markup
+        table.add_row(
+            name,
+            row.role,
+            Text(row.place),
+            row.reach,
+            str(row.epoch),
+            str(row.samples),
+            f"{row.samples_per_second:.1f}",
+            _number(row.loss, ".4f"),
+            _speed(row.upload_bytes_per_second),
+            _speed(row.download_bytes_per_second),
+            row.state,
+        )
+    return Group(head, table)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} s"
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 1e6:.1f} MB"
+
+
+def _speed(value: float | None) -> str:
+    return "-" if value is None else f"{_bytes(value)}/s"

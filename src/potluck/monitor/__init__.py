@@ -1,0 +1,5 @@
+"""Watching a run: what its beacons, its roster and its lineage say, put together.
+
+view.py    RunView: the run as it is now (pure)
+watcher.py follows a run over the hub, and keeps a view of it
+"""

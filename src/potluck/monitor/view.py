@@ -1,0 +1,165 @@
+"""The run as it is now, out of what peers say (pure).
+
+What a peer says of itself is shown, never trusted: who is in the run is the guard's word, which epochs are committed is
+the lineage's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from potluck.hub.presence import Beacon, Presence
+from potluck.round.plan import Commit
+
+SILENT_SECONDS = 10.0  # a beacon older than that says nothing any more
+KEPT_COMMITS = 32  # from which the speed of epochs is taken
+LONGEST_NAME = 40
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRow:
+    """One peer, as a table shows it."""
+
+    peer: str
+    name: str
+    role: str
+    place: str  # kaggle, colab, local …
+    state: str
+    reach: str  # full: others can dial it; client: it only dials out
+    epoch: int
+    samples: int
+    samples_per_second: float
+    loss: float | None
+    upload_bytes_per_second: float | None
+    download_bytes_per_second: float | None
+    coordinates: bool = False  # now
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """The whole run in a few figures."""
+
+    run: str
+    epoch: int
+    samples: int  # towards the next epoch
+    target: int
+    samples_per_second: float
+    loss: float | None
+    seconds_per_epoch: float | None
+    due_in_seconds: float | None
+    num_trainers: int
+    num_peers: int
+    bytes_per_epoch: int
+    coordinator: str
+
+
+@dataclass(slots=True)
+class _Heard:
+    beacon: Beacon
+    at: float
+
+
+@dataclass(slots=True)
+class RunView:
+    """What is known of one run."""
+
+    run: str
+    coordinator: str = ""
+    _presences: dict[str, Presence] = field(default_factory=dict)
+    _beacons: dict[str, _Heard] = field(default_factory=dict)
+    _commits: deque[Commit] = field(default_factory=lambda: deque(maxlen=KEPT_COMMITS))
+
+    def peer_changed(self, presence: Presence) -> None:
+        """The guard's word on a peer."""
+        if presence.state in ("dead", "left"):
+            self._presences.pop(presence.peer, None)
+            self._beacons.pop(presence.peer, None)
+        else:
+            self._presences[presence.peer] = presence
+
+    def beacon_came(self, peer: str, beacon: Beacon, now: float) -> None:
+        """A peer's word on itself; of strangers, none."""
+        presence = self._presences.get(peer)
+        if presence is not None and presence.card.session == beacon.session:
+            self._beacons[peer] = _Heard(beacon, now)
+
+    def committed(self, commit: Commit) -> None:
+        """An epoch is final."""
+        self._commits.append(commit)
+
+    @property
+    def epoch(self) -> int:
+        """How many updates are committed."""
+        return self._commits[-1].epoch if self._commits else 0
+
+    def rows(self, now: float) -> list[PeerRow]:
+        """All peers, the trainers first, the fastest of them on top."""
+        rows = [self._row(presence, now) for presence in self._presences.values()]
+        return sorted(rows, key=lambda row: (row.role != "trainer", -row.samples_per_second, row.name, row.peer))
+
+    def overview(self, now: float) -> Overview:
+        """The whole run."""
+        rows = [row for row in self.rows(now) if row.role == "trainer"]
+        at_work = [row for row in rows if row.epoch == self.epoch]
+        rate = sum(row.samples_per_second for row in rows)
+        samples = sum(row.samples for row in at_work)
+        target = self._target(now)
+        missing = target - samples
+        return Overview(
+            run=self.run,
+            epoch=self.epoch,
+            samples=samples,
+            target=target,
+            samples_per_second=rate,
+            loss=_mean_loss(rows),
+            seconds_per_epoch=self._seconds_per_epoch(),
+            due_in_seconds=max(0.0, missing / rate) if target and rate > 0 else None,
+            num_trainers=len(rows),
+            num_peers=len(self._presences),
+            bytes_per_epoch=sum(member.sent_bytes for member in self._commits[-1].members) if self._commits else 0,
+            coordinator=self._name(self.coordinator),
+        )
+
+    def _row(self, presence: Presence, now: float) -> PeerRow:
+        card = presence.card
+        heard = self._beacons.get(presence.peer)
+        beacon = heard.beacon if heard is not None and now - heard.at <= SILENT_SECONDS else Beacon(session="")
+        return PeerRow(
+            peer=presence.peer,
+            name=self._name(presence.peer),
+            role=card.role,
+            place=card.service[:LONGEST_NAME],
+            state=presence.state,
+            reach="full" if card.addresses else "client",
+            epoch=beacon.epoch,
+            samples=beacon.samples,
+            samples_per_second=beacon.samples_per_second if math.isfinite(beacon.samples_per_second) else 0.0,
+            loss=beacon.loss if beacon.loss is not None and math.isfinite(beacon.loss) else None,
+            upload_bytes_per_second=card.upload_bytes_per_second,
+            download_bytes_per_second=card.download_bytes_per_second,
+            coordinates=presence.peer == self.coordinator,
+        )
+
+    def _name(self, peer: str) -> str:
+        presence = self._presences.get(peer)
+        return (presence.card.name[:LONGEST_NAME] if presence is not None else "") or peer[:12]
+
+    def _target(self, now: float) -> int:
+        targets = [h.beacon.target for h in self._beacons.values() if now - h.at <= SILENT_SECONDS and h.beacon.target]
+        return max(targets, key=lambda target: (targets.count(target), target), default=0)
+
+    def _seconds_per_epoch(self) -> float | None:
+        if len(self._commits) < 2:
+            return None
+        first, last = self._commits[0], self._commits[-1]
+        epochs = last.epoch - first.epoch
+        return (last.committed_at - first.committed_at) / epochs if epochs > 0 else None
+
+
+def _mean_loss(rows: list[PeerRow]) -> float | None:
+    """Weighted by speed: a fast peer has seen more of the data."""
+    known = [(row.loss, row.samples_per_second) for row in rows if row.loss is not None]
+    weight = sum(rate for _, rate in known)
+    return sum(loss * rate for loss, rate in known) / weight if weight > 0 else None

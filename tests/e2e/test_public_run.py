@@ -1,0 +1,114 @@
+"""A public run as people have it: an organiser and volunteers, each with the real commands in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commandline import PATIENCE_SECONDS, Terminal, events, until_event
+
+from potluck.testing.polling import poll_until_sync
+from potluck.testing.processes import ManagedProcess
+
+LONG_SECONDS = 120.0  # several processes import torch at once
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # each peer has a machine of its own in earnest; here they share one
+
+
+class Organiser:
+    """Somebody with a run of their own."""
+
+    def __init__(self, terminal: Terminal, *init: str) -> None:
+        self.terminal = terminal
+        self.folder = terminal.folder / "waves"
+        terminal.run("init", self.folder, *init)
+        self.recipe = self.folder / "recipe.py"
+
+    def edit(self, before: str, after: str) -> None:
+        path = self.folder / "run.toml"
+        text = path.read_text()
+        assert before in text
+        path.write_text(text.replace(before, after))
+
+    def host(self) -> tuple[ManagedProcess, str]:
+        place = ("--folder", self.terminal.folder / "hub", "--listen", "127.0.0.1", "--json")
+        process = self.terminal.start("host", self.folder, *place, **ONE_THREAD)
+        return process, str(until_event(process, "ready")["link"])
+
+    def join(self, link: str, name: str, *options: str | Path) -> ManagedProcess:
+        key = ("--identity-path", self.terminal.folder / f"{name}.nkey", "--name", name)
+        given = (*options, "--recipe", self.recipe) if self.recipe.exists() and "--recipe" not in options else options
+        return self.terminal.start("join", link, "--json", *key, *given, name=name, **ONE_THREAD)
+
+
+def until_epoch(process: ManagedProcess, epoch: int) -> dict[str, Any]:
+    def find() -> dict[str, Any] | None:
+        found = [each for each in events(process) if each["event"] == "progress" and each["epoch"] >= epoch]
+        assert found or process.exit_code is None, process.output()
+        return found[0] if found else None
+
+    return poll_until_sync(find, LONG_SECONDS, lambda: f"epoch {epoch} at {process.name}: {process.output()[-2000:]}")
+
+
+def end(process: ManagedProcess) -> None:
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(PATIENCE_SECONDS) == 0, process.output()
+    assert "Traceback" not in process.output()
+
+
+@pytest.mark.timeout(300)
+def test_a_newcomer_with_three_terminals(terminal: Terminal) -> None:
+    organiser = Organiser(terminal)
+    organiser.edit("target_batch_size = 256", "target_batch_size = 64")
+    host, link = organiser.host()
+    ada, grace = (organiser.join(link, name, "--batch-size", "8") for name in ("Ada", "Grace"))
+    for process in (ada, grace):
+        assert until_event(process, "training")["recipe"] == "recipe.py"
+    until_epoch(ada, 3)
+    until_epoch(grace, 3)
+    seen = terminal.ask("monitor", link, "--once", patience_seconds=LONG_SECONDS)
+    assert seen["run"] == "waves"
+    assert seen["epoch"] >= 3
+    assert seen["target"] == 64
+    trainers = {row["name"]: row for row in seen["peers"] if row["role"] == "trainer"}
+    assert set(trainers) == {"Ada", "Grace"}
+    assert [row["name"] for row in seen["peers"] if row["coordinates"]] == ["host"]
+    end(ada)
+    given = until_event(ada, "trained")
+    assert given["samples"] == 8 * given["steps"] > 0
+    until_epoch(grace, events(grace)[-1].get("epoch", 0) + 2)  # alone
+    end(grace)
+    end(host)
+
+
+@pytest.mark.timeout(300)
+def test_who_has_another_recipe_is_told_and_the_run_goes_on(terminal: Terminal) -> None:
+    organiser = Organiser(terminal)
+    _host, link = organiser.host()
+    changed = terminal.folder / "changed.py"
+    changed.write_text(organiser.recipe.read_text().replace("0.05", "0.5"))
+    mallory = organiser.join(link, "Mallory", "--recipe", changed)
+    assert mallory.wait(LONG_SECONDS) == 2
+    assert "is not the recipe of this run" in mallory.output()
+    ada = organiser.join(link, "Ada", "--batch-size", "64")
+    until_epoch(ada, 1)
+
+
+@pytest.mark.timeout(300)
+def test_what_changes_in_run_toml_is_followed_by_all(terminal: Terminal) -> None:
+    organiser = Organiser(terminal)
+    host, link = organiser.host()
+    ada = organiser.join(link, "Ada", "--batch-size", "64")
+    until_epoch(ada, 2)
+    end(host)
+    organiser.edit("end_epoch = 0 ", "end_epoch = 9 ")
+    host, again = organiser.host()
+    assert again == link
+    assert ada.wait(LONG_SECONDS) == 0, ada.output()
+    assert until_event(ada, "trained")["epoch"] >= 9
+    end(host)
+    organiser.edit("seed = 0", "seed = 1")
+    refused = terminal.refuse("host", organiser.folder, "--folder", terminal.folder / "hub", code=2)
+    assert "seed" in refused

@@ -1,0 +1,209 @@
+"""What a run trains: run.toml, the manifest, its settings by epoch, its signature, and following it in the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.errors import ConfigurationError, DeadlineExceededError, ProtocolError
+from potluck.hub.keys import Signer, new_seed
+from potluck.hub.stores import MANIFEST_KEY
+from potluck.messages import decode, encode
+from potluck.recipes.catalogue import RecipeRef
+from potluck.testing.memoryhub import MemoryHub
+from potluck.testing.polling import poll_until
+from potluck.training import notice
+from potluck.training.manifest import DiLoCo, Exchange, Manifest, OptimizerSpec, ScheduleSpec, Settings, Sync
+from potluck.training.notice import NoticeBoard, SignedManifest
+from potluck.training.optimizers import learning_rate
+from potluck.training.runfile import manifest_of, read_run_file
+from potluck.training.skeleton import files_of_a_run
+
+RUN = "bakery"
+ORGANISER = Signer(new_seed("user"))
+
+
+def manifest(*settings: Settings, **changes: object) -> Manifest:
+    return Manifest(run=RUN, recipe=RecipeRef(name="digits"), settings=settings or (Settings(),), **changes)  # type: ignore[arg-type]
+
+
+# Settings
+
+
+def test_settings_count_from_their_epoch_on() -> None:
+    found = manifest(
+        Settings(), Settings(from_epoch=10, paused=True), Settings(from_epoch=12, optimizer=OptimizerSpec(name="sgd"))
+    )
+    assert [found.at(epoch).from_epoch for epoch in (0, 9, 10, 11, 12, 1000)] == [0, 0, 10, 10, 12, 12]
+    assert found.newest.optimizer.name == "sgd"
+
+
+def test_a_change_forgets_what_has_ended_and_what_it_replaces() -> None:
+    first = manifest(Settings(), Settings(from_epoch=5), Settings(from_epoch=9), Settings(from_epoch=20))
+    second = first.changed(Settings(from_epoch=8, paused=True), epoch=6)
+    assert [entry.from_epoch for entry in second.settings] == [5, 8]
+    assert second.revision == first.revision + 1
+    assert second.at(6) == first.at(6)
+
+
+@given(st.lists(st.integers(0, 50), unique=True, min_size=1, max_size=8), st.integers(0, 50), st.integers(1, 10))
+def test_a_change_changes_nothing_before_its_epoch(epochs: list[int], epoch: int, notice_epochs: int) -> None:
+    before = manifest(*(Settings(from_epoch=each, end_epoch=each + 1) for each in sorted(epochs)))
+    after = before.changed(Settings(from_epoch=epoch + notice_epochs, paused=True), epoch=epoch)
+    for each in range(epoch, epoch + notice_epochs):
+        assert after.at(each).end_epoch == before.at(each).end_epoch
+    assert after.at(epoch + notice_epochs).paused
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (Settings(from_epoch=3), Settings(from_epoch=3)),
+        (Settings(from_epoch=4), Settings(from_epoch=3)),
+        (Settings(), Settings(from_epoch=3, training=DiLoCo())),
+        (Settings(training=DiLoCo()), Settings(from_epoch=3, training=DiLoCo(inner_steps=7))),
+        (Settings(), Settings(from_epoch=3, training=Sync(delay_averaging=True))),
+    ],
+)
+def test_settings_that_a_run_cannot_follow(settings: tuple[Settings, ...]) -> None:
+    with pytest.raises(ConfigurationError):
+        manifest(*settings)
+
+
+def test_the_target_batch_may_change() -> None:
+    found = manifest(Settings(), Settings(from_epoch=3, training=Sync(target_batch_size=999)))
+    assert found.at(3).training == Sync(target_batch_size=999)
+
+
+@pytest.mark.parametrize("values", [{"codec": "float17"}, {"aggregator": "mode"}])
+def test_what_the_exchange_does_not_know(values: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match="choose|there is no"):
+        Exchange(**values)
+
+
+# The learning rate
+
+
+@pytest.mark.parametrize(
+    ("schedule", "epoch", "share"),
+    [
+        (ScheduleSpec(), 0, 1.0),
+        (ScheduleSpec(), 10**6, 1.0),
+        (ScheduleSpec(warmup_epochs=3), 0, 0.25),
+        (ScheduleSpec(warmup_epochs=3), 2, 0.75),
+        (ScheduleSpec(warmup_epochs=3), 3, 1.0),
+        (ScheduleSpec(kind="linear", total_epochs=10), 0, 1.0),
+        (ScheduleSpec(kind="linear", total_epochs=10, final_share=0.0), 5, 0.5),
+        (ScheduleSpec(kind="cosine", total_epochs=10, final_share=0.0), 5, 0.5),
+        (ScheduleSpec(kind="cosine", total_epochs=10, final_share=0.2), 10, 0.2),
+        (ScheduleSpec(kind="cosine", total_epochs=10, final_share=0.2), 99, 0.2),
+    ],
+)
+def test_the_learning_rate_of_an_epoch(schedule: ScheduleSpec, epoch: int, share: float) -> None:
+    settings = Settings(optimizer=OptimizerSpec(learning_rate=0.5), schedule=schedule)
+    assert learning_rate(settings, epoch) == pytest.approx(0.5 * share)
+
+
+def test_a_schedule_that_falls_needs_an_end() -> None:
+    with pytest.raises(ConfigurationError, match="total_epochs"):
+        ScheduleSpec(kind="cosine", warmup_epochs=5, total_epochs=5)
+
+
+# run.toml
+
+
+@pytest.mark.parametrize("recipe", ["own", "digits", "stdlib-lm"])
+def test_what_init_writes_can_be_used_as_it_is(tmp_path: Path, recipe: str) -> None:
+    for name, text in files_of_a_run(RUN, recipe).items():
+        (tmp_path / name).write_text(text)
+    found = manifest_of(read_run_file(tmp_path), tmp_path)
+    assert found.run == RUN
+    assert bool(found.recipe.digest) == (recipe == "own")
+    assert decode(Manifest, encode(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('name = "a b"', "name"),
+        ('nam = "x"', "nam"),
+        ("name = ", "wrong"),
+        ("\xff", "wrong"),
+        ('name = "x"\nrecipe = "no-such"', "neither built in"),
+        ('name = "x"\n[model]\nlayer = 3', "layer"),
+        ('name = "x"\n[model]\nwidth = "wide"', "width"),
+        ('name = "x"\n[training]\nalgorithm = "magic"', "magic"),
+        ('name = "x"\n[training]\nalgorithm = "sync"\ntarget_batch_size = 0', "target_batch_size"),
+        ('name = "x"\n[optimizer]\nlearning_rate = -1.0', "learning_rate"),
+        ('name = "x"\n[exchange]\ncodec = "float17"', "float17"),
+    ],
+)
+def test_a_run_file_that_is_wrong_says_where(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ConfigurationError, match=words):
+        manifest_of(read_run_file(tmp_path), tmp_path)
+
+
+def test_a_run_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="potluck init"):
+        read_run_file(tmp_path)
+
+
+# The signature
+
+
+def test_a_signed_manifest_is_read_again() -> None:
+    assert notice.read(notice.sign(manifest(), ORGANISER), RUN) == (manifest(), ORGANISER.public_key)
+
+
+@pytest.mark.parametrize("field", ["body", "organiser", "signature"])
+def test_a_changed_manifest_is_refused(field: str) -> None:
+    signed = decode(SignedManifest, notice.sign(manifest(), ORGANISER))
+    others = decode(SignedManifest, notice.sign(manifest(seed=1), Signer(new_seed("user"))))
+    forged = msgspec.structs.replace(signed, **{field: getattr(others, field)})
+    with pytest.raises(ProtocolError):
+        notice.read(encode(forged), RUN)
+
+
+def test_a_manifest_of_another_run_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        notice.read(notice.sign(manifest(), ORGANISER), "brewery")
+
+
+@given(st.binary(max_size=300))
+def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        notice.read(data, RUN)
+
+
+# In the hub
+
+
+async def test_the_board_follows_newer_manifests_of_the_same_organiser() -> None:
+    hub = MemoryHub()
+    guard = hub.connect("guard")
+    store, board, heard = guard.store("manifest"), NoticeBoard(guard, RUN), []
+    board.listen(heard.append)
+    await board.start()
+    with pytest.raises(DeadlineExceededError, match="not said yet"):
+        await board.first(0.01)
+    first = manifest()
+    second = first.changed(Settings(from_epoch=4, paused=True), epoch=2)
+    await store.put(MANIFEST_KEY, notice.sign(first, ORGANISER))
+    assert await board.first(1.0) == first
+    await store.put(MANIFEST_KEY, notice.sign(second, Signer(new_seed("user"))))
+    await store.put(MANIFEST_KEY, b"scribble")
+    await store.put("other", notice.sign(second, ORGANISER))
+    await poll_until(lambda: board.bad_manifests == 2, 10.0, "two that are passed over")
+    assert board.manifest == first
+    await store.put(MANIFEST_KEY, notice.sign(second, ORGANISER))
+    await store.put(MANIFEST_KEY, notice.sign(first, ORGANISER))
+    await store.put(MANIFEST_KEY, b"scribble")
+    await poll_until(lambda: board.bad_manifests == 3, 10.0, "all changes")
+    assert board.manifest == second
+    assert heard == [first, second]
+    await board.close()

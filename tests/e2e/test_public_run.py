@@ -1,4 +1,4 @@
-"""A public run as people have it: an organiser and volunteers, each with the real commands in processes of their own."""
+"""A public run as people have it: an organiser and volunteers, each with the real commands, in real processes."""
 
 from __future__ import annotations
 

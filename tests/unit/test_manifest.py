@@ -81,7 +81,7 @@ def test_the_target_batch_may_change() -> None:
 
 @pytest.mark.parametrize("values", [{"codec": "float17"}, {"aggregator": "mode"}])
 def test_what_the_exchange_does_not_know(values: dict[str, str]) -> None:
-    with pytest.raises(ConfigurationError, match="choose|there is no"):
+    with pytest.raises(ConfigurationError, match=r"choose|there is no"):
         Exchange(**values)
 
 

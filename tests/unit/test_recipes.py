@@ -1,4 +1,4 @@
-"""Recipes: what is built in learns; a file of one's own is pinned, checked and executed from the bytes that were checked."""
+"""Recipes: what is built in learns; a file of one's own is pinned and checked before it is executed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_same_shard_in_another_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"layer": 1}, {"layers": "two"}, {"layers": 0}, {"heads": 3}])
 def test_options_that_a_recipe_cannot_use(options: dict[str, object], tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="layer|heads"):
+    with pytest.raises(ConfigurationError, match=r"layer|heads"):
         open_recipe(refer_to("stdlib-lm", tmp_path), options)
 
 

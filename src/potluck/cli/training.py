@@ -35,7 +35,6 @@ async def train(peer: Peer, options: TrainOptions, stop: asyncio.Event, as_json:
 
     notice = await console.import_slowly("potluck.training.notice")
     board: NoticeBoard = notice.NoticeBoard(peer.session.hub, peer.session.subjects.run)
-    await board.start()
     try:
         manifest = await _first_manifest(peer, board, stop, as_json)
         if manifest is not None:
@@ -61,8 +60,17 @@ async def _first_manifest(peer: Peer, board: NoticeBoard, stop: asyncio.Event, a
     """What to train; None if told to stop before anybody says it. Raises why our membership ended meanwhile, if so."""
     from potluck.cli import console
 
+    async def read() -> Manifest:
+        await board.start()
+        if board.manifest is None:
+            if as_json:
+                console.print_json({"event": "no manifest"})
+            else:
+                console.out.print("The organiser has not said yet what to train. Waiting for that.")
+        return await board.first()
+
     async def first() -> Manifest | None:
-        coming = asyncio.create_task(board.first())
+        coming = asyncio.create_task(read())
         try:
             either: set[asyncio.Future[Any]] = {coming, peer.session.ended}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -70,11 +78,6 @@ async def _first_manifest(peer: Peer, board: NoticeBoard, stop: asyncio.Event, a
         finally:
             await tasks.end(coming)
 
-    if board.manifest is None:
-        if as_json:
-            console.print_json({"event": "no manifest"})
-        else:
-            console.out.print("The organiser has not said yet what to train. Waiting for that.")
     return await console.unless_stopped(first(), stop)
 
 

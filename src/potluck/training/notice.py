@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from potluck.errors import DeadlineExceededError, ProtocolError
+from potluck.errors import DeadlineExceededError, ProtocolError, RetryableError
 from potluck.hub.connection import Entry, HubConnection, Subscription
 from potluck.hub.keys import Signer, verify
 from potluck.hub.stores import MANIFEST_KEY
@@ -20,6 +20,7 @@ from potluck.training.manifest import Manifest
 logger = logging.getLogger(__name__)
 
 LIMIT_BYTES = 48 * 1024
+RETRY_SECONDS = 0.5
 
 
 class SignedManifest(Message, frozen=True, kw_only=True):
@@ -62,8 +63,13 @@ class NoticeBoard:
         self._listeners: list[Callable[[Manifest], None]] = []
 
     async def start(self) -> None:
-        """Read the manifest, if there is one, and follow it."""
-        self._watch = await self._hub.store("manifest").watch(self._changed)
+        """Read the manifest, if there is one, and follow it; while the hub is away, wait for it."""
+        while self._watch is None:
+            try:
+                self._watch = await self._hub.store("manifest").watch(self._changed)
+            except RetryableError as error:
+                logger.info("the manifest cannot be read yet, trying on: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def close(self) -> None:
         """Stop following. Calling it twice does no harm."""

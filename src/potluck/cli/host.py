@@ -10,7 +10,6 @@ import typer
 
 if TYPE_CHECKING:
     from potluck.optim.helper import Helper
-    from potluck.round.coordinator import CoordinatorConfig
     from potluck.run.host import Host
     from potluck.training.manifest import Manifest
 
@@ -140,22 +139,13 @@ async def _help(host: Host, manifest: Manifest | None) -> None:
     """Have the host's own peer reduce for the trainers, and coordinate; raises when the hub has died."""
     from potluck.cli import console
 
-    module = await console.import_slowly("potluck.optim.helper")
+    module = await console.import_slowly("potluck.training.helping")
     assert host.peer is not None
-    helper: Helper = await module.Helper.of(host.peer, coordinator=_coordinator(manifest))
+    helper: Helper = await module.start_helper(host.peer, manifest)
     try:
         await host.failed()
     finally:
         await helper.close()
-
-
-def _coordinator(manifest: Manifest | None) -> CoordinatorConfig | None:
-    """How the host plans rounds; None: as it would without knowing what is trained."""
-    if manifest is None:
-        return None
-    from potluck.training.optimizers import coordinating
-
-    return coordinating(manifest)
 
 
 def _announce(host: Host, as_json: bool) -> None:

@@ -48,8 +48,8 @@ async def help_others(peer: Peer, stop: asyncio.Event) -> None:
     from potluck.cli import console
     from potluck.cli.joining import until_ended
 
-    module = await console.import_slowly("potluck.optim.helper")
-    helper: Helper = await module.Helper.of(peer)
+    module = await console.import_slowly("potluck.training.helping")
+    helper: Helper = await module.start_helper(peer)
     try:
         await console.unless_stopped(until_ended(peer), stop)
     finally:

@@ -67,6 +67,7 @@ STORES: tuple[StoreDefinition, ...] = (
         name="lease", description="who coordinates", readers="all", writers="coordinators", expires=True
     ),
     StoreDefinition(name="lineage", description="the committed epochs", readers="all", writers="coordinators"),
+    StoreDefinition(name="shards", description="who trains on what", readers="all", writers="coordinators"),
 )  # fmt: skip
 
 

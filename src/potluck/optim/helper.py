@@ -29,7 +29,7 @@ class Helper:
     """An aux peer's part in training. Lives on the event loop."""
 
     def __init__(self, collaboration: Collaboration) -> None:
-        self._collaboration = collaboration
+        self.collaboration = collaboration
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -57,17 +57,17 @@ class Helper:
     async def close(self) -> None:
         """Leave the round that is under way. Calling it twice does no harm."""
         await tasks.end(self._task)
-        await self._collaboration.close()
+        await self.collaboration.close()
 
     async def until_after(self, epoch: int) -> None:
         """Wait until an epoch after this one is committed."""
-        while not await self._collaboration.progress.until_committed(epoch, HELP_SECONDS):
+        while not await self.collaboration.progress.until_committed(epoch, HELP_SECONDS):
             pass
 
     async def _help(self) -> None:
         while True:
-            epoch = self._collaboration.epoch + 1
+            epoch = self.collaboration.epoch + 1
             try:
-                await self._collaboration.average(None, weight=0.0, epoch=epoch, timeout_seconds=HELP_SECONDS)
+                await self.collaboration.average(None, weight=0.0, epoch=epoch, timeout_seconds=HELP_SECONDS)
             except RoundFailedError as error:
                 logger.debug("epoch %d came to nothing while this peer helped: %s", epoch, error)

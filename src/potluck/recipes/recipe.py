@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from potluck.errors import ConfigurationError
 
+MAX_SHARDS = 1 << 16  # the book of who trains on which is looked through in milliseconds, and fits into a message
+
 Sample = tuple[Tensor, ...]
 Batch = tuple[Tensor, ...]
 
@@ -81,4 +83,7 @@ def configured(kind: type[Recipe[Any]], options: Mapping[str, Any]) -> Recipe[An
     except msgspec.ValidationError as error:
         known = ", ".join(field.name for field in msgspec.structs.fields(kind.Config)) or "none"
         raise ConfigurationError(f"[model] does not fit the recipe: {error}. Its options are: {known}") from error
-    return kind(config)
+    recipe = kind(config)
+    if not 1 <= recipe.num_shards <= MAX_SHARDS:
+        raise ConfigurationError(f"the recipe has num_shards={recipe.num_shards}: it needs 1 to {MAX_SHARDS}")
+    return recipe

@@ -6,6 +6,7 @@ notice.py      the manifest in the hub: signed, checked, followed
 organising.py  the organiser's side: putting up a manifest, and what has changed in run.toml
 optimizers.py  from the manifest to torch's optimizers and ours
 batchsize.py   how large a batch this machine can take
+ledger.py      who trains on which shard (pure); shards.py: asked of the coordinator, by links
 feed.py        batches, shard after shard
-trainer.py     one peer's training loop
+trainer.py     one peer's training loop               helping.py: the part of a peer that trains nothing
 """

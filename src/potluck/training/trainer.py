@@ -19,12 +19,14 @@ import torch
 from torch import nn
 
 from potluck.errors import ConfigurationError
+from potluck.peer.lease import Lease
 from potluck.recipes.recipe import Recipe
 from potluck.run.joined import Joined
 from potluck.training.batchsize import find_batch_size, to_device
-from potluck.training.feed import Feed, RandomShards
+from potluck.training.feed import Feed
 from potluck.training.manifest import Manifest, Settings, Sync
 from potluck.training.optimizers import SharedOptimizer, follow, make_optimizer
+from potluck.training.shards import LeasedShards, ShardDesk
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +91,8 @@ class Trainer:
         self.model = _model(recipe, first.seed, self.device)
         self.batch_size = self._config.batch_size or self._find_batch_size(first)
         self.optimizer: SharedOptimizer = make_optimizer(run, self.model, first)
+        self._lease = self.optimizer.collaboration.averager.lease
+        run.call(_open_desk(run, self._lease))
         self._seed = zlib.crc32(run.peer_id.encode())
         self.steps = 0
         self.samples = 0
@@ -96,7 +100,8 @@ class Trainer:
 
     def train(self, stop: threading.Event) -> TrainProgress:
         """Go on until `stop` is set, the steps are done, or the run has reached its end."""
-        feed = Feed(self._recipe, RandomShards(self._recipe.num_shards, self._seed), self.batch_size, self._seed)
+        shards = LeasedShards(self._run, self._lease, self._recipe.num_shards, self._seed)
+        feed = Feed(self._recipe, shards, self.batch_size, self._seed)
         started = time.monotonic()
         try:
             while not stop.is_set() and not self._is_done():
@@ -147,6 +152,11 @@ class Trainer:
         size = find_batch_size(self._recipe, self.model, self.device, largest)
         logger.info("batches of %d samples suit this machine", size)
         return size
+
+
+async def _open_desk(run: Joined, lease: Lease) -> None:
+    """Be ready to give out shards: in a private run trainers may coordinate."""
+    ShardDesk(run.peer, lease)
 
 
 def _model(recipe: Recipe[Any], seed: int, device: torch.device) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from commandline import PATIENCE_SECONDS, Terminal, events, until_event
 
 from potluck.testing.polling import poll_until_sync
+from potluck.testing.ports import unused_tcp_port
 from potluck.testing.processes import ManagedProcess
 
 LONG_SECONDS = 120.0  # several processes import torch at once
@@ -41,6 +43,25 @@ class Organiser:
         key = ("--identity-path", self.terminal.folder / f"{name}.nkey", "--name", name)
         given = (*options, "--recipe", self.recipe) if self.recipe.exists() and "--recipe" not in options else options
         return self.terminal.start("join", link, "--json", *key, *given, name=name, **ONE_THREAD)
+
+
+class Cluster:
+    """Three hosts of one run, each as a person starts it."""
+
+    def __init__(self, organiser: Organiser) -> None:
+        terminal = organiser.terminal
+        ports = [unused_tcp_port() for _ in range(3)]
+        hubs = ",".join(f"127.0.0.1:{port}" for port in ports)
+        folders = [terminal.folder / f"hub-{place}" for place in (1, 2, 3)]
+        terminal.run("host", organiser.folder, "--folder", folders[0], "--make-identity")
+        for folder in folders[1:]:
+            shutil.copytree(folders[0] / "identity", folder / "identity")
+        self.hosts = []
+        for place, folder in enumerate(folders, 1):
+            what = (organiser.folder,) if place == 1 else ("--run", "waves")
+            where = ("--folder", folder, "--listen", "127.0.0.1", "--cluster", hubs, "--place", str(place), "--json")
+            self.hosts.append(terminal.start("host", *what, *where, name=f"host-{place}", **ONE_THREAD))
+        self.links = [str(until_event(host, "ready")["link"]) for host in self.hosts]
 
 
 def until_epoch(process: ManagedProcess, epoch: int) -> dict[str, Any]:
@@ -112,3 +133,21 @@ def test_what_changes_in_run_toml_is_followed_by_all(terminal: Terminal) -> None
     organiser.edit("seed = 0", "seed = 1")
     refused = terminal.refuse("host", organiser.folder, "--folder", terminal.folder / "hub", code=2)
     assert "seed" in refused
+
+
+@pytest.mark.timeout(400)
+def test_the_first_of_three_hosts_is_killed_for_good_and_the_run_goes_on(terminal: Terminal) -> None:
+    organiser = Organiser(terminal)
+    cluster = Cluster(organiser)
+    ada, grace = (organiser.join(cluster.links[0], name, "--batch-size", "64") for name in ("Ada", "Grace"))
+    until_epoch(ada, 3)
+    until_epoch(grace, 3)
+    os.kill(cluster.hosts[0].pid, signal.SIGKILL)
+    assert cluster.hosts[0].wait(PATIENCE_SECONDS) == -signal.SIGKILL
+    seen = max(each["epoch"] for process in (ada, grace) for each in events(process) if each["event"] == "progress")
+    until_epoch(ada, seen + 3)
+    until_epoch(grace, seen + 3)
+    edsger = organiser.join(cluster.links[0], "Edsger", "--batch-size", "64")  # by the dead host's link
+    until_epoch(edsger, seen + 4)
+    for process in (ada, grace, edsger):
+        end(process)

@@ -30,6 +30,16 @@ def host(
     announce: Annotated[
         list[str] | None, typer.Option(help="Name or address by which members reach this machine; may be repeated.")
     ] = None,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            help="All hubs of a cluster, as HOST:PORT,HOST:PORT,…: the same list on each. See docs/cluster.md."
+        ),
+    ] = "",
+    place: Annotated[int, typer.Option(help="Which of the cluster's hubs this machine is: 1, 2, 3 …")] = 1,
+    make_identity: Annotated[
+        bool, typer.Option(help="Make the run's keys and authority, for all hubs of a cluster to have, and end.")
+    ] = False,
     hub: Annotated[
         str, typer.Option(help="Use this NATS server or cluster instead, as tls://HOST:PORT,HOST:PORT.")
     ] = "",
@@ -56,7 +66,8 @@ def host(
     from potluck.hub.guard.guard import GuardConfig
     from potluck.hub.guard.member import Policy
     from potluck.hub.keys import HubKeys
-    from potluck.hub.server.configuration import MAX_PAYLOAD_BYTES, HubConfig, render_accounts
+    from potluck.hub.server.certificate import prepare_certificates
+    from potluck.hub.server.configuration import MAX_PAYLOAD_BYTES, ClusterConfig, HubConfig, render_accounts
     from potluck.hub.subjects import check_run_name
     from potluck.peer import environment
     from potluck.run.host import Host, HostConfig
@@ -70,6 +81,11 @@ def host(
         typer.echo(f"max_payload: {MAX_PAYLOAD_BYTES}")
         typer.echo(render_accounts(HubKeys.load_or_create(where / "identity")))
         return
+    if make_identity:
+        HubKeys.load_or_create(where / "identity")
+        prepare_certificates(where / "identity", where / "tls", ())
+        typer.echo(f"Copy {where / 'identity'} to every hub of the cluster, by a way that nobody can listen to.")
+        return
     config = HostConfig(
         hub=HubConfig(
             folder=where,
@@ -78,9 +94,11 @@ def host(
             port=port,
             websocket_port=websocket_port,
             advertised_hosts=tuple(announce or (() if hub else _own_addresses(listen))),
+            cluster=ClusterConfig.of_list(run, cluster, place) if cluster else None,
         ),
         guard=GuardConfig(
             run=run,
+            replicas=3 if cluster else 1,
             policy=Policy(
                 token_holders=token_holders, users=tuple(users or ()), organisations=tuple(organisations or ())
             ),
@@ -106,6 +124,8 @@ async def _serve(host: Host, manifest: Manifest | None, stop: asyncio.Event, as_
     from potluck.cli import console
 
     async def start() -> bool:
+        if host.config.hub.cluster is not None and not as_json:
+            console.out.print("Waiting for the other hubs of the cluster: most of them must be there.")
         await host.start()
         if manifest is not None:
             from potluck.training.organising import put_up

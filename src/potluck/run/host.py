@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from potluck.errors import ConfigurationError, FatalError
+from potluck.errors import ConfigurationError, DeadlineExceededError, FatalError, HubUnavailableError
 from potluck.hub.address import HubAddress
 from potluck.hub.guard.guard import Guard, GuardConfig
 from potluck.hub.guard.invite import invite_id
@@ -122,8 +122,7 @@ class Host:
         try:
             keys, address, link = await self._start_hub()
             self._keys = keys
-            self._guard = Guard(self.config.guard, keys, address)
-            await self._guard.start()
+            await self._start_guard(keys, address)
             await self._settle(keys, address, link)
         except BaseException:
             await self.stop()
@@ -164,6 +163,18 @@ class Host:
         await self._hub.start()
         local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.hub.host, config.hub.host)
         return self._hub.keys, self._hub.address(local), self._hub.join_link()
+
+    async def _start_guard(self, keys: HubKeys, address: HubAddress) -> None:
+        """In a cluster stores need most of the hubs: they are waited for, however late their people start them."""
+        while True:
+            self._guard = Guard(self.config.guard, keys, address)
+            try:
+                return await self._guard.start()
+            except (HubUnavailableError, DeadlineExceededError) as error:
+                if self.config.hub.cluster is None:
+                    raise
+                logger.info("the cluster is not complete enough yet, trying on: %s", error)
+            await self._guard.stop()
 
     def _existing_address(self) -> HubAddress:
         return HubAddress(servers=self.config.hub_urls, ca_pem=self._existing_authority())
@@ -248,7 +259,9 @@ class Host:
         return replace(address, servers=tuple(dict.fromkeys(servers)))
 
     async def _start_peer(self, config: PeerConfig, organiser: Organiser, address: HubAddress) -> None:
-        identity = Identity.open(self.config.hub.folder / "identity" / "peer.nkey")
+        cluster = self.config.hub.cluster  # whose hubs have copies of the same folder, and a peer each
+        name = "peer.nkey" if cluster is None else f"peer-{cluster.server_name}.nkey"
+        identity = Identity.open(self.config.hub.folder / "identity" / name)
         try:
             members = {state.member.peer for state in await organiser.list_members()}
             invite = ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
 
 import msgspec
 
-from potluck.errors import ConfigurationError
+from potluck.errors import ConfigurationError, RetryableError
 from potluck.hub.address import HubAddress
 from potluck.hub.connection import HubConnection
 from potluck.hub.guard.organise import Organiser
@@ -20,6 +22,8 @@ from potluck.training.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
+ATTEMPTS = 20
+RETRY_SECONDS = 0.5
 NOTICE_EPOCHS = 2  # a change counts from so many epochs later: by then everybody has heard of it
 
 
@@ -29,18 +33,29 @@ async def put_up(wanted: Manifest, address: HubAddress, keys: HubKeys) -> Manife
         address, seed=keys.organiser_seed, run=wanted.run, name="main", config=ConnectionConfig(stores="guard")
     )
     try:
-        organiser = Organiser(hub, Subjects(wanted.run), keys.organiser_public)
-        entry = await hub.store("manifest").get(MANIFEST_KEY)
-        if entry is None or entry.value is None:
-            next_one, replaces = wanted, 0
-        else:
-            present, _ = notice.read(entry.value, wanted.run)
-            next_one, replaces = await _changed(present, wanted, hub), entry.revision
-            if next_one is present:
-                return present
-        await organiser.put_up_manifest(notice.sign(next_one, Signer(keys.organiser_seed)), replaces=replaces)
+        for attempt in itertools.count(1):
+            try:
+                return await _put_up(wanted, hub, keys)
+            except RetryableError:  # another host of the run came first, or the store has no leader for a moment
+                if attempt == ATTEMPTS:
+                    raise
+            await asyncio.sleep(RETRY_SECONDS)
+        raise AssertionError("unreachable")
     finally:
         await hub.close()
+
+
+async def _put_up(wanted: Manifest, hub: HubConnection, keys: HubKeys) -> Manifest:
+    organiser = Organiser(hub, Subjects(wanted.run), keys.organiser_public)
+    entry = await hub.store("manifest").get(MANIFEST_KEY)
+    if entry is None or entry.value is None:
+        next_one, replaces = wanted, 0
+    else:
+        present, _ = notice.read(entry.value, wanted.run)
+        next_one, replaces = await _changed(present, wanted, hub), entry.revision
+        if next_one is present:
+            return present
+    await organiser.put_up_manifest(notice.sign(next_one, Signer(keys.organiser_seed)), replaces=replaces)
     return next_one
 
 

@@ -56,6 +56,18 @@ class ClusterConfig:
     port: int = 0
     """Where the other hubs connect; 0 picks a free one and remembers it."""
 
+    @classmethod
+    def of_list(cls, name: str, hubs: str, place: int) -> ClusterConfig:
+        """This hub's place, counted from 1, in a list of all: HOST:PORT,HOST:PORT,HOST:PORT."""
+        routes = tuple(hub.strip() for hub in hubs.split(","))
+        if len(routes) < 3 or len(set(routes)) < len(routes) or not 1 <= place <= len(routes):
+            raise ConfigurationError(
+                f"{hubs!r} with place {place}: list at least three different hubs as HOST:PORT,HOST:PORT,HOST:PORT, "
+                "and say which of them this machine is, counted from 1"
+            )
+        port = routes[place - 1].rpartition(":")[2]
+        return cls(name=name, server_name=f"hub-{place}", routes=routes, port=int(port) if port.isdigit() else 0)
+
     def __post_init__(self) -> None:
         for what, name in (("cluster", self.name), ("server", self.server_name)):
             if not _SERVER_NAME.fullmatch(name):

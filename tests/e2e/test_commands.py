@@ -24,7 +24,7 @@ from potluck.testing.processes import Children
 
 COMMANDS = [
     [],
-    *([name] for name in ("demo", "init", "host", "join", "monitor", "doctor", "members")),
+    *([name] for name in ("demo", "init", "host", "join", "monitor", "leaderboard", "doctor", "members")),
     *(
         ["members", name]
         for name in ("invite", "invites", "revoke", "requests", "approve", "deny", "list", "ban", "unban", "bans")
@@ -37,7 +37,7 @@ def test_every_command_explains_itself(terminal: Terminal, command: list[str]) -
     output = terminal.run(*command, "--help")
     assert "Usage: " in output
     assert "--help" in output
-    if command and command[0] in ("init", "host", "join", "monitor", "doctor"):
+    if command and command[0] in ("init", "host", "join", "monitor", "leaderboard", "doctor"):
         assert "Example: potluck" in output
 
 

@@ -96,6 +96,10 @@ def test_a_newcomer_with_three_terminals(terminal: Terminal) -> None:
     trainers = {row["name"]: row for row in seen["peers"] if row["role"] == "trainer"}
     assert set(trainers) == {"Ada", "Grace"}
     assert [row["name"] for row in seen["peers"] if row["coordinates"]] == ["host"]
+    board = terminal.ask("leaderboard", link, patience_seconds=LONG_SECONDS)
+    assert {row["name"] for row in board["peers"]} == {"Ada", "Grace"}
+    assert board["epoch"] >= 3
+    assert sum(row["samples"] for row in board["peers"]) >= 64 * (board["epoch"] - board["missed"])
     end(ada)
     given = until_event(ada, "trained")
     assert given["samples"] == 8 * given["steps"] > 0

@@ -29,9 +29,9 @@ def names(stores: list[StoreDefinition]) -> set[str]:
 
 
 def test_who_reads_and_writes_what() -> None:
-    assert names(readable_stores()) == {"roster", "manifest", "lease", "lineage", "shards"}
+    assert names(readable_stores()) == {"roster", "manifest", "lease", "lineage", "shards", "contributions"}
     assert writable_stores(coordinates=False) == []
-    assert names(writable_stores(coordinates=True)) == {"lease", "lineage", "shards"}
+    assert names(writable_stores(coordinates=True)) == {"lease", "lineage", "shards", "contributions"}
 
 
 def test_what_outlives_a_restart_is_kept_in_files() -> None:

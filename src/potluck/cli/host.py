@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
-    from potluck.optim.helper import Helper
     from potluck.run.host import Host
+    from potluck.training.helping import AuxiliaryWork
     from potluck.training.manifest import Manifest
 
 
@@ -161,7 +161,7 @@ async def _help(host: Host, manifest: Manifest | None) -> None:
 
     module = await console.import_slowly("potluck.training.helping")
     assert host.peer is not None
-    helper: Helper = await module.start_helper(host.peer, manifest)
+    helper: AuxiliaryWork = await module.AuxiliaryWork.start(host.peer, manifest)
     try:
         await host.failed()
     finally:

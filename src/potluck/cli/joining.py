@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -59,6 +60,26 @@ async def seated(
             await work(peer, stop)
     finally:
         await peer.close()
+
+
+def observe(
+    link: JoinLink,
+    name: str,
+    identity_path: Path | None,
+    as_json: bool,
+    work: Callable[[Peer, asyncio.Event], Awaitable[None]],
+) -> None:
+    """Be in the run for a while, as an observer, to look at it."""
+    from potluck.cli import console
+    from potluck.peer.identity import Identity
+    from potluck.run.peer import PeerConfig
+
+    config = PeerConfig(role="observer", name=name, invite=link.invite, client_mode=True)
+    identity = Identity.open(identity_path) if identity_path is not None else Identity.temporary()
+    try:
+        console.run(console.until_interrupted(lambda stop: seated(link, identity, config, stop, as_json, work)))
+    finally:
+        identity.close()
 
 
 async def until_ended(peer: Peer) -> None:

@@ -16,6 +16,7 @@ from potluck.cli.doctor import doctor
 from potluck.cli.host import host
 from potluck.cli.init import init
 from potluck.cli.join import join
+from potluck.cli.leaderboard import leaderboard
 from potluck.cli.members import app as members
 from potluck.cli.monitor import monitor
 from potluck.errors import ConfigurationError, PotluckError
@@ -34,6 +35,7 @@ app.command("init")(init)
 app.command("host")(host)
 app.command("join")(join)
 app.command("monitor")(monitor)
+app.command("leaderboard")(leaderboard)
 app.command("doctor")(doctor)
 app.add_typer(members, name="members")
 

@@ -32,22 +32,14 @@ def monitor(
     Example: [bold]potluck monitor 'potluck://hub.example.org:4222/my-run?ca=…#…'[/bold]
     """
     from potluck.cli import console
-    from potluck.cli.joining import parse_link, seated
-    from potluck.peer.identity import Identity
-    from potluck.run.peer import PeerConfig
+    from potluck.cli.joining import observe, parse_link
 
     console.set_up_logging(verbose)
-    parsed = parse_link(link, "potluck monitor")
-    config = PeerConfig(role="observer", name="monitor", invite=parsed.invite, client_mode=True)
-    identity = Identity.open(identity_path) if identity_path is not None else Identity.temporary()
 
     async def watch(peer: Peer, stop: asyncio.Event) -> None:
         await _watch(peer, stop, once=once, as_json=as_json)
 
-    try:
-        console.run(console.until_interrupted(lambda stop: seated(parsed, identity, config, stop, as_json, watch)))
-    finally:
-        identity.close()
+    observe(parse_link(link, "potluck monitor"), "monitor", identity_path, as_json, watch)
 
 
 async def _watch(peer: Peer, stop: asyncio.Event, *, once: bool, as_json: bool) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from potluck import tasks
 
 if TYPE_CHECKING:
-    from potluck.optim.helper import Helper
     from potluck.run.peer import Peer
+    from potluck.training.helping import AuxiliaryWork
     from potluck.training.manifest import Manifest
     from potluck.training.notice import NoticeBoard
     from potluck.training.trainer import TrainProgress
@@ -49,7 +49,7 @@ async def help_others(peer: Peer, stop: asyncio.Event) -> None:
     from potluck.cli.joining import until_ended
 
     module = await console.import_slowly("potluck.training.helping")
-    helper: Helper = await module.start_helper(peer)
+    helper: AuxiliaryWork = await module.AuxiliaryWork.start(peer)
     try:
         await console.unless_stopped(until_ended(peer), stop)
     finally:

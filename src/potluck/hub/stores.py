@@ -68,6 +68,7 @@ STORES: tuple[StoreDefinition, ...] = (
     ),
     StoreDefinition(name="lineage", description="the committed epochs", readers="all", writers="coordinators"),
     StoreDefinition(name="shards", description="who trains on what", readers="all", writers="coordinators"),
+    StoreDefinition(name="contributions", description="who gave how much", readers="all", writers="coordinators"),
 )  # fmt: skip
 
 

@@ -8,5 +8,6 @@ optimizers.py  from the manifest to torch's optimizers and ours
 batchsize.py   how large a batch this machine can take
 ledger.py      who trains on which shard (pure); shards.py: asked of the coordinator, by links
 feed.py        batches, shard after shard
-trainer.py     one peer's training loop               helping.py: the part of a peer that trains nothing
+trainer.py     one peer's training loop               helping.py: what aux peers do, and coordinators
+contributions.py  who has given how much
 """

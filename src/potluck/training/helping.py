@@ -1,16 +1,43 @@
-"""What a peer does that trains nothing itself: reduces for others, coordinates if it may, and gives out shards."""
+"""What a peer does for others beside training: reduces, coordinates if it may, gives out shards, keeps the books."""
 
 from __future__ import annotations
 
+from typing import Self
+
 from potluck.optim.helper import Helper
-from potluck.round.averager import RoundPeer
+from potluck.round.averager import Averager, RoundPeer
+from potluck.training.contributions import ContributionDesk
 from potluck.training.manifest import Manifest
 from potluck.training.optimizers import coordinating
 from potluck.training.shards import ShardDesk
 
 
-async def start_helper(peer: RoundPeer, manifest: Manifest | None = None) -> Helper:
-    """Help with what the manifest says; without one, with whatever the trainers do."""
-    helper = await Helper.of(peer, coordinator=coordinating(manifest) if manifest is not None else None)
-    ShardDesk(peer, helper.collaboration.averager.lease)
-    return helper
+class Desks:
+    """What whoever coordinates does for the run beside rounds. Lives on the event loop."""
+
+    def __init__(self, peer: RoundPeer, averager: Averager) -> None:
+        self.shards = ShardDesk(peer, averager.lease)
+        self.contributions = ContributionDesk(peer.session, averager)
+
+    async def close(self) -> None:
+        """Calling it twice does no harm."""
+        await self.contributions.close()
+
+
+class AuxiliaryWork:
+    """The whole part of a peer that trains nothing itself."""
+
+    def __init__(self, helper: Helper, desks: Desks) -> None:
+        self._helper = helper
+        self._desks = desks
+
+    @classmethod
+    async def start(cls, peer: RoundPeer, manifest: Manifest | None = None) -> Self:
+        """Help with what the manifest says; without one, with whatever the trainers do."""
+        helper = await Helper.of(peer, coordinator=coordinating(manifest) if manifest is not None else None)
+        return cls(helper, Desks(peer, helper.collaboration.averager))
+
+    async def close(self) -> None:
+        """Leave the round that is under way. Calling it twice does no harm."""
+        await self._desks.close()
+        await self._helper.close()

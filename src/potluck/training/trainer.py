@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 from potluck.errors import ConfigurationError
-from potluck.peer.lease import Lease
 from potluck.recipes.recipe import Recipe
 from potluck.run.joined import Joined
 from potluck.training.batchsize import find_batch_size, to_device
 from potluck.training.feed import Feed
+from potluck.training.helping import Desks
 from potluck.training.manifest import Manifest, Settings, Sync
 from potluck.training.optimizers import SharedOptimizer, follow, make_optimizer
-from potluck.training.shards import LeasedShards, ShardDesk
+from potluck.training.shards import LeasedShards
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Trainer:
         self.batch_size = self._config.batch_size or self._find_batch_size(first)
         self.optimizer: SharedOptimizer = make_optimizer(run, self.model, first)
         self._lease = self.optimizer.collaboration.averager.lease
-        run.call(_open_desk(run, self._lease))
+        run.attach(run.call(_open_desks(run, self.optimizer)).close)
         self._seed = zlib.crc32(run.peer_id.encode())
         self.steps = 0
         self.samples = 0
@@ -154,9 +154,9 @@ class Trainer:
         return size
 
 
-async def _open_desk(run: Joined, lease: Lease) -> None:
-    """Be ready to give out shards: in a private run trainers may coordinate."""
-    ShardDesk(run.peer, lease)
+async def _open_desks(run: Joined, optimizer: SharedOptimizer) -> Desks:
+    """Be ready to do what coordinators do: in a private run trainers are."""
+    return Desks(run.peer, optimizer.collaboration.averager)
 
 
 def _model(recipe: Recipe[Any], seed: int, device: torch.device) -> nn.Module:

@@ -110,7 +110,14 @@ def test_an_audit_of_many_members_is_kept_within_its_bytes_and_everybody_is_draw
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"chunks_per_reducer": -1}, {"most_bytes": -1}, {"answer_seconds": 0.0}, {"exclusion_seconds": -1.0}]
+    "wrong",
+    [
+        {"chunks_per_reducer": -1},
+        {"most_bytes": -1},
+        {"answer_seconds": 0.0},
+        {"exclusion_seconds": -1.0},
+        {"silence_seconds": -1.0},
+    ],
 )
 def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError):
@@ -393,20 +400,39 @@ def commit_with(**excluded: float) -> Commit:
 
 
 def test_exclusions_come_from_the_lineage_and_from_what_was_found_and_end() -> None:
-    exclusions = Exclusions(100.0)
-    exclusions.add("found", "it spoilt a chunk", 0.0)
+    exclusions = Exclusions()
+    exclusions.add("found", "it spoilt a chunk", 0.0, 100.0)
     head = commit_with(known=150.0, over=10.0)
     assert exclusions.current(head, 50.0).keys() == {"found", "known"}
     assert exclusions.current(None, 50.0).keys() == {"found"}
     assert exclusions.current(head, 120.0).keys() == {"known"}
     assert exclusions.current(head, 151.0) == {}
     assert "0.5 h" in why_excluded(Exclusion(until=1800.0, reason="it lied"), 0.0)
+    assert "59 s" in why_excluded(Exclusion(until=60.0, reason="it did not testify"), 1.0)
+
+
+def test_of_two_exclusions_of_a_peer_the_longer_counts() -> None:
+    exclusions = Exclusions()
+    exclusions.add("peer", "it did not testify", 0.0, 60.0)
+    assert exclusions.current(commit_with(peer=1000.0), 1.0)["peer"].until == 1000.0
+    assert exclusions.current(commit_with(peer=10.0), 1.0)["peer"].until == 60.0
+
+
+def test_a_pardon_lifts_what_was_found_before_it_and_nothing_after() -> None:
+    exclusions = Exclusions()
+    exclusions.add("peer", "it lied", 10.0, 1000.0)
+    head = commit_with(peer=2000.0, other=2000.0)
+    assert exclusions.current(head, 20.0, {"peer": 9.0}).keys() == {"peer", "other"}  # of the two, what was found
+    assert exclusions.current(head, 20.0, {"peer": 15.0}).keys() == {"other"}
+    exclusions.add("peer", "it lied again", 30.0, 1000.0)
+    assert exclusions.current(head, 40.0, {"peer": 15.0})["peer"].reason == "it lied again"
+    assert exclusions.current(None, 40.0, {"peer": 30.0}) == {}
 
 
 def test_a_commit_has_room_for_so_many_exclusions() -> None:
-    exclusions = Exclusions(10_000.0)
+    exclusions = Exclusions()
     for number in range(2 * MAX_EXCLUSIONS):
-        exclusions.add(f"peer{number}", "x" * 1000, float(number))
+        exclusions.add(f"peer{number}", "x" * 1000, float(number), 10_000.0)
     current = exclusions.current(None, 200.0)
     assert current.keys() == {f"peer{number}" for number in range(MAX_EXCLUSIONS, 2 * MAX_EXCLUSIONS)}
     assert len(encode(current)) < 64 * 1024

@@ -162,6 +162,11 @@ class MemoryRun:
         self._presences[peer] = presence
         await self._guard.store("roster").put(peer, encode(presence))
 
+    async def pardon(self, peer: str) -> None:
+        """An organiser forgives a peer what audits have found."""
+        self._presences[peer] = msgspec.structs.replace(self._presences[peer], pardoned_at=self.clock.wall())
+        await self.tell(peer, self._presences[peer].state)
+
     def sever(self, peer: MemoryPeer) -> None:
         """From this moment on nothing reaches a peer or leaves it, as if its cable were pulled."""
         self.hub.disconnect(peer.peer_id)

@@ -20,7 +20,7 @@ from potluck.round import testimony as words
 from potluck.round.audit import Action, Ask, Audit, AuditConfig, Recompute, Verdict, draw_chunks
 from potluck.round.director import Finish, GiveUp
 from potluck.round.disputes import Holding, read_holding, settle
-from potluck.round.exclusions import MAX_EXCLUSIONS, Exclusions, why_excluded
+from potluck.round.exclusions import MAX_EXCLUSIONS, PATIENT_ATTEMPTS, Absences, Exclusions, why_excluded
 from potluck.round.merkle import NOTHING, is_under, merkle_path, merkle_root
 from potluck.round.plan import Commit, Exclusion, Part, Participant, Plan, Report, RoundKey
 from potluck.round.seals import Notary, Sealer, sealed_hash
@@ -427,6 +427,21 @@ def test_a_pardon_lifts_what_was_found_before_it_and_nothing_after() -> None:
     exclusions.add("peer", "it lied again", 30.0, 1000.0)
     assert exclusions.current(head, 40.0, {"peer": 15.0})["peer"].reason == "it lied again"
     assert exclusions.current(None, 40.0, {"peer": 30.0}) == {}
+
+
+def test_an_epoch_goes_on_without_those_who_were_lost_in_attempt_after_attempt() -> None:
+    absences = Absences()
+    for _ in range(PATIENT_ATTEMPTS):
+        assert absences.barred(["a", "b"]) == {}
+        absences.note(["b"])
+    assert absences.barred(["a", "b"]).keys() == {"b"}
+    assert absences.barred(["b"]) == {}, "nobody else is there"
+    for _ in range(PATIENT_ATTEMPTS):
+        absences.note(["c"])
+    assert absences.barred(["a", "b", "c"]) == {}, "it may be us who cannot reach the others"
+    assert absences.barred(["a", "b", "c", "d"]).keys() == {"b", "c"}
+    absences.clear()
+    assert absences.barred(["a", "b"]) == {}
 
 
 def test_a_commit_has_room_for_so_many_exclusions() -> None:

@@ -4,15 +4,20 @@ Exclusions stand in the commits, each of which carries on those of the one befor
 everybody can read them. What was found out in a round that came to no commit is remembered by the coordinator alone.
 An organiser may lift one early. The guard keeps that in the member's record and tells it in the roster, so every
 coordinator knows it, and nobody can claim it; what is found out afterwards counts again.
+
+Who says that it is ready, and is then lost in one attempt after the other, is no liar. But where it is half of a run,
+every attempt is given up for its sake: after some of them, the next at that epoch goes without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 
 from potluck.round.plan import Commit, Exclusion, shortened
 
 MAX_EXCLUSIONS = 64  # a commit is a message of bounded size; those that end last are kept
+PATIENT_ATTEMPTS = 3  # at an epoch, before it goes on without those who were lost in each of them
 
 
 class Exclusions:
@@ -38,6 +43,28 @@ class Exclusions:
                 merged[peer] = given
         latest = sorted(merged, key=lambda peer: (-merged[peer].until, peer))[:MAX_EXCLUSIONS]
         return {peer: merged[peer] for peer in latest}
+
+
+class Absences:
+    """Who was lost in the attempts at one epoch, as one coordinator saw it."""
+
+    def __init__(self) -> None:
+        self._lost: Counter[str] = Counter()
+
+    def note(self, peers: Iterable[str]) -> None:
+        """An attempt was given up, in which these were lost."""
+        self._lost.update(set(peers))
+
+    def clear(self) -> None:
+        """An epoch was committed."""
+        self._lost.clear()
+
+    def barred(self, ready: Collection[str]) -> dict[str, str]:
+        """Without whom of those who are ready to go on, and why; without nobody, if those were the most of them."""
+        absent = [peer for peer in ready if self._lost[peer] >= PATIENT_ATTEMPTS]
+        if 2 * len(absent) > len(ready):
+            return {}
+        return {peer: f"it was lost in {self._lost[peer]} attempts at this epoch" for peer in absent}
 
 
 def _counts(peer: str, given: Exclusion, now: float, pardons: Mapping[str, float]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,28 @@ def test_roots_differ_where_leaves_do(leaves: list[bytes], data: st.DataObject) 
     others = data.draw(st.lists(hashes, max_size=20))
     assert (merkle_root(leaves) == merkle_root(others)) == (leaves == others)
     assert merkle_root(leaves) != merkle_root([*leaves, NOTHING])
+
+
+@pytest.mark.parametrize("num_leaves", range(1, 10))
+def test_no_leaf_stands_beside_the_tree(num_leaves: int) -> None:
+    leaves = [bytes([number]) * 32 for number in range(num_leaves)]
+    root = merkle_root(leaves)
+    for index, leaf in enumerate(leaves):
+        path = merkle_path(leaves, index)
+        for elsewhere in {*range(-num_leaves, 4 * num_leaves)} - {index}:
+            assert not is_under(root, num_leaves, elsewhere, leaf, path), (index, elsewhere)
+
+
+def test_a_root_is_the_same_for_every_version_of_potluck() -> None:
+    def sha256(*parts: bytes) -> bytes:
+        return hashlib.sha256(b"".join(parts)).digest()
+
+    leaves = [bytes([number]) * 32 for number in range(3)]
+    first, second, third = (sha256(b"\0", leaf) for leaf in leaves)
+    left = sha256(b"\1", first, second)
+    assert merkle_root(leaves) == sha256(b"\2", (3).to_bytes(8, "big"), sha256(b"\1", left, third))
+    assert merkle_path(leaves, 1) == (first, third)
+    assert merkle_path(leaves, 2) == (left,)
 
 
 # Plans
@@ -363,6 +386,16 @@ def test_a_reducer_needs_a_good_seal_for_every_input() -> None:
     assert isinstance(hall.examine(0, inputs=(msgspec.structs.replace(first, member=3),)), Fault)
 
 
+def test_a_reducer_cannot_add_the_sealed_values_of_a_member_without_weight() -> None:
+    hall = Hall()
+    helper = msgspec.structs.replace(hall.plan.members[2], weight=0.0, sends=False)
+    hall.plan = msgspec.structs.replace(hall.plan, members=(*hall.plan.members[:2], helper))
+    fault = hall.examine(0)
+    assert isinstance(fault, Fault)
+    assert "somebody who made none" in fault.reason
+    assert isinstance(hall.examine(0, inputs=hall.testimony(0).inputs[:2]), Account)
+
+
 def test_seals_of_averages_belong_to_their_generation() -> None:
     identity = Identity.temporary()
     sealer, notary = Sealer(identity, RUN, KEY), Notary(RUN, KEY)
@@ -372,6 +405,17 @@ def test_seals_of_averages_belong_to_their_generation() -> None:
         with pytest.raises(ProtocolError, match="did not seal"):
             notary.require_average(identity.peer_id, chunk, generation, average_hash(frame_hash), seal)
     assert not notary.is_contribution(identity.peer_id, 3, average_hash(3), seal)
+
+
+def test_an_average_cannot_be_passed_off_as_a_contribution_nor_the_other_way_round() -> None:
+    identity = Identity.temporary()
+    sealer, notary = Sealer(identity, RUN, KEY), Notary(RUN, KEY)
+    average = sealer.seal_average(3, 0, average_hash(3))
+    contribution = sealer.seal_contribution(3, average_hash(3))
+    assert notary.is_average(identity.peer_id, 3, 0, average_hash(3), average)
+    assert notary.is_contribution(identity.peer_id, 3, average_hash(3), contribution)
+    assert not notary.is_average(identity.peer_id, 3, 0, average_hash(3), contribution)
+    assert not notary.is_contribution(identity.peer_id, 3, average_hash(3), average)
 
 
 def test_messages_of_an_audit_are_bounded() -> None:

@@ -514,7 +514,10 @@ class Dispute:
     def holding(self, member: int, *values: bytes, forged: bool = False) -> Holding:
         made = [sealed_hash(value) for value in values]
         signers = [self.identities[3] if forged else self.identities[chunk] for chunk in range(2)]
-        seals = [Sealer(s, RUN, KEY).seal_average(chunk, 0, made[chunk]) for chunk, s in enumerate(signers)]
+        seals = [
+            Sealer(s, RUN, KEY).seal_average(chunk, self.plan.parts[chunk].generation, made[chunk])
+            for chunk, s in enumerate(signers)
+        ]
         return Holding(member, tuple(made), tuple(seals))
 
 
@@ -536,7 +539,19 @@ def test_who_has_no_seal_for_what_it_holds_lied() -> None:
 def test_a_reducer_that_holds_something_else_than_it_gave_out_lied() -> None:
     there = Dispute()
     one, other = there.holding(2, b"a", b"b"), there.holding(1, b"a", b"c", forged=True)
+    liars = settle(there.plan, there.notary, one, other)
+    assert liars.keys() == {1}
+    assert "two different averages" in liars[1], "it needs no seal of its own to be held to what it gave out"
+
+
+def test_of_chunks_that_were_done_again_the_newest_seals_count() -> None:
+    there = Dispute()
+    older = there.holding(3, b"a", b"c")
+    parts = tuple(msgspec.structs.replace(part, generation=part.reducer + 1) for part in there.plan.parts)
+    there.plan = msgspec.structs.replace(there.plan, parts=parts)
+    one, other = there.holding(2, b"a", b"b"), there.holding(3, b"a", b"c")
     assert settle(there.plan, there.notary, one, other).keys() == {1}
+    assert settle(there.plan, there.notary, one, older).keys() == {3}, "it holds what was to be discarded"
 
 
 def test_what_a_member_holds_must_be_what_it_reported() -> None:

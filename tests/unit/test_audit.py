@@ -285,6 +285,27 @@ def test_what_rests_on_a_contributor_that_is_gone_is_done_again_and_nobody_is_bl
     assert audit.testified(0, 0, Account(average=average_hash(0), inputs=inputs)) == [Verdict(stale=frozenset({0}))]
 
 
+def test_a_witness_is_heard_once() -> None:
+    audit = Audit(make_plan(2, 1, aux=1, reducers=1), {0, 1}, [0])
+    audit.start()
+    audit.testified(1, 0, Account(average=average_hash(0), contribution=contribution_hash(1, 0)))
+    assert audit.testified(1, 0, Fault("it changes its mind")) == []
+    assert audit.unheard(1, 0, "it says no more") == []
+    inputs = {1: contribution_hash(1, 0)}
+    assert audit.testified(0, 0, Account(average=average_hash(0), inputs=inputs)) == [Recompute(0, (1,))]
+    assert audit.recomputed(0, average_hash(0)) == [Verdict(num_good=1)]
+
+
+def test_who_lies_about_one_chunk_and_is_silent_about_another_is_a_liar() -> None:
+    audit = Audit(make_plan(1, 2), {0}, [0, 1])
+    audit.start()
+    assert audit.unheard(0, 0, "it was silent") == []
+    [verdict] = audit.testified(0, 1, Fault("it lied"))
+    assert isinstance(verdict, Verdict)
+    assert verdict.liars == {0: "it lied"}
+    assert verdict.missing == {}, "nobody has to ask whether it was lost"
+
+
 # What an answer amounts to
 
 

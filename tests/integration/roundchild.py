@@ -232,6 +232,7 @@ class Member:
             "audited": result.commit.audited,
             "excluded": {peer: exclusion.reason for peer, exclusion in result.commit.excluded.items()},
             "holders": list(result.commit.holders),
+            "reason": result.left_behind.reason if result.left_behind is not None else "",
             "fetch_from": list(result.left_behind.holders) if result.left_behind is not None else [],
         }
         if result.holds and tensors is not None:

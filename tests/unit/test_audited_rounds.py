@@ -158,6 +158,18 @@ async def test_a_liar_takes_part_in_nothing_more_until_its_time_is_over() -> Non
 
 
 @in_virtual_time
+async def test_a_liar_that_is_ready_too_late_learns_why_it_has_no_part_all_the_same() -> None:
+    async with strangers(3) as there:
+        liar = Liar(there.members[3], Altering)
+        await average_with_liar(there, liar)
+        [result, *_] = await there.average(there.members[:3])
+        assert liar.member.id not in result.commit.left_out
+        late = await liar.member.average(epoch=result.commit.epoch)
+        assert late.left_behind is not None
+        assert "is excluded for another" in late.left_behind.reason
+
+
+@in_virtual_time
 async def test_the_next_coordinator_knows_who_lied() -> None:
     async with strangers(3) as there:
         heir = await there.join(coordinates=True)

@@ -16,16 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 async def end(*tasks: asyncio.Task[Any] | None, every_seconds: float = 0.2) -> None:
-    """Cancel the tasks, again and again, until each has ended. Errors they end with are logged, not raised."""
-    pending = {task for task in tasks if task is not None and task is not asyncio.current_task()}
-    ended = {task for task in pending if task.done()}
-    pending -= ended
-    while pending:
+    """Cancel the tasks, in this order, until each has ended. Errors they end with are logged, not raised."""
+    ours = [task for task in tasks if task is not None and task is not asyncio.current_task()]
+    while pending := [task for task in ours if not task.done()]:
         for task in pending:
             task.cancel()
-        done, pending = await asyncio.wait(pending, timeout=every_seconds)
-        ended |= done
-    log_failures(ended)
+        await asyncio.wait(pending, timeout=every_seconds)
+    log_failures(ours)
 
 
 def log_failures(tasks: Iterable[asyncio.Task[Any]]) -> None:

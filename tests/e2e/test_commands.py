@@ -27,7 +27,19 @@ COMMANDS = [
     *([name] for name in ("demo", "init", "host", "join", "monitor", "leaderboard", "doctor", "members")),
     *(
         ["members", name]
-        for name in ("invite", "invites", "revoke", "requests", "approve", "deny", "list", "ban", "unban", "bans")
+        for name in (
+            "invite",
+            "invites",
+            "revoke",
+            "requests",
+            "approve",
+            "deny",
+            "list",
+            "ban",
+            "unban",
+            "bans",
+            "pardon",
+        )
     ),
 ]
 

@@ -82,6 +82,12 @@ def test_bans(party: Party) -> None:
     assert "none start with" in party.terminal.refuse("members", "unban", peer[:16], *party.place, code=2)
 
 
+def test_pardon(party: Party) -> None:
+    _, peer = party.joined("Greta")
+    assert f"{peer} takes part in rounds again" in party.members("pardon", peer[:16])
+    assert "none start with" in party.terminal.refuse("members", "pardon", "UNOBODY", *party.place, code=2)
+
+
 def test_a_run_that_is_not_hosted_here(terminal: Terminal) -> None:
     for command in (["list"], ["ban", "hf:x"]):
         said = terminal.refuse("members", *command, code=2)

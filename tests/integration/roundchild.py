@@ -34,6 +34,7 @@ import torch
 from potluck import faultpoints
 from potluck.errors import PotluckError
 from potluck.hub.address import HubAddress
+from potluck.messages import encode
 from potluck.peer.identity import Identity
 from potluck.round.averager import Averager, AveragerConfig
 from potluck.round.chunks import Chunk
@@ -41,7 +42,7 @@ from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
 from potluck.round.director import Patience
 from potluck.round.exchanger import Exchanger
-from potluck.round.plan import Plan, Report
+from potluck.round.plan import Commit, Plan, Report
 from potluck.round.reduction import Reduced
 from potluck.round.seals import Notary, Sealer, sealed_hash
 from potluck.round.tensorwork import SealedWork, TensorWork
@@ -153,7 +154,7 @@ class Member:
             name=f"member {self.number}",
             invite=arguments["invite"],
             client_mode=arguments["client"],
-            listen=() if arguments["client"] else ("tcp://127.0.0.1:0",),
+            listen=() if arguments["client"] else (f"tcp://{arguments.get('host', '127.0.0.1')}:0",),
         )
         address = HubAddress(servers=tuple(arguments["servers"]), ca_pem=arguments["ca_pem"])
         self.peer = Peer(address, arguments["run"], Identity.open(Path(arguments["identity"])), config)
@@ -162,18 +163,23 @@ class Member:
         self.workers = SlowWorkers(1)
         self.averager: Averager | None = None
         self.poisoned: list[int] = []  # chunks
+        self.commits: dict[int, str] = {}  # every epoch that we saw committed, by the hash of its record
 
     async def start(self) -> None:
         await self.peer.start()
         coordinator = CoordinatorConfig(trigger=Quorum(grace_seconds=3.0), patience=PATIENCE)
         config = AveragerConfig(codecs=CodecChoice.everything("float32"), coordinator=coordinator, num_threads=1)
         self.averager = Averager(self.peer, config, workers=self.workers)
+        self.averager.listen(self._committed)
         await self.averager.start()
 
     async def close(self) -> None:
         if self.averager is not None:
             await self.averager.close()
         await self.peer.close()
+
+    def _committed(self, commit: Commit) -> None:
+        self.commits[commit.epoch] = hashlib.sha256(encode(commit)).hexdigest()
 
     def arm(self, faults: list[dict[str, Any]]) -> None:
         """Install these faults in place of those before."""
@@ -226,6 +232,7 @@ class Member:
             "audited": result.commit.audited,
             "excluded": {peer: exclusion.reason for peer, exclusion in result.commit.excluded.items()},
             "holders": list(result.commit.holders),
+            "reason": result.left_behind.reason if result.left_behind is not None else "",
             "fetch_from": list(result.left_behind.holders) if result.left_behind is not None else [],
         }
         if result.holds and tensors is not None:
@@ -246,6 +253,8 @@ class Member:
             "epoch": self.averager.epoch,
             "poisoned": len(self.poisoned),
             "coordinator": self.averager.lease.view.holder,
+            "coordinates": self.averager.lease.is_held,
+            "commits": self.commits,
             "statistics": self.averager.statistics(),
             "lies": self.liar.num_lies,
             "slowed": self.workers.num_slowed,

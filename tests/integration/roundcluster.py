@@ -65,13 +65,10 @@ class ChildMember:
             "role": self.role,
             "client": self.is_client,
             "identity": str(self.identity_path),
-            "invite": cluster.host["plain_invite" if self.is_client or self.is_stranger else "invite"],
-            "servers": cluster.host["servers"],
-            "ca_pem": cluster.host["ca_pem"],
-            "run": RUN,
             "fired": str(cluster.fired_path),
+            **cluster.place_of(self),
         }
-        self._process, self._orders = cluster.take_process()
+        self._process, self._orders = cluster.take_process(self)
         self._write(arguments)
 
     async def until_joined(self) -> None:
@@ -110,7 +107,16 @@ class Cluster:
         self._warm: list[tuple[ManagedProcess, Path]] = []
         self._num_processes = 0
 
-    def take_process(self) -> tuple[ManagedProcess, Path]:
+    def place_of(self, member: ChildMember) -> Answer:
+        """Where a member finds its hub, and what lets it in."""
+        return {
+            "invite": self.host["plain_invite" if member.is_client or member.is_stranger else "invite"],
+            "servers": self.host["servers"],
+            "ca_pem": self.host["ca_pem"],
+            "run": RUN,
+        }
+
+    def take_process(self, member: ChildMember) -> tuple[ManagedProcess, Path]:
         """A process that has its imports done, or nearly, and its file of orders; another gets ready meanwhile."""
         self._prepare()
         return self._warm.pop(0)

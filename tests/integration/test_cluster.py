@@ -138,13 +138,13 @@ def scheme(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 async def trio(tmp_path: Path, children: Children, scheme: str) -> AsyncIterator[Trio]:
-    ports = [unused_tcp_port() for _ in range(3)]
+    routes = [f"127.0.0.1:{unused_tcp_port()}" for _ in range(3)]
     machines = []
     for number in range(3):
         folder = tmp_path / f"hub-{number}"
         if number:
             shutil.copytree(tmp_path / "hub-0" / "identity", folder / "identity")
-        command: list[str | Path] = [sys.executable, PROGRAM, folder, str(number), *map(str, ports)]
+        command: list[str | Path] = [sys.executable, PROGRAM, folder, str(number), *routes]
         process = children.spawn(command, name=f"machine-{number}", stdin=True)
         told = json.loads((await process.until_line('"servers"', PATIENCE_SECONDS)).string)
         machines.append(Machine(process, tuple(told["servers"]), told["ca_pem"], told["pid"]))

@@ -273,6 +273,29 @@ async def test_a_ban_cuts_the_live_connection_and_keeps_out(house: GuardHouse):
         await organiser.unban(ann.peer)
 
 
+async def test_what_audits_found_is_pardoned_and_the_roster_says_so(house: GuardHouse):
+    organiser = await house.organiser()
+    ann = await house.newcomer()
+    main = await ann.join()
+    assert (await house.roster())[ann.peer].pardoned_at == 0.0
+    before = time.time()
+    await organiser.pardon(ann.peer)
+
+    async def is_pardoned() -> float:
+        return (await house.roster())[ann.peer].pardoned_at
+
+    pardoned_at = await poll_until(is_pardoned, PATIENCE_SECONDS, "the roster to tell of the pardon")
+    assert before <= pardoned_at <= time.time()
+    [member] = [state.member for state in await organiser.list_members() if state.member.peer == ann.peer]
+    assert (member.pardoned_at, member.pardoned_by) == (pardoned_at, house.host.peer)
+    await ann.join(session="s2")
+    assert (await house.roster())[ann.peer].pardoned_at == pardoned_at, "it is for good"
+    with pytest.raises(ConfigurationError, match="not a member"):
+        await organiser.pardon(Person(house).peer)
+    with pytest.raises(PermissionDeniedError):
+        await Organiser(main, SUBJECTS, ann.peer).pardon(ann.peer)
+
+
 async def test_a_person_is_banned_with_all_peers_and_invites(house: GuardHouse):
     organiser = await house.organiser()
     _, secret = await organiser.create_invite(person="guest:ann", uses=None)

@@ -37,4 +37,4 @@ async def test_a_lying_reducer_is_found_and_done_without(tmp_path: Path) -> None
         assert [answer["holds"] for answer in answers] == [member is not liar for member in cluster.members]
         holders = [answer for answer in answers if answer["holds"]]
         check_agreement(holders, must_contribute=[m.number for m in honest], may_contribute=[])
-        assert "is excluded for another" in answers[2]["left_out"][liar.id]
+        assert "is excluded for another" in answers[2]["reason"]

@@ -82,6 +82,7 @@ class Chaos:
         self._hub_there = asyncio.Event()
         self._hub_there.set()
         self._deaths: set[Member] = set()
+        self._arriving: set[str] = set()  # who has a connection, and is not a member yet
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = contextvars.copy_context()  # not that of a member, which might be frozen
 
@@ -174,7 +175,9 @@ class Chaos:
 
     async def _arrive(self, number: int, identity: Identity) -> None:
         await self._hub_there.wait()
+        self._arriving.add(identity.peer_id)
         await self.there.join(identity=identity, number=number, coordinates=True)
+        self._arriving.discard(identity.peer_id)
 
     def freeze(self) -> None:
         if (member := self._anybody()) is not None:
@@ -279,12 +282,22 @@ class Chaos:
         for member in self.there.members:
             if member not in self._deaths and not self._is_severed(member):
                 self._later(lambda member=member: self._reconnect(member))  # type: ignore[misc]
+        for peer in sorted(self._arriving):
+            self._later(lambda peer=peer: self._reconnect_newcomer(peer))  # type: ignore[misc]
 
     def _reconnect(self, member: Member) -> None:
         """Peers find the hub again one by one."""
         lives = member in self.there.members and member not in self._deaths
         if self._hub_there.is_set() and lives and not self._is_severed(member):
             self.there.run.hub.reconnect(member.id)
+
+    def _reconnect_newcomer(self, peer: str) -> None:
+        """Whoever was about to join when the hub went tries again too."""
+        member = next((member for member in self.there.members if member.id == peer), None)
+        if member is not None:
+            self._reconnect(member)
+        elif self._hub_there.is_set() and peer in self._arriving:
+            self.there.run.hub.reconnect(peer)
 
     def hold_words(self) -> None:
         """Plans come late, or never."""

@@ -130,11 +130,16 @@ class Lab:
 
 @asynccontextmanager
 async def lab(
-    num_members: int = 0, *, all_coordinate: bool = False, choice: CodecChoice = EXACT, **coordinator: Any
+    num_members: int = 0,
+    *,
+    all_coordinate: bool = False,
+    choice: CodecChoice = EXACT,
+    seed: int = 0,
+    **coordinator: Any,
 ) -> AsyncIterator[Lab]:
     """A run with so many trainers, of whom the first (or all) may coordinate; the first holds the lease."""
     torch.set_num_threads(1)  # everything is on one thread here: more of them would only get in each other's way
-    run = MemoryRun(clock=LoopClock())
+    run = MemoryRun(clock=LoopClock(), seed=seed)
     await run.open()
     coordinator.setdefault("trigger", Quorum(grace_seconds=0.5))
     coordinator.setdefault("gather", GatherConfig(partition=SMALL_CHUNKS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from potluck.round import testimony as words
 from potluck.round.audit import Action, Ask, Audit, AuditConfig, Recompute, Verdict, draw_chunks
 from potluck.round.director import Finish, GiveUp
 from potluck.round.disputes import Holding, read_holding, settle
-from potluck.round.exclusions import MAX_EXCLUSIONS, Exclusions, why_excluded
+from potluck.round.exclusions import MAX_EXCLUSIONS, PATIENT_ATTEMPTS, Absences, Exclusions, why_excluded
 from potluck.round.merkle import NOTHING, is_under, merkle_path, merkle_root
 from potluck.round.plan import Commit, Exclusion, Part, Participant, Plan, Report, RoundKey
 from potluck.round.seals import Notary, Sealer, sealed_hash
@@ -57,6 +58,28 @@ def test_roots_differ_where_leaves_do(leaves: list[bytes], data: st.DataObject) 
     others = data.draw(st.lists(hashes, max_size=20))
     assert (merkle_root(leaves) == merkle_root(others)) == (leaves == others)
     assert merkle_root(leaves) != merkle_root([*leaves, NOTHING])
+
+
+@pytest.mark.parametrize("num_leaves", range(1, 10))
+def test_no_leaf_stands_beside_the_tree(num_leaves: int) -> None:
+    leaves = [bytes([number]) * 32 for number in range(num_leaves)]
+    root = merkle_root(leaves)
+    for index, leaf in enumerate(leaves):
+        path = merkle_path(leaves, index)
+        for elsewhere in {*range(-num_leaves, 4 * num_leaves)} - {index}:
+            assert not is_under(root, num_leaves, elsewhere, leaf, path), (index, elsewhere)
+
+
+def test_a_root_is_the_same_for_every_version_of_potluck() -> None:
+    def sha256(*parts: bytes) -> bytes:
+        return hashlib.sha256(b"".join(parts)).digest()
+
+    leaves = [bytes([number]) * 32 for number in range(3)]
+    first, second, third = (sha256(b"\0", leaf) for leaf in leaves)
+    left = sha256(b"\1", first, second)
+    assert merkle_root(leaves) == sha256(b"\2", (3).to_bytes(8, "big"), sha256(b"\1", left, third))
+    assert merkle_path(leaves, 1) == (first, third)
+    assert merkle_path(leaves, 2) == (left,)
 
 
 # Plans
@@ -110,7 +133,14 @@ def test_an_audit_of_many_members_is_kept_within_its_bytes_and_everybody_is_draw
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"chunks_per_reducer": -1}, {"most_bytes": -1}, {"answer_seconds": 0.0}, {"exclusion_seconds": -1.0}]
+    "wrong",
+    [
+        {"chunks_per_reducer": -1},
+        {"most_bytes": -1},
+        {"answer_seconds": 0.0},
+        {"exclusion_seconds": -1.0},
+        {"silence_seconds": -1.0},
+    ],
 )
 def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError):
@@ -255,6 +285,27 @@ def test_what_rests_on_a_contributor_that_is_gone_is_done_again_and_nobody_is_bl
     assert audit.testified(0, 0, Account(average=average_hash(0), inputs=inputs)) == [Verdict(stale=frozenset({0}))]
 
 
+def test_a_witness_is_heard_once() -> None:
+    audit = Audit(make_plan(2, 1, aux=1, reducers=1), {0, 1}, [0])
+    audit.start()
+    audit.testified(1, 0, Account(average=average_hash(0), contribution=contribution_hash(1, 0)))
+    assert audit.testified(1, 0, Fault("it changes its mind")) == []
+    assert audit.unheard(1, 0, "it says no more") == []
+    inputs = {1: contribution_hash(1, 0)}
+    assert audit.testified(0, 0, Account(average=average_hash(0), inputs=inputs)) == [Recompute(0, (1,))]
+    assert audit.recomputed(0, average_hash(0)) == [Verdict(num_good=1)]
+
+
+def test_who_lies_about_one_chunk_and_is_silent_about_another_is_a_liar() -> None:
+    audit = Audit(make_plan(1, 2), {0}, [0, 1])
+    audit.start()
+    assert audit.unheard(0, 0, "it was silent") == []
+    [verdict] = audit.testified(0, 1, Fault("it lied"))
+    assert isinstance(verdict, Verdict)
+    assert verdict.liars == {0: "it lied"}
+    assert verdict.missing == {}, "nobody has to ask whether it was lost"
+
+
 # What an answer amounts to
 
 
@@ -356,6 +407,16 @@ def test_a_reducer_needs_a_good_seal_for_every_input() -> None:
     assert isinstance(hall.examine(0, inputs=(msgspec.structs.replace(first, member=3),)), Fault)
 
 
+def test_a_reducer_cannot_add_the_sealed_values_of_a_member_without_weight() -> None:
+    hall = Hall()
+    helper = msgspec.structs.replace(hall.plan.members[2], weight=0.0, sends=False)
+    hall.plan = msgspec.structs.replace(hall.plan, members=(*hall.plan.members[:2], helper))
+    fault = hall.examine(0)
+    assert isinstance(fault, Fault)
+    assert "somebody who made none" in fault.reason
+    assert isinstance(hall.examine(0, inputs=hall.testimony(0).inputs[:2]), Account)
+
+
 def test_seals_of_averages_belong_to_their_generation() -> None:
     identity = Identity.temporary()
     sealer, notary = Sealer(identity, RUN, KEY), Notary(RUN, KEY)
@@ -365,6 +426,17 @@ def test_seals_of_averages_belong_to_their_generation() -> None:
         with pytest.raises(ProtocolError, match="did not seal"):
             notary.require_average(identity.peer_id, chunk, generation, average_hash(frame_hash), seal)
     assert not notary.is_contribution(identity.peer_id, 3, average_hash(3), seal)
+
+
+def test_an_average_cannot_be_passed_off_as_a_contribution_nor_the_other_way_round() -> None:
+    identity = Identity.temporary()
+    sealer, notary = Sealer(identity, RUN, KEY), Notary(RUN, KEY)
+    average = sealer.seal_average(3, 0, average_hash(3))
+    contribution = sealer.seal_contribution(3, average_hash(3))
+    assert notary.is_average(identity.peer_id, 3, 0, average_hash(3), average)
+    assert notary.is_contribution(identity.peer_id, 3, average_hash(3), contribution)
+    assert not notary.is_average(identity.peer_id, 3, 0, average_hash(3), contribution)
+    assert not notary.is_contribution(identity.peer_id, 3, average_hash(3), average)
 
 
 def test_messages_of_an_audit_are_bounded() -> None:
@@ -393,20 +465,54 @@ def commit_with(**excluded: float) -> Commit:
 
 
 def test_exclusions_come_from_the_lineage_and_from_what_was_found_and_end() -> None:
-    exclusions = Exclusions(100.0)
-    exclusions.add("found", "it spoilt a chunk", 0.0)
+    exclusions = Exclusions()
+    exclusions.add("found", "it spoilt a chunk", 0.0, 100.0)
     head = commit_with(known=150.0, over=10.0)
     assert exclusions.current(head, 50.0).keys() == {"found", "known"}
     assert exclusions.current(None, 50.0).keys() == {"found"}
     assert exclusions.current(head, 120.0).keys() == {"known"}
     assert exclusions.current(head, 151.0) == {}
     assert "0.5 h" in why_excluded(Exclusion(until=1800.0, reason="it lied"), 0.0)
+    assert "59 s" in why_excluded(Exclusion(until=60.0, reason="it did not testify"), 1.0)
+
+
+def test_of_two_exclusions_of_a_peer_the_longer_counts() -> None:
+    exclusions = Exclusions()
+    exclusions.add("peer", "it did not testify", 0.0, 60.0)
+    assert exclusions.current(commit_with(peer=1000.0), 1.0)["peer"].until == 1000.0
+    assert exclusions.current(commit_with(peer=10.0), 1.0)["peer"].until == 60.0
+
+
+def test_a_pardon_lifts_what_was_found_before_it_and_nothing_after() -> None:
+    exclusions = Exclusions()
+    exclusions.add("peer", "it lied", 10.0, 1000.0)
+    head = commit_with(peer=2000.0, other=2000.0)
+    assert exclusions.current(head, 20.0, {"peer": 9.0}).keys() == {"peer", "other"}  # of the two, what was found
+    assert exclusions.current(head, 20.0, {"peer": 15.0}).keys() == {"other"}
+    exclusions.add("peer", "it lied again", 30.0, 1000.0)
+    assert exclusions.current(head, 40.0, {"peer": 15.0})["peer"].reason == "it lied again"
+    assert exclusions.current(None, 40.0, {"peer": 30.0}) == {}
+
+
+def test_an_epoch_goes_on_without_those_who_were_lost_in_attempt_after_attempt() -> None:
+    absences = Absences()
+    for _ in range(PATIENT_ATTEMPTS):
+        assert absences.barred(["a", "b"]) == {}
+        absences.note(["b"])
+    assert absences.barred(["a", "b"]).keys() == {"b"}
+    assert absences.barred(["b"]) == {}, "nobody else is there"
+    for _ in range(PATIENT_ATTEMPTS):
+        absences.note(["c"])
+    assert absences.barred(["a", "b", "c"]) == {}, "it may be us who cannot reach the others"
+    assert absences.barred(["a", "b", "c", "d"]).keys() == {"b", "c"}
+    absences.clear()
+    assert absences.barred(["a", "b"]) == {}
 
 
 def test_a_commit_has_room_for_so_many_exclusions() -> None:
-    exclusions = Exclusions(10_000.0)
+    exclusions = Exclusions()
     for number in range(2 * MAX_EXCLUSIONS):
-        exclusions.add(f"peer{number}", "x" * 1000, float(number))
+        exclusions.add(f"peer{number}", "x" * 1000, float(number), 10_000.0)
     current = exclusions.current(None, 200.0)
     assert current.keys() == {f"peer{number}" for number in range(MAX_EXCLUSIONS, 2 * MAX_EXCLUSIONS)}
     assert len(encode(current)) < 64 * 1024
@@ -429,7 +535,10 @@ class Dispute:
     def holding(self, member: int, *values: bytes, forged: bool = False) -> Holding:
         made = [sealed_hash(value) for value in values]
         signers = [self.identities[3] if forged else self.identities[chunk] for chunk in range(2)]
-        seals = [Sealer(s, RUN, KEY).seal_average(chunk, 0, made[chunk]) for chunk, s in enumerate(signers)]
+        seals = [
+            Sealer(s, RUN, KEY).seal_average(chunk, self.plan.parts[chunk].generation, made[chunk])
+            for chunk, s in enumerate(signers)
+        ]
         return Holding(member, tuple(made), tuple(seals))
 
 
@@ -451,7 +560,19 @@ def test_who_has_no_seal_for_what_it_holds_lied() -> None:
 def test_a_reducer_that_holds_something_else_than_it_gave_out_lied() -> None:
     there = Dispute()
     one, other = there.holding(2, b"a", b"b"), there.holding(1, b"a", b"c", forged=True)
+    liars = settle(there.plan, there.notary, one, other)
+    assert liars.keys() == {1}
+    assert "two different averages" in liars[1], "it needs no seal of its own to be held to what it gave out"
+
+
+def test_of_chunks_that_were_done_again_the_newest_seals_count() -> None:
+    there = Dispute()
+    older = there.holding(3, b"a", b"c")
+    parts = tuple(msgspec.structs.replace(part, generation=part.reducer + 1) for part in there.plan.parts)
+    there.plan = msgspec.structs.replace(there.plan, parts=parts)
+    one, other = there.holding(2, b"a", b"b"), there.holding(3, b"a", b"c")
     assert settle(there.plan, there.notary, one, other).keys() == {1}
+    assert settle(there.plan, there.notary, one, older).keys() == {3}, "it holds what was to be discarded"
 
 
 def test_what_a_member_holds_must_be_what_it_reported() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from liars import LIES, Altering, BadlySealed, Deluded, Liar, LyingWork, TwoFaced, partial_to
-from roundlab import SMALL_CHUNKS, Lab, assert_same_average, at_point, lab, mean_of
+from roundlab import SMALL_CHUNKS, Lab, Member, assert_same_average, at_point, lab, mean_of
 
 from potluck.errors import ProtocolError, RoundFailedError
 from potluck.round import testimony
@@ -158,6 +158,18 @@ async def test_a_liar_takes_part_in_nothing_more_until_its_time_is_over() -> Non
 
 
 @in_virtual_time
+async def test_a_liar_that_is_ready_too_late_learns_why_it_has_no_part_all_the_same() -> None:
+    async with strangers(3) as there:
+        liar = Liar(there.members[3], Altering)
+        await average_with_liar(there, liar)
+        [result, *_] = await there.average(there.members[:3])
+        assert liar.member.id not in result.commit.left_out
+        late = await liar.member.average(epoch=result.commit.epoch)
+        assert late.left_behind is not None
+        assert "is excluded for another" in late.left_behind.reason
+
+
+@in_virtual_time
 async def test_the_next_coordinator_knows_who_lied() -> None:
     async with strangers(3) as there:
         heir = await there.join(coordinates=True)
@@ -284,17 +296,112 @@ async def test_values_that_do_not_match_their_seal_are_left_out_and_nobody_is_ex
         assert results[0].commit.excluded == {}, "it is one's word against the other's"
 
 
+# Those who do not testify
+
+
+class Mute:
+    """A member that takes part in everything, and in an audit refuses to answer, or just does not."""
+
+    def __init__(self, member: Member, *, refuses: bool = True) -> None:
+        self.member = member
+        self._witness = member.averager._participation._witness
+        self._refuses = refuses
+        self._testify = self._witness._testify
+        self._witness._testify = self._keep_silent  # type: ignore[method-assign]
+
+    async def _keep_silent(self, *_: Any) -> Any:
+        if not self._refuses:
+            await asyncio.sleep(1000.0)
+        raise ProtocolError("I would rather not")
+
+    def speak(self) -> None:
+        self._witness._testify = self._testify  # type: ignore[method-assign]
+
+
 @in_virtual_time
-async def test_who_does_not_testify_is_left_out_and_not_excluded() -> None:
+async def test_who_does_not_testify_is_left_out_for_a_minute() -> None:
     async with strangers(3) as there:
-        mute = there.members[2]
-        mute.averager._participation._witness._audience = lambda: None
+        mute = Mute(there.members[2])
         results = await there.average()
-        honest = [member for member in there.members if member is not mute]
+        honest = [member for member in there.members if member is not mute.member]
         assert_same_average(honest, mean_of(honest))
-        assert "did not testify" in results[0].commit.left_out[mute.id]
-        assert results[0].commit.excluded == {}
+        commit = results[0].commit
+        assert "did not testify" in commit.left_out[mute.member.id]
+        assert "did not testify" in commit.excluded[mute.member.id].reason
+        assert 50.0 < commit.excluded[mute.member.id].until - commit.committed_at <= 60.0
         assert statistics(there)["coordinator_unanswered_audits"] == 1
+        assert "coordinator_liars" not in statistics(there)
+        started = asyncio.get_running_loop().time()
+        results = await there.average()
+        assert asyncio.get_running_loop().time() - started < 0.5, "nobody waits for it again"
+        assert results[2].left_behind is not None
+        assert "it did not testify" in results[2].left_behind.reason
+        await asyncio.sleep(60.0)
+        mute.speak()
+        results = await there.average()
+        assert_same_average(there.members, mean_of(there.members))
+        assert results[0].commit.excluded == {}
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+@in_virtual_time
+async def test_of_two_members_one_that_does_not_testify_cannot_hold_up_the_other(refuses: bool) -> None:
+    async with strangers(1) as there:
+        mute = Mute(there.members[1], refuses=refuses)
+        started = asyncio.get_running_loop().time()
+        results = await there.average()
+        seconds = asyncio.get_running_loop().time() - started
+        assert seconds < (0.0 if refuses else EVERY_CHUNK.answer_seconds) + 2.0
+        assert results[0].holds
+        assert results[1].left_behind is not None
+        assert "it did not testify" in results[1].left_behind.reason
+        assert results[0].commit.excluded.keys() == {mute.member.id}
+        assert statistics(there)["coordinator_aborts"] == 1
+
+
+@in_virtual_time
+async def test_when_most_do_not_testify_nobody_is_blamed() -> None:
+    async with strangers(3) as there:
+        mutes = [Mute(member) for member in there.members[1:]]
+        failures = await asyncio.gather(*there.start(timeout_seconds=20.0), return_exceptions=True)
+        assert all(isinstance(failure, RoundFailedError) for failure in failures)
+        assert "did not testify" in str(failures[0])
+        assert there.members[0].averager.epoch == 0
+        for mute in mutes:
+            mute.speak()
+        results = await there.average()
+        assert_same_average(there.members, mean_of(there.members))
+        assert results[0].commit.excluded == {}
+
+
+# What organisers may do about it
+
+
+@in_virtual_time
+async def test_an_organiser_may_lift_an_exclusion_early_and_it_holds_for_what_was_found_until_then() -> None:
+    async with strangers(3) as there:
+        heir = await there.join(coordinates=True)
+        liar = Liar(there.members[3], Altering)
+        await average_with_liar(there, liar)
+        await asyncio.sleep(1.0)
+        await there.run.pardon(liar.member.id)
+        liar.repent()
+        results = await there.average()
+        assert_same_average(there.members, mean_of(there.members))
+        assert results[0].commit.excluded == {}
+        await asyncio.sleep(1.0)
+        again = Liar(liar.member, Altering)
+        results = await there.average()
+        assert again.lies
+        assert results[0].commit.excluded.keys() == {liar.member.id}
+        await asyncio.sleep(1.0)
+        await there.run.pardon(liar.member.id)
+        again.repent()
+        await there.kill(there.members[0])
+        results = await there.average()
+        assert heir.averager.lease.is_held, "the next coordinator knows of the pardon too"
+        assert_same_average(there.members, mean_of(there.members))
+        assert results[0].commit.excluded == {}
 
 
 @pytest.mark.parametrize("point", ["planned", "half_sent", "all_sent", "half_averages_sent", "complete", "reported"])

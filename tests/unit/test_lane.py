@@ -10,7 +10,7 @@ from typing import Any
 from potluck.errors import PeerUnreachableError
 from potluck.link.carrier import Buffer
 from potluck.round import lane as lane_module
-from potluck.round.lane import ENCODED_AHEAD, IN_FLIGHT_BYTES, Lane, Letter
+from potluck.round.lane import ENCODED_AHEAD, IN_FLIGHT_BYTES, Lane, Letter, close_lanes
 from potluck.round.plan import Average, Contribution, RoundKey
 from potluck.testing.virtualloop import in_virtual_time
 
@@ -240,3 +240,18 @@ async def test_a_closed_lane_sends_nothing_more_and_lets_go_of_its_frames() -> N
     assert len(way.links.sent) == 1
     assert not way.lane._letters
     await way.lane.close()
+
+
+@in_virtual_time
+async def test_whoever_is_cancelled_while_closing_lanes_leaves_none_open() -> None:
+    ways = [Way() for _ in range(3)]
+    for way in ways:
+        way.links.acknowledges = False
+        way.lane.send_average(0, 0, b"average")
+    await turns()
+    closing = asyncio.create_task(close_lanes([way.lane for way in ways]))
+    await asyncio.sleep(0)
+    closing.cancel()
+    await turns()
+    assert closing.cancelled()
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("round lane")]

@@ -26,6 +26,7 @@ from potluck.messages import encode
 from potluck.round import exchanger as exchanger_module
 from potluck.round.aggregators import AggregatorSpec
 from potluck.round.codecs import CodecChoice
+from potluck.round.exclusions import PATIENT_ATTEMPTS
 from potluck.round.gathering import GatherConfig
 from potluck.round.plan import Average, Contribution, Participant, Plan, Ready, Report, RoundKey
 from potluck.round.signing import sign_word
@@ -935,3 +936,36 @@ async def test_a_quorum_can_be_required() -> None:
         await there.join()
         await there.average()
         assert_same_average(there.members, mean_of(there.members))
+
+
+@pytest.mark.parametrize("num_members", [2, 4])
+@in_virtual_time
+async def test_half_of_a_run_that_says_it_is_ready_and_takes_no_part_does_not_hold_up_the_rest(
+    num_members: int,
+) -> None:
+    async with lab(num_members) as there:
+        active, idle = there.members[: num_members // 2], there.members[num_members // 2 :]
+        for member in idle:
+            member.averager._participation._enter_round = lambda *_: None  # type: ignore[method-assign]
+        results = await there.average()
+        assert there.members[0].averager.statistics()["coordinator_aborts"] == PATIENT_ATTEMPTS
+        assert_same_average(active, mean_of(active))
+        for member, result in zip(there.members, results, strict=True):
+            assert result.holds == (member in active)
+        assert all("was lost in 3 attempts" in results[0].commit.left_out[member.id] for member in idle)
+        assert results[0].commit.excluded == {}, "nobody says that it lied"
+        for member in idle:
+            del member.averager._participation._enter_round
+        await there.average()
+        assert_same_average(there.members, mean_of(there.members))
+
+
+@in_virtual_time
+async def test_when_most_of_a_run_takes_no_part_the_epoch_waits_for_them() -> None:
+    async with lab(3) as there:
+        for member in there.members[1:]:
+            member.averager._participation._enter_round = lambda *_: None  # type: ignore[method-assign]
+        failures = await asyncio.gather(*there.start(timeout_seconds=30.0), return_exceptions=True)
+        assert all(isinstance(failure, RoundFailedError) for failure in failures)
+        assert "too many members were lost" in str(failures[0])
+        assert there.members[0].averager.epoch == 0

@@ -97,3 +97,16 @@ async def test_what_was_cancelled_meanwhile_does_not_run() -> None:
     loop.thaw("alice")
     await asyncio.sleep(1)
     assert seen == ["kept"]
+
+
+def test_differences_of_times_are_exact() -> None:
+    @in_virtual_time
+    async def wait(first_seconds: float) -> None:
+        clock = LoopClock()
+        await asyncio.sleep(first_seconds)
+        started_at = clock.monotonic()
+        await asyncio.sleep(1.5)  # across 1024 s, where floating-point numbers become coarser
+        assert clock.monotonic() - started_at == 1.5
+
+    for step in range(100):
+        wait(22.6 + 0.01 * step)

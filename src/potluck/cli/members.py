@@ -220,6 +220,18 @@ def unban(
     typer.echo(f"{_ask(run, folder, work)} may join again.")
 
 
+@app.command("pardon")
+def pardon(peer: Peer, run: Run = DEFAULT_RUN, folder: Folder = None) -> None:
+    """Let a member take part again that an audit found out, before its time is over."""
+
+    async def work(organiser: Organiser, _record: HostRecord) -> str:
+        found = _one([state.member.peer for state in await organiser.list_members()], peer)
+        await organiser.pardon(found)
+        return found
+
+    typer.echo(f"{_ask(run, folder, work)} takes part in rounds again.")
+
+
 @app.command("bans")
 def bans(run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson = False) -> None:
     """List who is banned."""

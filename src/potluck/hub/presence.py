@@ -48,6 +48,7 @@ class Presence(Message, frozen=True, kw_only=True):
     person: str  # whose peer it is
     coordinates: bool = False  # may hold the coordinator's lease
     trusted: bool = False  # may reduce where a run lets only trusted peers do so
+    pardoned_at: float = 0.0  # hub time: an organiser has lifted what audits had found by then
     since: float = 0.0  # hub time of the last change of state
     reason: str = ""  # why it is suspect, dead or gone
 

@@ -104,7 +104,7 @@ class Dispatcher:
         self._respond = respond
         self._registrations: dict[str, _Registration] = {}
         self._work: dict[str, _PeerWork] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self._closed = False
 
     def register(self, kind: type[M], handler: Handler[M]) -> None:
@@ -199,11 +199,11 @@ class Dispatcher:
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("answering a request failed", exc_info=error)
 

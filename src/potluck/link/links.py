@@ -68,7 +68,7 @@ class Links:
         self._self_queue = SendQueue(self._self_link, self._config.queue_bytes)
         self._queues: dict[PeerLink, SendQueue] = {}
         self._awake: dict[PeerLink, None] = {}  # in the order in which they woke
-        self._active: set[PeerLink] = set()  # have something due later
+        self._active: dict[PeerLink, None] = {}  # have something due later, in the order in which that began
         self._soon: asyncio.Handle | None = None
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0  # loop time; kept here since a uvloop handle that is due at once does not know it
@@ -257,13 +257,13 @@ class Links:
     def _plan(self, link: PeerLink) -> None:
         soon = asyncio.get_running_loop().time() + self._config.tick_seconds
         if self._timer is not None and self._timer_at <= soon:
-            self._active.add(link)  # it will be looked at in a moment anyway
+            self._active[link] = None  # it will be looked at in a moment anyway
             return
         due_at = link.next_at()
         if due_at is None:
-            self._active.discard(link)
+            self._active.pop(link, None)
         else:
-            self._active.add(link)
+            self._active[link] = None
             self._set_timer(due_at)
 
     def _set_timer(self, due_at: float) -> None:

@@ -43,13 +43,19 @@ class AuditConfig:
     exclusion_seconds: float = 24 * 3600.0
     """So long a liar takes part in no round."""
 
+    silence_seconds: float = 60.0
+    """So long a member takes part in no round that is alive and does not testify. It may only be slow or cut off from
+    the auditor, so this is short; without it, such a member would cost every round `answer_seconds` and more."""
+
     def __post_init__(self) -> None:
         if self.chunks_per_reducer < 0 or self.most_bytes < 0:
             raise ConfigurationError(
                 "chunks_per_reducer and most_bytes cannot be negative: 0 chunks turn the audit off"
             )
-        if not (self.answer_seconds > 0 and self.exclusion_seconds >= 0):
-            raise ConfigurationError("answer_seconds must be positive, and exclusion_seconds 0 or more")
+        if not (self.answer_seconds > 0 and self.exclusion_seconds >= 0 and self.silence_seconds >= 0):
+            raise ConfigurationError(
+                "answer_seconds must be positive, and exclusion_seconds and silence_seconds 0 or more"
+            )
 
 
 @dataclass(frozen=True, slots=True)

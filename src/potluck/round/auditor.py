@@ -29,7 +29,7 @@ from potluck.round.chunks import ChunkGrid
 from potluck.round.director import OTHER_DIGEST, Director
 from potluck.round.disputes import UNPROVEN, Holding, read_holding, settle
 from potluck.round.exclusions import Exclusions, why_excluded
-from potluck.round.plan import Commit, Exclusion, Plan, Report
+from potluck.round.plan import Commit, Exclusion, Participant, Plan, Report
 from potluck.round.reduction import reduce_chunk
 from potluck.round.seals import Notary, sealed_hash
 from potluck.round.testimony import Account, Challenge, Fault, Holdings, Inventory, Testimony, examine
@@ -59,11 +59,12 @@ class Auditor:
         self._config = config
         self._counts = counts
         self._rng = rng or random.SystemRandom()
-        self._exclusions = Exclusions(config.exclusion_seconds)
+        self._exclusions = Exclusions()
 
     def excluded(self, head: Commit | None) -> dict[str, Exclusion]:
-        """Liars whose time is not over, given the newest commit."""
-        return self._exclusions.current(head, self._session.now())
+        """Those found out whose time is not over and whom no organiser has pardoned, given the newest commit."""
+        pardons = {presence.peer: presence.pardoned_at for presence in self._session.roster if presence.pardoned_at}
+        return self._exclusions.current(head, self._session.now(), pardons)
 
     def barred(self, head: Commit | None) -> dict[str, str]:
         """The same, in words."""
@@ -92,9 +93,25 @@ class Auditor:
         for index, reason in verdict.liars.items():
             peer = plan.members[index].peer
             self._counts["liars"] += 1
-            self._exclusions.add(peer, reason, self._session.now())
+            self._exclusions.add(peer, reason, self._session.now(), self._config.exclusion_seconds)
             logger.warning("%s lied in %s and is excluded: %s", peer, plan.key, reason)
+        self._exclude_silent(plan, verdict.missing)
         return verdict
+
+    def _exclude_silent(self, plan: Plan, missing: Mapping[int, str]) -> None:
+        """Go on without those who live and do not testify; unless they are the most: then it may be us."""
+        silent = {index: reason for index, reason in missing.items() if self._lives(plan.members[index])}
+        if 2 * len(silent) > len(plan.members):
+            logger.warning("%d of %d members of %s do not testify", len(silent), len(plan.members), plan.key)
+            return
+        for index, reason in silent.items():
+            peer, seconds = plan.members[index].peer, self._config.silence_seconds
+            self._exclusions.add(peer, reason, self._session.now(), seconds)
+            logger.warning("%s takes part in nothing for %g s: %s", peer, seconds, reason)
+
+    def _lives(self, member: Participant) -> bool:
+        presence = self._session.roster.get(member.peer)
+        return presence is not None and presence.state == "alive" and presence.card.session == member.session
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from potluck.round.audit import Verdict
 from potluck.round.auditor import Auditor
 from potluck.round.commitment import make_commit
 from potluck.round.director import Decision, Director, Finish, GiveUp, Patience, Publish
+from potluck.round.exclusions import Absences
 from potluck.round.gathering import (
     Candidate,
     GatherConfig,
@@ -103,6 +104,7 @@ class Coordinator:
         self._clock = session.clock
         self._gathering = Gathering(config.gather)
         self._auditor = Auditor(links, session, workers, config.gather.audit, self.counts)
+        self._absences = Absences()
         self._office: _Office | None = None
         self._director: Director | None = None
         self._hub_was_away = False
@@ -140,6 +142,7 @@ class Coordinator:
     def committed(self, commit: Commit) -> None:
         """The head of the lineage has moved."""
         self._gathering.clear(commit.epoch)
+        self._absences.clear()
         if self._director is not None and self._director.plan.key.epoch <= commit.epoch:
             self._end_round()
         if self._office is not None:
@@ -263,7 +266,7 @@ class Coordinator:
                 return 0.0
             if not is_late:
                 return TICK_SECONDS
-        barred = self._auditor.barred(self._lineage.head)
+        barred = self._barred(candidates)
         ready = senders(candidate for candidate in candidates if candidate.peer not in barred)
         due_at = self._config.trigger.due_at(ready, alive_trainers(self._session.roster) - barred.keys())
         if due_at is None:
@@ -274,6 +277,11 @@ class Coordinator:
         await self._begin(office, candidates, RoundKey(epoch=epoch, token=office.token, attempt=office.attempt))
         return TICK_SECONDS
 
+    def _barred(self, candidates: list[Candidate]) -> dict[str, str]:
+        """Who may not take part in the next attempt, and why."""
+        barred = self._auditor.barred(self._lineage.head)
+        return barred | self._absences.barred([c.peer for c in candidates if c.peer not in barred])
+
     def _returned_by(self, ready: list[ReadySender]) -> float:
         """Until when to wait for trainers that were there before the hub was away."""
         missing = present_trainers(self._session.roster) - {sender.peer for sender in ready}
@@ -281,7 +289,7 @@ class Coordinator:
 
     async def _begin(self, office: _Office, candidates: list[Candidate], key: RoundKey) -> None:
         try:
-            barred = self._auditor.barred(self._lineage.head)
+            barred = self._barred(candidates)
             proposal = self._gathering.propose(candidates, key, hub_now=self._session.now(), barred=barred)
         except PotluckError as error:
             await self._complain(office, key, str(error))
@@ -338,6 +346,7 @@ class Coordinator:
                         now = self._clock.monotonic()
                         self._decisions += director.overrule(verdict.liars, verdict.missing, verdict.stale, now)
                 case GiveUp(reason):
+                    self._absences.note(director.lost)
                     await self._give_up(office, director.plan, reason)
 
     async def _give_up(self, office: _Office, plan: Plan, reason: str) -> None:

@@ -162,6 +162,11 @@ class Director:
         """The newest word of a member."""
         return self._members[member].report
 
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """The peers that are out though they may live."""
+        return tuple(self._name(index) for index in sorted(self._lost))
+
     def expired(self, reason: str = "its deadline passed") -> list[Decision]:
         """The round's deadline has come."""
         if self._over:

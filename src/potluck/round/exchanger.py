@@ -22,7 +22,7 @@ from potluck.round.aggregators import aggregator_for
 from potluck.round.chunks import Chunk, ChunkGrid
 from potluck.round.exchange import Action, Complete, Discard, Exchange, Reduce, SendAverage, SendContribution
 from potluck.round.held import HeldAverages
-from potluck.round.lane import Lane, Letter
+from potluck.round.lane import Lane, Letter, close_lanes
 from potluck.round.layout import FlatTensors
 from potluck.round.milestones import Milestones
 from potluck.round.plan import Offence, Plan, Report, bitmap, shortened
@@ -128,8 +128,7 @@ class Exchanger:
         self._contributions.clear()
         self._unchecked.clear()
         lanes, self._lanes = self._lanes, {}
-        for lane in lanes.values():
-            await lane.close()
+        await close_lanes(lanes.values())
 
     async def revise(self, plan: Plan) -> None:
         """Take in a newer plan of the same round."""
@@ -139,8 +138,8 @@ class Exchanger:
         self._carry_out(self.exchange.revise(plan))
         if not self.exchange.is_complete:
             self.digest, self.completed_at = "", None
-        for index in [index for index in self._lanes if not plan.members[index].receives]:
-            await self._lanes.pop(index).close()
+        gone = [index for index in self._lanes if not plan.members[index].receives]
+        await close_lanes([self._lanes.pop(index) for index in gone])
         self._on_news()
 
     def is_early(self, chunk: int, generation: int) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from potluck import tasks
@@ -100,14 +100,20 @@ class Lane:
 
     async def close(self) -> None:
         """Send nothing more. Calling it twice does no harm."""
+        await close_lanes([self])
+
+    def _shut(self) -> asyncio.Task[None] | None:
+        """Send nothing more, from this moment on; returns the task that is about to end."""
         self._closed = True
         # A task that was cancelled holds on to us: without this, only the garbage collector would free the frames.
         task, self._task = self._task, None
-        await tasks.end(task)
+        if task is not None:
+            task.cancel()
         self._averages.clear()
         self._letters.clear()
         self._contributions.clear()
         self._again.clear()
+        return task
 
     def _stir(self) -> None:
         if self._task is None and not self._closed:
@@ -115,7 +121,7 @@ class Lane:
         self._wake.set()
 
     async def _run(self) -> None:
-        while True:
+        while not self._closed:
             self._wake.clear()
             self._encode_ahead()
             queue = self._averages or self._letters
@@ -169,8 +175,14 @@ class Lane:
         self._wake.set()
         if receipt.error is None:
             self._on_sent(letter)
-        elif not self._closed:
+        else:
             self._put_back(letter)
 
     def _put_back(self, letter: Letter) -> None:
-        (self._averages if letter.is_average else self._letters).append(letter)
+        if not self._closed:
+            (self._averages if letter.is_average else self._letters).append(letter)
+
+
+async def close_lanes(lanes: Iterable[Lane]) -> None:
+    """Close them all. Whoever is cancelled while waiting for that may go: all of them are about to end."""
+    await tasks.end(*[lane._shut() for lane in lanes])

@@ -25,6 +25,7 @@ from potluck.link.links import Links
 from potluck.peer.lease import LeaseView
 from potluck.peer.session import Session
 from potluck.round.exchanger import Exchanger
+from potluck.round.exclusions import why_excluded
 from potluck.round.layout import FlatTensors
 from potluck.round.lineage import Lineage
 from potluck.round.mailroom import Mailroom
@@ -199,7 +200,10 @@ class Participation:
         behind = None
         if reason:
             head = self._lineage.head or commit
-            reason = commit.left_out.get(self._session.peer_id, reason)
+            me = self._session.peer_id
+            if me in commit.excluded:  # not named as left out if we were ready only after the round had begun
+                reason = why_excluded(commit.excluded[me], commit.committed_at)
+            reason = commit.left_out.get(me, reason)
             behind = LeftBehind(head_epoch=head.epoch, holders=head.holders, reason=reason)
             self.counts["left_behind"] += 1
         self.counts["committed"] += 1

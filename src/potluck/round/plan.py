@@ -186,10 +186,11 @@ class CommittedMember(Message, frozen=True, kw_only=True):
 
 
 class Exclusion(Message, frozen=True, kw_only=True):
-    """An audit found that a peer lied: it takes part in no round for a while."""
+    """An audit found that a peer lied, or would not testify: it takes part in no round for a while."""
 
     until: float  # hub time
     reason: Reason
+    since: float = 0.0  # hub time at which it was found out; an organiser's pardon from then or later lifts it
 
 
 class Commit(Message, frozen=True, kw_only=True):
@@ -210,7 +211,7 @@ class Commit(Message, frozen=True, kw_only=True):
     revisions: Counter = 0  # how often the plan had to be repaired
     left_out: dict[Name, Reason] = {}  # peers without the averages, and why
     audited: Counter = 0  # chunks that the coordinator recomputed
-    excluded: dict[Name, Exclusion] = {}  # liars; each commit carries on those of the one before
+    excluded: dict[Name, Exclusion] = {}  # by audits; each commit carries on those of the one before
 
     @property
     def holders(self) -> tuple[str, ...]:

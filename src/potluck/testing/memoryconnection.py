@@ -122,7 +122,7 @@ class MemoryConnection:
         self._on_refused = on_refused
         self._subscriptions: dict[MemorySubscription, None] = {}
         self._watches: dict[MemoryWatch, None] = {}
-        self._replies: set[MemoryReply] = set()
+        self._replies: dict[MemoryReply, None] = {}  # in the order in which they were asked for
         self._reply_numbers = itertools.count()
         self._life = 0  # grows with every loss: what was on its way to us then never arrives
         self._closed = False
@@ -152,7 +152,7 @@ class MemoryConnection:
         if not self.may_publish(subject):
             raise PermissionDeniedError(f"this member may not publish on {subject}")
         reply = MemoryReply(self.hub, self, next(self._reply_numbers))
-        self._replies.add(reply)
+        self._replies[reply] = None
         try:
             if not self.hub._publish(subject, payload, reply):
                 raise NobodyAnswersError(f"nobody answers on {subject}: whoever should is not there")
@@ -163,7 +163,7 @@ class MemoryConnection:
                 raise
             raise DeadlineExceededError(f"no answer on {subject} within {timeout_seconds:g} s") from None
         finally:
-            self._replies.discard(reply)
+            self._replies.pop(reply, None)
 
     async def subscribe(self, subject: str, handler: Handler, *, queue: str = "") -> MemorySubscription:
         """Call `handler` for each message, in order."""

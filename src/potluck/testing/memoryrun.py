@@ -6,15 +6,18 @@
     await run.kill(alice)                         # as SIGKILL: the hub says at once that it is dead
     run.sever(alice); run.reunite(alice)          # nothing from or to it moves, and nobody is told
 
-What the product's own parts do (session, links, lease, rounds) they really do here; only the wires are missing.
+What the product's own parts do (session, links, lease, rounds) they really do here; only the wires are missing. Keys
+and the network's whims come from the seed: with the same one, the same peers get the same ids, in the same order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable
 
 import msgspec
+import nkeys
 
 from potluck.clock import Clock
 from potluck.errors import AccessError, HubUnavailableError
@@ -77,6 +80,7 @@ class MemoryRun:
         self.clock = clock
         self.hub = MemoryHub()
         self.network = MemoryNetwork(seed=seed)
+        self._keys = random.Random(seed)
         self.link_config = link_config
         self.peers: dict[str, MemoryPeer] = {}
         self._presences: dict[str, Presence] = {}
@@ -112,7 +116,7 @@ class MemoryRun:
         identity: Identity | None = None,
     ) -> MemoryPeer:
         """A new peer; with the identity of one that was killed, its next life."""
-        identity = identity or Identity.temporary()
+        identity = identity or Identity(nkeys.encode_seed(self._keys.randbytes(32), nkeys.PREFIX_BYTE_USER))
         session = self.next_session
         self._num_sessions += 1
         card = Card(
@@ -157,6 +161,11 @@ class MemoryRun:
         presence = msgspec.structs.replace(self._presences[peer], state=state, reason=reason)
         self._presences[peer] = presence
         await self._guard.store("roster").put(peer, encode(presence))
+
+    async def pardon(self, peer: str) -> None:
+        """An organiser forgives a peer what audits have found."""
+        self._presences[peer] = msgspec.structs.replace(self._presences[peer], pardoned_at=self.clock.wall())
+        await self.tell(peer, self._presences[peer].state)
 
     def sever(self, peer: MemoryPeer) -> None:
         """From this moment on nothing reaches a peer or leaves it, as if its cable were pulled."""

@@ -3,6 +3,10 @@
 When nothing can go on, the loop's time jumps to the next timer. An hour of renewals and retries runs in milliseconds
 and in the same order every time. Everything must live on the loop: a thread or a real socket would be overtaken.
 
+Time is always a whole number of ticks of 2⁻²⁰ s, about a microsecond, so that differences of times are exact, and a
+timer's time has come when it fires. Else whoever waits for what is missing until a deadline could find that less than
+the smallest step of a floating-point number is missing, and wait for that for ever: no time passes by itself here.
+
     @in_virtual_time
     async def test_patience() -> None: ...
 
@@ -20,6 +24,7 @@ import asyncio
 import contextvars
 import functools
 import heapq
+import math
 import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
@@ -33,6 +38,7 @@ P = ParamSpec("P")
 Ts = TypeVarTuple("Ts")
 
 START_SECONDS = 1000.0
+TICKS_PER_SECOND = 2.0**20  # a power of two, so that differences of times are exact
 
 _PROCESS = contextvars.ContextVar("process", default="")
 
@@ -62,8 +68,12 @@ class _JumpingSelector(selectors.SelectSelector):
             return ready
         if timeout is None:
             raise NothingLeftError("everybody waits, and no timer is set: nothing would ever happen again")
-        self.now += timeout
+        self.move_to(self.now + timeout)
         return []
+
+    def move_to(self, when: float) -> None:
+        """Let it be the first tick that is not before `when`; time never goes back."""
+        self.now = max(self.now, math.ceil(when * TICKS_PER_SECOND) / TICKS_PER_SECOND)
 
 
 # Handles ask the loop before they run. asyncio has no public way to say so, hence the underscores.
@@ -77,6 +87,7 @@ class _Handle(asyncio.Handle):
 
 class _TimerHandle(asyncio.TimerHandle):
     def _run(self) -> None:
+        self._loop.move_to(self.when())  # type: ignore[attr-defined]
         if not self._loop.parks(self):  # type: ignore[attr-defined]
             super()._run()
 
@@ -95,6 +106,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Virtual seconds."""
         return self._jumping.now
+
+    def move_to(self, when: float) -> None:
+        """Let it be `when`, unless it is later already."""
+        self._jumping.move_to(when)
 
     def freeze(self, name: str) -> None:
         """Stop a process. Doing it twice does no harm."""

@@ -353,6 +353,8 @@ def _new_member(application: Application, facts: Facts, *, scopes: Scopes, admit
         name=application.name,
         admitted_at=facts.now,
         admitted_by=admitted_by,
+        pardoned_at=facts.member.pardoned_at if facts.member is not None else 0.0,
+        pardoned_by=facts.member.pardoned_by if facts.member is not None else "",
     )
 
 

@@ -129,6 +129,12 @@ class Unban(Message, frozen=True, kw_only=True, tag=True):
     target: str
 
 
+class Pardon(Message, frozen=True, kw_only=True, tag=True):
+    """Forgive a member what audits have found of it until now: it takes part in rounds again."""
+
+    peer: str
+
+
 class SetPolicy(Message, frozen=True, kw_only=True, tag=True):
     """Replace the run's policy."""
 
@@ -230,6 +236,10 @@ class Organiser:
     async def unban(self, target: str) -> None:
         """Lift a ban."""
         await self._ask("unban", Unban(target=target), Done)
+
+    async def pardon(self, peer: str) -> None:
+        """Lift the exclusion of a member that an audit found out; it takes part in the next round."""
+        await self._ask("pardon", Pardon(peer=peer), Done)
 
     async def policy(self) -> Policy:
         """The run's policy."""

@@ -78,6 +78,7 @@ class OrganiserDesk:
             "ban": (organise.BanTarget, self._ban),
             "unban": (organise.Unban, self._unban),
             "bans": (organise.ListPage, self._bans),
+            "pardon": (organise.Pardon, self._pardon),
             "policy": (organise.ListPage, self._policy),
             "set_policy": (organise.SetPolicy, self._set_policy),
             "manifest": (organise.PutUpManifest, self._put_up_manifest),
@@ -171,6 +172,8 @@ class OrganiserDesk:
             name=waiting.name if waiting is not None else "",
             admitted_at=self._clock.wall(),
             admitted_by=organiser,
+            pardoned_at=known.pardoned_at if known is not None else 0.0,
+            pardoned_by=known.pardoned_by if known is not None else "",
         )
 
     async def _deny(self, organiser: str, request: organise.Deny) -> Message:
@@ -233,6 +236,17 @@ class OrganiserDesk:
     async def _bans(self, _organiser: str, request: organise.ListPage) -> Message:
         items, more = _page(self._registry.bans, lambda ban: ban.target, request.after)
         return organise.BanPage(items=items, more=more)
+
+    async def _pardon(self, organiser: str, request: organise.Pardon) -> Message:
+        now = self._clock.wall()
+
+        def pardon(member: Member) -> Member:
+            return msgspec.structs.replace(member, pardoned_at=now, pardoned_by=organiser)
+
+        if await self._registry.members.change(_check_peer(request.peer), pardon) is None:
+            raise ConfigurationError(f"{request.peer} is not a member: list the members to see who is")
+        logger.info("%s pardoned %s", organiser, request.peer)
+        return Done()
 
     # Policy
 

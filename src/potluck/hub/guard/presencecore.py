@@ -79,6 +79,7 @@ class Standing:
     person: str
     coordinates: bool = False
     trusted: bool = False
+    pardoned_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +175,7 @@ class PresenceCore:
             person=standing.person,
             coordinates=standing.coordinates,
             trusted=standing.trusted,
+            pardoned_at=standing.pardoned_at,
             since=since,
             reason=known.presence.reason if known is not None and state != "alive" else "",
         )
@@ -217,7 +219,11 @@ class PresenceCore:
         if known is None:
             return []
         presence = msgspec.structs.replace(
-            known.presence, person=standing.person, coordinates=standing.coordinates, trusted=standing.trusted
+            known.presence,
+            person=standing.person,
+            coordinates=standing.coordinates,
+            trusted=standing.trusted,
+            pardoned_at=standing.pardoned_at,
         )
         if presence == known.presence:
             return []

@@ -239,7 +239,12 @@ class PresenceKeeper:
 
 def standing_of(member: Member) -> Standing:
     """What a member's record contributes to its presence."""
-    return Standing(person=member.person, coordinates=member.scopes.coordinates, trusted=member.scopes.trusted)
+    return Standing(
+        person=member.person,
+        coordinates=member.scopes.coordinates,
+        trusted=member.scopes.trusted,
+        pardoned_at=member.pardoned_at,
+    )
 
 
 def check_card(card: Card) -> None:

@@ -121,7 +121,7 @@ async def test_who_does_its_worst_costs_little_memory_and_keeps_nobody_from_bein
             await poll_until(
                 lambda: m.events.num_packets.get(name, 0) > enough and watch.growth_bytes() < MAY_COST_BYTES,
                 DEADLINE_SECONDS,
-                "a lot of it",
+                lambda: f"a lot of it ({m.events.num_packets}, {m.events.closed}, {hostile.tail()})",
             )
         if attack in ("unfinished", "deaf"):  # its silence shows
             await poll_until(lambda: not m.events.is_open(name), DEADLINE_SECONDS, "it to be given up")

@@ -29,7 +29,7 @@ from potluck.link.direct.sockets import SocketSettings, prepare
 
 SCRATCH_BYTES = 128 * 1024
 READ_BUDGET_BYTES = 1024 * 1024  # per turn of the loop
-PACKET_COST_BYTES = 1024  # what handling one packet costs, counted in the budget as if it were bytes
+PACKET_COST_BYTES = 4096  # what handling one packet costs, counted in the budget as if it were bytes
 FLUSH_BYTES = 256 * 1024  # so much is sent at once; less waits for more until the turn's end
 MAX_BUFFERS = 512  # in one system call; systems allow 1024
 
@@ -95,7 +95,7 @@ class Connection:
         self._wrapping: Wrapping | None = None
         self._reader: RecordReader | None = None
         self._rest = b""  # received, and not enough to go on with
-        self._is_behind = False  # the rest may hold packets that were not handed out yet
+        self._going_on: asyncio.Handle | None = None  # when the rest may hold packets that were not handed out yet
         self._queue: deque[Buffer] = deque()
         self._queued_bytes = 0
         self._is_full = False  # somebody was refused and waits for room
@@ -233,13 +233,12 @@ class Connection:
     # Receiving
 
     def _readable(self) -> None:
-        if self.is_closed:
-            return
-        self.heard_at = self._shared.clock.monotonic()
+        if self._going_on is not None:
+            return  # it reads in this turn anyway, and only once
         if self._reader is None:
             self._read_greeting()
         else:
-            self._read_packets(self._reader)
+            self._read_packets(self._reader, READ_BUDGET_BYTES)
 
     def _receive(self, target: memoryview) -> int:
         """How many bytes came; 0 when there are none now, or no more."""
@@ -250,7 +249,9 @@ class Connection:
         except OSError as error:
             self.end(_explain(error))
             return 0
-        if not num_bytes:
+        if num_bytes:
+            self.heard_at = self._shared.clock.monotonic()
+        else:
             self.end("disconnected")
         return num_bytes
 
@@ -268,12 +269,8 @@ class Connection:
             except ProtocolError as error:
                 self.cut("bad_greeting", f"bad greeting: {error}")
 
-    def _read_packets(self, reader: RecordReader) -> None:
-        left_bytes = READ_BUDGET_BYTES
+    def _read_packets(self, reader: RecordReader, left_bytes: int) -> None:
         scratch = self._shared.scratch
-        if self._is_behind:
-            scratch[: len(self._rest)] = self._rest
-            left_bytes = self._hand_out(reader, scratch[: len(self._rest)], left_bytes)
         while left_bytes > 0 and not self.is_closed:
             large = reader.target
             start = len(self._rest)
@@ -307,10 +304,18 @@ class Connection:
             # A faulty owner too must not strand what came along with the packet at which it failed.
             if not self.is_closed:
                 self._rest = bytes(data[reader.position :])
-                self._is_behind = not is_done
-                if self._is_behind:
-                    self._loop.call_soon(self._readable)
+                if not is_done:
+                    self._going_on = self._loop.call_soon(self._go_on, reader)
         return left_bytes
+
+    def _go_on(self, reader: RecordReader) -> None:
+        """With what was received before, and then with what has come since."""
+        self._going_on = None
+        scratch, size = self._shared.scratch, len(self._rest)
+        scratch[:size] = self._rest
+        left_bytes = self._hand_out(reader, scratch[:size], READ_BUDGET_BYTES)
+        if self._going_on is None and not self.is_closed:
+            self._read_packets(reader, left_bytes)
 
     def _packets(self, reader: RecordReader, data: memoryview) -> Iterator[Opened]:
         try:
@@ -344,8 +349,9 @@ class Connection:
         self.is_closed = True
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
-        if self._flushing is not None:
-            self._flushing.cancel()
+        for handle in (self._flushing, self._going_on):
+            if handle is not None:
+                handle.cancel()
         self._shared.connections.discard(self)
         self._owner = self._greeter = self._reader = None
         self._queue.clear()

@@ -16,7 +16,7 @@ from potluck.testing.processes import Children
 
 HOSTILE = Path(__file__).with_name("hostilechild.py")
 MAY_COST_BYTES = 64 * 2**20
-EXCHANGES = 50  # with somebody honest, meanwhile
+EXCHANGES = 20  # with somebody honest, meanwhile
 SIZE = 100_000
 
 

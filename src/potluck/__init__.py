@@ -4,7 +4,7 @@ The packages stand in the order in which data flows, and import only upwards in 
 
     hub/      the server that everybody can reach: NATS, its configuration, who may do what, join links
     peer/     one process in a run: identity, session with the hub, the roster of the others
-    link/     the bytes between two peers: directly over ZeroMQ, or relayed through the hub
+    link/     the bytes between two peers: directly over TCP, or relayed through the hub
     run/      taking part, whole: a peer with its session and links; a host with its hub and guard
     round/    tensors agreed on together: codecs, shares, plan, exchange, repair, commit
     state/    the run's state: kept by many, fetched from several, saved to disk

@@ -8,8 +8,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import zmq
-
 from potluck.hub.presence import Card, Presence, State
 from potluck.link.direct.addresses import Interface
 from potluck.link.direct.carrier import DirectCarrier, DirectConfig
@@ -19,9 +17,6 @@ from potluck.testing.polling import poll_until
 
 DEADLINE_SECONDS = 60.0
 LOOPBACK = ("tcp://127.0.0.1:0",)
-
-# pyzmq starts one thread per process, for good, with the first frame that it does not copy: here, before a test counts.
-zmq.Frame(bytes(1), copy=False)
 
 
 def direct_config(
@@ -85,7 +80,7 @@ class Peer:
         await poll_until(
             lambda: self.events.is_open(peer),
             DEADLINE_SECONDS,
-            lambda: f"{self.name} to have a path to {peer} ({self.carrier.why_no_path(peer)}; {self.events.reasons})",
+            lambda: f"{self.name} to have a path to {peer} ({self.carrier.why_no_path(peer)})",
         )
 
     async def until_closed(self, peer: str) -> None:

@@ -1,83 +1,94 @@
-"""A member that turns hostile, in a process of its own: real keys, real greeting, then a flood.
+"""A member that turns hostile, in a process of its own: real keys, a real greeting, and then the worst it can do.
 
-It speaks raw ZeroMQ. Arguments: ROLE KEY SECRET THEIR_KEY ADDRESS, where ROLE is
+Arguments: ROLE ATTACK KEY SECRET THEIR_KEY ADDRESS. The dialler connects to ADDRESS; the listener listens at ADDRESS
+(port 0), writes the port, and greets whoever dials. Attacks:
 
-    dialler    connects to ADDRESS, greets, then sends one message of ten gigabytes
-    ungreeted  connects to ADDRESS and sends such a message without greeting
-    listener   listens at ADDRESS (port 0), writes the port, greets whoever dials, then floods it likewise
+    stranger   bytes without end instead of a greeting
+    tiny       packets of nothing, without end
+    asks       questions without end, whose answers are never read
+    large      the largest packets, without end
+    unfinished the largest packet but for its last byte, and then nothing more
+    deaf       reads nothing and says nothing
 """
 
 from __future__ import annotations
 
+import socket
 import sys
+import time
 
-import zmq
+from potluck.link.direct.addresses import Endpoint
+from potluck.link.direct.greeting import KNOCK_BYTES, READY, READY_BYTES, Answerer, Caller, Knock, LinkKeys
+from potluck.link.direct.noise import MESSAGE_BYTES, Cipher
+from potluck.link.direct.pulse import ASK_MARK, DATA_MARK
+from potluck.link.direct.sealing import Sealed, Slabs
 
-from potluck.link.direct.admission import ZAP_ADDRESS
-from potluck.link.direct.greeting import KNOCK, READY, Answerer, Caller, LinkKeys
-
-FRAME = zmq.Frame(bytes(256 * 1024), copy=False)
-NUM_PARTS = 40_000  # ten gigabytes in one message; here they are the same bytes each time
-
-
-def flood(socket: zmq.Socket[bytes], to: bytes | None = None) -> None:
-    """Send one message of very many parts, until the connection is cut."""
-    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    if to is not None:
-        socket.send(to, zmq.SNDMORE)
-    for _ in range(NUM_PARTS):
-        socket.send(FRAME, zmq.SNDMORE, copy=False)
-    socket.send(b"the end")  # ZeroMQ begins to transmit a message only when it is complete
-    print("flooding")
-    monitor.recv_multipart()
-    print("flood ended")
+LARGEST = memoryview(bytes(1024 * 1024))
+SLABS = Slabs(slab_bytes=len(LARGEST), most_kept=0)
 
 
-def listen(keys: LinkKeys, their_key: str, address: str) -> None:
-    """Let one connection in, greet it, and flood it."""
-    context = zmq.Context.instance()
-    desk = context.socket(zmq.REP)
-    desk.bind(ZAP_ADDRESS)
-    socket = context.socket(zmq.ROUTER)
-    socket.linger = 0
-    socket.plain_server = True
-    socket.bind(address)
-    print("listening", socket.last_endpoint.decode())
-    _, request_id, *_, password = desk.recv_multipart()
-    desk.send_multipart([b"1.0", request_id, b"200", b"", b"victim", b""])
-    answerer = Answerer(keys, their_key, password, plain=False)
-    routing_id, knock = socket.recv_multipart()
-    assert knock == KNOCK
-    welcome, _, incoming = answerer.welcome()
-    socket.send_multipart([routing_id, welcome])
-    assert incoming.open(socket.recv_multipart()[1]) == READY
-    print("greeted")
-    flood(socket, routing_id)
+def exactly(line: socket.socket, num_bytes: int) -> bytes:
+    data = line.recv(num_bytes, socket.MSG_WAITALL)
+    assert len(data) == num_bytes, f"hung up after {len(data)} bytes"
+    return data
 
 
-def dial(keys: LinkKeys, their_key: str, address: str, *, greets: bool) -> None:
-    """Connect, greet or not, and flood."""
+def dial(keys: LinkKeys, their_key: str, endpoint: Endpoint, *, greets: bool) -> tuple[socket.socket, Cipher, Cipher]:
     caller = Caller(keys, their_key, plain=False)
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    socket.linger = 0
-    socket.reconnect_ivl = -1
-    socket.plain_username, socket.plain_password = caller.username, caller.password
-    socket.connect(address)
-    if greets:
-        socket.send(KNOCK)
-        outgoing, _ = caller.answer(socket.recv())
-        socket.send(outgoing.seal(READY))
-        print("greeted")
-    flood(socket)
+    line = socket.create_connection((str(endpoint.ip), endpoint.port))
+    if not greets:
+        return line, Cipher(bytes(32)), Cipher(bytes(32))
+    line.sendall(caller.knock.pack())
+    outgoing, incoming = caller.answer(exactly(line, 1 + MESSAGE_BYTES)[1:])
+    line.sendall(outgoing.seal(READY))
+    return line, outgoing, incoming
+
+
+def listen(keys: LinkKeys, their_key: str, endpoint: Endpoint) -> tuple[socket.socket, Cipher, Cipher]:
+    with socket.create_server((str(endpoint.ip), endpoint.port)) as server:
+        print("listening", f"tcp://127.0.0.1:{server.getsockname()[1]}", flush=True)
+        line, _ = server.accept()
+    knock = Knock.parse(exactly(line, KNOCK_BYTES))
+    assert knock.key == their_key
+    welcome, outgoing, incoming = Answerer(keys, knock.key, knock.handshake, plain=False).welcome()
+    line.sendall(welcome)
+    assert incoming.open(exactly(line, READY_BYTES)) == READY
+    return line, outgoing, incoming
+
+
+def attack(line: socket.socket, how: str, wrapping: Sealed) -> None:
+    """Until the connection is cut, or for ever."""
+    small = {"tiny": DATA_MARK, "asks": ASK_MARK}
+    while True:
+        if how in small:
+            line.sendall(b"".join(bytes(part) for _ in range(1000) for part in wrapping.wrap(small[how], None)))
+        elif how == "stranger":
+            line.sendall(LARGEST)
+        elif how == "large":
+            for part in wrapping.wrap(DATA_MARK, LARGEST):
+                line.sendall(part)
+        elif how == "unfinished":
+            head, body = wrapping.wrap(DATA_MARK, LARGEST)
+            line.sendall(head)
+            line.sendall(memoryview(body)[:-1])
+            time.sleep(3600)
+        else:
+            time.sleep(3600)
 
 
 def main() -> None:
-    role, key, secret, their_key, address = sys.argv[1:]
-    keys = LinkKeys(key.encode(), secret.encode())
+    role, how, key, secret, their_key, address = sys.argv[1:]
+    keys = LinkKeys.parse(key, secret)
+    endpoint = Endpoint.parse(address, lowest_port=0)
     if role == "listener":
-        listen(keys, their_key, address)
+        line, outgoing, incoming = listen(keys, their_key, endpoint)
     else:
-        dial(keys, their_key, address, greets=role == "dialler")
+        line, outgoing, incoming = dial(keys, their_key, endpoint, greets=how != "stranger")
+    print("greeted", flush=True)
+    try:
+        attack(line, how, Sealed(outgoing, incoming, SLABS))
+    except OSError as error:
+        print("cut", error, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from potluck.clock import Clock
 from potluck.hub.guard.guard import GuardConfig
 from potluck.hub.guard.organise import Organiser
@@ -26,9 +24,6 @@ from potluck.run.host import Host, HostConfig
 from potluck.run.peer import Peer, PeerConfig
 from potluck.testing.polling import poll_until
 from potluck.testing.processes import Children, ManagedProcess
-
-# pyzmq starts one thread per process, for good, with the first frame that it does not copy: here, before a test counts.
-zmq.Frame(bytes(1), copy=False)
 
 RUN = "bakery"
 PATIENCE_SECONDS = 40.0  # for whatever should happen soon: the machine may be busy

@@ -344,12 +344,10 @@ async def test_close_leaves_no_thread_or_descriptor_and_may_be_repeated():
                 if one is not other:
                     await one.until_open(other.name)
         await send_all(a, "b", [(b"", bytes(100_000))] * 20)
-        assert process.num_threads() <= threads + 6  # each context has an I/O thread and a reaper
+        assert process.num_threads() == threads
         await a.carrier.close()
         await a.carrier.close()
         await b.until_closed("a")
-    # A thread that was joined is gone from the kernel's list a moment later.
-    await poll_until(lambda: process.num_threads() == threads, DEADLINE_SECONDS, "all threads to be gone")
     assert process.num_fds() == descriptors
 
 
@@ -366,9 +364,9 @@ async def test_two_hundred_carriers_in_four_processes(children: Children):
     for process in processes:
         found = await process.until_line(r"threads=(\d+) rss_mib=(\d+) descriptors=(\d+)", DEADLINE_SECONDS)
         threads, rss_mib, descriptors = map(int, found.groups())
-        assert threads <= 2 * 50 + 5
-        assert rss_mib < 50 * 2 + 150
-        assert descriptors < 50 * 40
+        assert threads <= 5
+        assert rss_mib < 150
+        assert descriptors < 50 * 10
         assert await process.until_exit(DEADLINE_SECONDS) == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 
@@ -10,6 +11,8 @@ import pytest
 from directpeers import DEADLINE_SECONDS, Peer, direct_config, introduce, open_peer, send_all
 from meddler import BACKWARD, FORWARD, Meddler, meddler
 
+from potluck.link.direct.greeting import KNOCK_BYTES, READY_BYTES
+from potluck.link.direct.noise import MESSAGE_BYTES
 from potluck.testing.polling import poll_until
 
 IMPATIENT = direct_config(
@@ -17,7 +20,6 @@ IMPATIENT = direct_config(
     paths={"dial_timeout_seconds": 1.0, "yield_seconds": 600.0},
 )
 SECRET = b"a secret that must not be seen on the way"
-GREETING_BYTES = 64 + 2 + 6 + 1 + 40 + 1 + 48  # ZMTP's greeting and the HELLO with the credentials
 
 
 async def connect_through(a: Peer, b: Peer, address: str) -> None:
@@ -86,9 +88,11 @@ async def test_a_bit_that_is_changed_in_a_packet_ends_the_connection_and_is_coun
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD], ids=["to the listener", "to the dialler"])
 async def test_a_bit_that_is_changed_anywhere_does_no_harm(direction):
-    """In ZMTP's greeting, in the credentials, in the greeting, in sizes and flags of parts, in packets."""
+    """In the Knock, in the answer to it, in the Ready, in heads, in packets."""
     source = random.Random(7 + direction)
-    places = sorted({*source.sample(range(400), 24), 10, 75, 120, GREETING_BYTES - 1, 300})
+    places = sorted(
+        {*source.sample(range(400), 24), 0, 1, KNOCK_BYTES - 1, KNOCK_BYTES, KNOCK_BYTES + READY_BYTES, 300}
+    )
     sent = [(bytes([number]) * 30, bytes([number]) * 40) for number in range(20)]
     async with (
         open_peer("a", IMPATIENT) as a,
@@ -135,17 +139,15 @@ async def test_a_connection_that_was_recorded_can_not_be_played_again():
         await send_all(a, "b", [(b"once", b"and only once")])
         await b.until_received(1)
         recording = bytes(middle.recorded[0][FORWARD])
-        initiate_ends = GREETING_BYTES + 2 + recording[GREETING_BYTES + 1]
 
         async def play_again() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", b.carrier.bound[0].port)
             try:
-                writer.write(recording[:GREETING_BYTES])
-                await reader.readuntil(b"WELCOME")
-                writer.write(recording[GREETING_BYTES:initiate_ends])
-                await reader.readuntil(b"READY")
-                writer.write(recording[initiate_ends:])
-                await reader.read()  # until it hangs up
+                writer.write(recording[:KNOCK_BYTES])
+                await reader.readexactly(1 + MESSAGE_BYTES)
+                writer.write(recording[KNOCK_BYTES:])
+                with contextlib.suppress(ConnectionError):
+                    await reader.read()  # until it hangs up
             finally:
                 writer.close()
 
@@ -155,6 +157,7 @@ async def test_a_connection_that_was_recorded_can_not_be_played_again():
         assert b.stat("cut_bad_greeting") == 0
         b.carrier._admission._used.clear()  # as if it were so long ago that nobody remembers
         await asyncio.wait_for(play_again(), DEADLINE_SECONDS)
+        await poll_until(lambda: b.stat("cut_bad_greeting") > 0, DEADLINE_SECONDS, "the false proof to be seen")
         assert b.stat("cut_bad_greeting") == 1
         assert b.stat("refused_replay") == 1
         assert b.events.packets == [("a", b"once", b"and only once")]

@@ -37,7 +37,7 @@ def request_of(peer: Peer, *addresses: str, plain: bool = False, key: str | None
         addresses=addresses or tuple(str(bound) for bound in peer.carrier.bound),
         link_key=key or peer.carrier.link_key,
         probe_key=probe.link_key,
-        probe_secret=probe.secret.decode(),
+        probe_secret=probe.secret,
         plain=plain,
     )
 
@@ -74,7 +74,7 @@ async def test_a_probe_that_was_not_invited_is_refused():
             addresses=request.addresses,
             link_key=request.link_key,
             probe_key=probe.link_key,
-            probe_secret=probe.secret.decode(),
+            probe_secret=probe.secret,
         )
         answer = await dial_back(false, endpoints(false), timeout_seconds=2.0)
         assert answer.reached == ()
@@ -97,7 +97,7 @@ async def test_closed_silent_and_foreign_ports_fail_each_in_time(unused_tcp_port
 
 async def test_false_keys_are_no_crash():
     async with open_peer("a") as a:
-        for changes in ({"probe_secret": "#" * 40}, {"probe_key": "#" * 40}, {"link_key": "#" * 40}):
+        for changes in ({"probe_secret": "#" * 64}, {"probe_key": "#" * 64}, {"link_key": "#" * 64}):
             request = request_of(a)
             fields = {name: getattr(request, name) for name in request.__struct_fields__}
             answer = await dial_back(DialBackRequest(**{**fields, **changes}), endpoints(request), timeout_seconds=2.0)
@@ -106,7 +106,7 @@ async def test_false_keys_are_no_crash():
 
 def test_requests_and_answers_are_bounded():
     with pytest.raises(ProtocolError):
-        decode(DialBackRequest, encode({"type": "dial_back", "addresses": ["x"] * 9, "link_key": "k" * 40}))
+        decode(DialBackRequest, encode({"type": "dial_back", "addresses": ["x"] * 9, "link_key": "k" * 64}))
     with pytest.raises(ProtocolError):
         decode(DialBackAnswer, encode({"type": "dial_back_answer", "reached": ["x" * 65]}))
 
@@ -161,7 +161,7 @@ async def test_the_desk_answers_each_asker_only_now_and_then():
             addresses=("tcp://8.8.4.4:4000",),
             link_key=keys.link_key,
             probe_key=keys.link_key,
-            probe_secret=keys.secret.decode(),
+            probe_secret=keys.secret,
         )
         answer = await desk.answer(asker, request, asker_host="1.1.1.1", own_host="9.9.9.9")
         return "too often" not in answer.failed["tcp://8.8.4.4:4000"]

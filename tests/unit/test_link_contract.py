@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import numpy
 import pytest
-import zmq
 
 from potluck.clock import SystemClock
 from potluck.errors import (
@@ -47,9 +46,6 @@ CONFIG = LinkConfig(
     receive_bytes=96 * MIB,
     stream_window_bytes=5 * MIB,
 )
-
-# pyzmq starts one thread per process, for good, with the first frame that it does not copy: here, before a test counts.
-zmq.Frame(bytes(1), copy=False)
 
 
 class Note(Message, frozen=True, kw_only=True, tag="note"):

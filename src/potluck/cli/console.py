@@ -73,11 +73,9 @@ def set_up_logging(verbose: bool) -> None:
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on the fastest event loop there is."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(main)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    from potluck.run.loopthread import loop_factory
+
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(main)
 
 

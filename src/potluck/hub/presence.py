@@ -19,7 +19,7 @@ class Card(Message, frozen=True, kw_only=True):
     service: str = "local"  # kaggle, colab, cloud, local
     version: str = ""
     protocol: int = PROTOCOL_VERSION
-    link_key: str = ""  # X25519 public key of this session, Z85
+    link_key: str = ""  # X25519 public key of this session, hexadecimal
     addresses: tuple[str, ...] = ()  # tcp://HOST:PORT where it accepts links; empty for a client peer
     lan_addresses: tuple[str, ...] = ()  # more of them, worth dialling only from the same LAN; also of a client peer
     upload_bytes_per_second: float | None = None  # as measured; None: not known yet

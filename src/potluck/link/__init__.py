@@ -14,6 +14,6 @@ From a message down to packets:
 
 How packets travel:
     carrier.py       the seam
-    direct/          ZeroMQ between the peers themselves
+    direct/          TCP between the peers themselves
     relay/           through the hub
 """

@@ -117,7 +117,7 @@ class LoopThread(RunningLoop):
         self.close()
 
     def _run(self, started: threading.Event) -> None:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             loop = self._loop = runner.get_loop()
             loop.call_soon(started.set)
             loop.run_forever()
@@ -129,12 +129,12 @@ async def _end_all() -> None:
     await tasks.end(*left)
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Of the fastest loop there is."""
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """Of the fastest loop there is that can watch sockets: links need that, and Windows' own default cannot."""
     try:
         import uvloop
     except ImportError:
-        return None
+        return asyncio.SelectorEventLoop
     return uvloop.new_event_loop
 
 

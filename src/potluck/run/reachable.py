@@ -157,8 +157,8 @@ class ReachabilityKeeper:
         request = DialBackRequest(
             addresses=tuple(map(str, endpoints)),
             link_key=self._session.card.link_key,
-            probe_key=keys.public.decode(),
-            probe_secret=keys.secret.decode(),
+            probe_key=keys.link_key,
+            probe_secret=keys.secret,
             plain=self._direct.is_plain,
         )
         try:

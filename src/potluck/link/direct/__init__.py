@@ -1,11 +1,11 @@
-"""The direct way between two peers: ZeroMQ over TCP, sealed with AES-GCM.
+"""The direct way between two peers: TCP, sealed with AES-GCM.
 
 carrier.py       the whole: all direct paths of this process
 path.py          the path to one peer, whoever dialled
-dialling.py      one outgoing connection                   listening.py   the incoming ones
+dialling.py      an outgoing connection until it is open   listening.py   the incoming ones
 greeting.py      who are you, and can you hear me          admission.py   which keys get in
-noise.py         the handshake that proves keys            sealing.py     what becomes of a packet on the way
-pulse.py         whether a silent one still lives          flood.py       who sends more than it may
-sockets.py       the sockets and their limits              loopsocket.py  ZeroMQ on the asyncio loop
+noise.py         the handshake that proves keys            pulse.py       whether a silent one still lives
+connection.py    one TCP connection on the event loop      sockets.py     the sockets and their limits
+records.py       packets out of a stream of bytes          sealing.py     what becomes of a packet on the way
 addresses.py     which addresses are worth dialling        reachability.py  can others dial this peer?
 """

@@ -1,7 +1,7 @@
 """Which addresses to listen on, to announce, and to dial, and in which order.
 
 An address on the wire is `tcp://HOST:PORT` with a literal IP: names are resolved once, by whoever announces them,
-since a look-up inside ZeroMQ would stall its I/O thread and every link with it. A peer dials only where an honest
+since a look-up takes its time, and what it finds may differ from place to place. A peer dials only where an honest
 peer could be: public addresses, the address that the hub sees the other come from, and private ones where both are on
 one LAN; never the ports below 1024, which belong to other services.
 """

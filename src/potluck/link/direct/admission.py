@@ -1,9 +1,7 @@
 """Who gets in: the keys of the roster, and nobody else.
 
-ZeroMQ asks a handler inside the process (ZAP) about every connection that comes in, before its first message. What it
-hands over are the credentials: a link key, and a handshake message that proves it (greeting.py). The answer gives the
-connection a name of its own, `NUMBER KEY`, that ZeroMQ then writes on each of its messages as `User-Id`. The sender is
-known by that, never by the routing id, which a hostile peer may choose.
+A dialler's first message names its link key and proves it by a handshake message (greeting.py). Whether that key may
+come in is looked up before anything costly is done for it, and nothing is kept for those who may not.
 
 A handshake message that was overheard proves its key as well as the first time, so those that were used are remembered
 and refused. Who gets a very old one past that gains a connection that cannot finish its greeting.
@@ -14,18 +12,22 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-import zmq
-
 from potluck.clock import Clock
 from potluck.errors import ProtocolError
 from potluck.link.direct.addresses import parse_ip, reach_of
-from potluck.link.direct.greeting import Answerer, LinkKeys, ephemeral_of, is_key
-from potluck.link.direct.loopsocket import LoopSocket, Parts
-
-ZAP_ADDRESS = "inproc://zeromq.zap.01"
-ZAP_DOMAIN = b"potluck"
-ZAP_PARTS = 8  # version, request id, domain, address, identity, mechanism, username, password
-MECHANISM = "PLAIN"
+from potluck.link.direct.greeting import (
+    BAD_PROOF,
+    NOT_ADMITTED,
+    OTHER_MODE,
+    OTHER_VERSION,
+    TOO_OFTEN,
+    Answerer,
+    Knock,
+    LinkKeys,
+    ephemeral_of,
+    is_key,
+)
+from potluck.messages import PROTOCOL_VERSION
 
 # A peer that reconnects more often than this is broken or hostile: a burst, then one a second.
 BURST_CONNECTIONS = 20
@@ -34,7 +36,18 @@ MAX_PROBES = 16
 MAX_BANNED = 1024  # the oldest ban is forgotten first
 MAX_USED = 4096  # handshake messages that are remembered, for so long
 USED_SECONDS = 3600.0
-MAX_WAITING = 128  # connections that were let in and have not knocked yet; the flood guard allows fewer
+
+# What a dialler is told, for each reason under which we count it.
+ANSWERS = {
+    "version": OTHER_VERSION,
+    "mode": OTHER_MODE,
+    "far_address": NOT_ADMITTED,
+    "unknown_key": NOT_ADMITTED,
+    "banned_key": NOT_ADMITTED,
+    "bad_proof": BAD_PROOF,
+    "replay": BAD_PROOF,
+    "too_often": TOO_OFTEN,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +80,6 @@ class Admission:
         self._probes: dict[str, float] = {}  # key → until when
         self._pace: dict[str, _Pace] = {}
         self._used: dict[bytes, float] = {}  # ephemeral key → until when it is remembered, the oldest first
-        self._waiting: dict[str, Answerer] = {}  # by the connection's name, the oldest first
-        self._last_number = 0
 
     def admit(self, member: Member) -> bool:
         """Let this session of a peer in, and no earlier one. False when it is banned or its key cannot be used."""
@@ -117,43 +128,34 @@ class Admission:
         """Whether this key is a probe's that was invited."""
         return self._probes.get(key, 0.0) > self._clock.monotonic()
 
-    def name_connection(self, *, address: str, mechanism: str, username: bytes, password: bytes) -> str | None:
-        """The name of a connection that may come in, or None when it may not."""
-        key = username.decode("ascii", "replace")
-        reason = self._refusal(address, mechanism, key)
-        answerer = None
+    def judge(self, knock: Knock, *, host: str) -> Answerer | int:
+        """Who goes on with the greeting of a connection that may come in, or what to tell one that may not."""
+        reason = self._refusal(knock, host)
         if reason is None:
             try:
-                answerer = Answerer(self._keys, key, password, plain=self._plain)
+                answerer = Answerer(self._keys, knock.key, knock.handshake, plain=self._plain)
             except ProtocolError:
                 reason = "bad_proof"
             else:
-                reason = self._refusal_of_proven(key, ephemeral_of(password))
-        if answerer is None or reason is not None:
-            self.counts[f"refused_{reason}"] += 1
-            return None
-        self.counts["admitted"] += 1
-        self._last_number += 1
-        name = f"{self._last_number} {key}"
-        while len(self._waiting) >= MAX_WAITING:
-            del self._waiting[next(iter(self._waiting))]
-        self._waiting[name] = answerer
-        return name
+                reason = self._refusal_of_proven(knock.key, ephemeral_of(knock.handshake))
+                if reason is None:
+                    self.counts["admitted"] += 1
+                    return answerer
+        self.counts[f"refused_{reason}"] += 1
+        return ANSWERS[reason]
 
-    def answerer(self, name: str) -> Answerer | None:
-        """Who goes on with the greeting of a connection that was let in; once."""
-        return self._waiting.pop(name, None)
-
-    def _refusal(self, address: str, mechanism: str, key: str) -> str | None:
-        if mechanism != MECHANISM:
-            return "mechanism"
+    def _refusal(self, knock: Knock, host: str) -> str | None:
+        if knock.version != PROTOCOL_VERSION:
+            return "version"
+        if knock.plain != self._plain:
+            return "mode"
         if self._plain:
-            ip = parse_ip(address)
+            ip = parse_ip(host)
             if ip is None or reach_of(ip) == "public":
                 return "far_address"
-        if key in self._by_key or self.is_probe(key):
+        if knock.key in self._by_key or self.is_probe(knock.key):
             return None
-        return "banned_key" if key in self._banned else "unknown_key"
+        return "banned_key" if knock.key in self._banned else "unknown_key"
 
     def _refusal_of_proven(self, key: str, ephemeral: bytes) -> str | None:
         now = self._clock.monotonic()
@@ -173,38 +175,3 @@ class Admission:
             return False
         pace.tokens -= 1.0
         return True
-
-
-def key_of(connection_name: str) -> str:
-    """The key that a connection proved."""
-    return connection_name.partition(" ")[2]
-
-
-class AdmissionDesk:
-    """Answers ZeroMQ's questions from the table; must stand before any socket listens."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admission: Admission) -> None:
-        self._admission = admission
-        socket = context.socket(zmq.REP)
-        socket.linger = 0
-        socket.bind(ZAP_ADDRESS)
-        self._socket = LoopSocket(socket, on_message=self._answer, max_parts=ZAP_PARTS)
-
-    def close(self) -> None:
-        """Stop answering."""
-        self._socket.close()
-
-    def _answer(self, parts: Parts, surplus_parts: int) -> None:
-        fields = [part.bytes for part in parts]
-        name = None
-        if len(fields) > 5 and not surplus_parts and fields[0] == b"1.0" and fields[2] == ZAP_DOMAIN:
-            username, password = fields[6:] if len(fields) == ZAP_PARTS else (b"", b"")
-            name = self._admission.name_connection(
-                address=fields[3].decode("ascii", "replace"),
-                mechanism=fields[5].decode("ascii", "replace"),
-                username=username,
-                password=password,
-            )
-        request_id = fields[1] if len(fields) > 1 else b""
-        status, text = (b"200", b"") if name is not None else (b"400", b"not in the roster")
-        self._socket.send([b"1.0", request_id, status, text, (name or "").encode("ascii"), b""])

@@ -1,8 +1,9 @@
-"""The direct carrier: every direct path of this process, over ZeroMQ."""
+"""The direct carrier: every direct path of this process, over TCP."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,20 +15,20 @@ from potluck.hub.presence import Presence
 from potluck.link.carrier import Buffer, CarrierEvents
 from potluck.link.direct.addresses import Endpoint, Interface, dial_order, local_interfaces
 from potluck.link.direct.admission import Admission, Member
-from potluck.link.direct.flood import FloodGuard, FloodLimits, warn_if_missing
-from potluck.link.direct.greeting import DATA, DATA_MARK, LinkKeys
-from potluck.link.direct.listening import Incoming, Listener
+from potluck.link.direct.connection import Connection, Shared
+from potluck.link.direct.greeting import LinkKeys
+from potluck.link.direct.listening import Listener
 from potluck.link.direct.noise import TAG_BYTES
 from potluck.link.direct.path import DirectPath, PathConfig, Station
-from potluck.link.direct.pulse import ANSWER, ANSWER_MARK, ASK, Pulse
-from potluck.link.direct.sealing import Opened, Slabs
-from potluck.link.direct.sockets import SocketSettings, make_context, terminate
+from potluck.link.direct.pulse import ANSWER, ANSWER_MARK, ASK, DATA, DATA_MARK, Pulse
+from potluck.link.direct.sealing import Slabs
+from potluck.link.direct.sockets import SocketSettings, warm_up_memory
 from potluck.messages import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 
 SLAB_BYTES = 512 * 1024 + TAG_BYTES  # for the largest packets that links send
-MOST_SLABS_KEPT = 36  # a little more than one path's queue is long, so that one path at a time finds enough
+MOST_SLABS_KEPT = 36  # some more than one path's queue holds, and as many for what arrives
 ALWAYS_COUNTED = ("packets_sent", "bytes_sent", "packets_received", "bytes_received", "malformed", "shut_out")
 
 
@@ -51,7 +52,7 @@ class DirectConfig:
     """Malformed packets after which a peer's session is shut out."""
 
     check_seconds: float = 0.1
-    """How often connections are checked for floods."""
+    """How often connections are looked at: who is silent, who does not greet."""
 
     linger_seconds: float = 0.2
     """How long `close` waits for packets to leave."""
@@ -88,25 +89,20 @@ class DirectCarrier:
         clock = clock or SystemClock()
         keys = LinkKeys.generate()
         self._admission = Admission(clock, keys, plain=config.sockets.trusted_lan)
-        limits = FloodLimits(held_bytes=config.sockets.held_bytes, ungreeted_seconds=config.sockets.handshake_seconds)
-        self._station = Station(
-            peer=peer,
-            listens=bool(config.listen),
-            config=config.paths,
+        self._shared = Shared(
             settings=config.sockets,
-            keys=keys,
-            context=make_context(config.sockets),
-            guard=FloodGuard(limits, clock),
             slabs=Slabs(slab_bytes=SLAB_BYTES, most_kept=MOST_SLABS_KEPT),
             clock=clock,
-            counts=Counter(),
         )
-        self._pulse: Pulse[DirectPath] = Pulse(config.sockets, clock)
+        self._counts = self._shared.counts
+        self._station = Station(
+            peer=peer, listens=bool(config.listen), config=config.paths, keys=keys, shared=self._shared
+        )
+        self._pulse: Pulse[Connection] = Pulse(config.sockets, clock)
         self._paths: dict[str, DirectPath] = {}
         self._presences: dict[str, Presence] = {}
-        self._congested: set[DirectPath] = set()  # those that hold a packet; one that dialled sees to it itself too
         self._listener: Listener | None = None
-        self._check_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     @property
@@ -126,13 +122,12 @@ class DirectCarrier:
 
     def start(self) -> None:
         """Open the sockets, on the running loop; ConfigurationError when an address to listen on cannot be used."""
-        warn_if_missing()
-        station = self._station
+        warm_up_memory()
         if self._config.listen:
-            listener = Listener(self, station.context, station.settings, station.guard, self._admission, station.slabs)
+            listener = Listener(self, self._shared, self._admission)
             listener.listen(self._config.listen)
             self._listener = listener
-        self._check_floods()
+        self._look_around()
 
     def invite_probe(self, *, seconds: float) -> LinkKeys:
         """Keys with which somebody may try, for a while, whether this peer can be reached, and do nothing else."""
@@ -172,14 +167,14 @@ class DirectCarrier:
         path = self._paths.get(peer)
         if path is None:
             return False
-        # A view of bytes; it also keeps a bytearray from being resized while ZeroMQ reads it.
+        # A view of bytes; it also keeps a bytearray from being resized while it waits to be sent.
         view = memoryview(payload).cast("B") if payload is not None else None
         payload_bytes = len(view) if view is not None else 0
         self._check_size(len(header), payload_bytes)
         if not path.send(DATA_MARK + header, view):
             return False
-        self._station.counts["packets_sent"] += 1
-        self._station.counts["bytes_sent"] += len(header) + payload_bytes
+        self._counts["packets_sent"] += 1
+        self._counts["bytes_sent"] += len(header) + payload_bytes
         return True
 
     def why_no_path(self, peer: str) -> str:
@@ -196,30 +191,31 @@ class DirectCarrier:
     def statistics(self) -> Mapping[str, int | float]:
         """Counters: packets and bytes each way, refusals by reason, connections cut by reason, paths open."""
         counts = Counter(dict.fromkeys(ALWAYS_COUNTED, 0))
-        for more in (self._station.counts, self._admission.counts, self._station.guard.counts):
-            counts.update(more)
-        if self._listener is not None:
-            counts.update(self._listener.counts)
-        counts["connections"] = len(self._station.guard)
+        counts.update(self._counts)
+        counts.update(self._admission.counts)
+        counts["connections"] = len(self._shared.connections)
         counts["paths"] = sum(path.line is not None for path in self._paths.values())
         return counts
 
     async def close(self) -> None:
-        """Hang up everywhere and release sockets and threads; nothing is told any more."""
+        """Hang up everywhere; what was sent may leave for a moment, and nothing is told any more."""
         if self._closed:
             return
         self._closed = True
-        linger = int(self._config.linger_seconds * 1000)
-        if self._check_timer is not None:
-            self._check_timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._listener is not None:
-            self._listener.close(linger_milliseconds=linger)
+            self._listener.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.linger_seconds):
+                for connection in list(self._shared.connections):
+                    await connection.drained()
         for path in self._paths.values():
-            path.stop("", linger_milliseconds=linger)
+            path.stop("closed")
+        for connection in list(self._shared.connections):
+            connection.close()
         self._paths.clear()
         self._presences.clear()
-        self._congested.clear()
-        await terminate(self._station.context)
 
     # What the roster means
 
@@ -254,7 +250,7 @@ class DirectCarrier:
     def _shut_out(self, path: DirectPath, reason: str) -> None:
         """Have nothing more to do with this session of a peer."""
         logger.warning("%s is shut out from direct links until it restarts: %s", path.peer, reason)
-        self._station.counts["shut_out"] += 1
+        self._counts["shut_out"] += 1
         self._admission.ban(path.peer)
         self._drop(path.peer, reason)
 
@@ -265,65 +261,44 @@ class DirectCarrier:
         path = self._paths.get(member.peer)
         return path is not None and path.member == member and path.accepts()
 
-    def incoming_opened(self, incoming: Incoming) -> None:
+    def owner_of(self, member: Member) -> DirectPath:
+        """The path that a connection of this member is for."""
+        return self._paths[member.peer]
+
+    def incoming_opened(self, member: Member, connection: Connection) -> None:
         """Another peer's dial succeeded."""
-        self._paths[incoming.peer].adopt(incoming)
-
-    def incoming_ended(self, incoming: Incoming, reason: str) -> None:
-        """A path over another peer's dial broke."""
-        path = self._paths.get(incoming.peer)
-        if path is not None:
-            path.lose(incoming, reason)
-
-    def incoming_packet(self, incoming: Incoming, packet: Opened) -> None:
-        """A packet from a peer that dialled us."""
-        path = self._paths.get(incoming.peer)
-        if path is not None and path.line is incoming:
-            self.received(path, packet)
-
-    def listener_served(self) -> None:
-        """Some peer that dialled us may have room again."""
-        for path in list(self._congested):
-            path.send_held()
-            if path.held is None:
-                self._congested.discard(path)
+        self._paths[member.peer].adopt(connection)
 
     # What a path tells
 
     def opened(self, path: DirectPath) -> None:
         """Packets can be sent."""
-        self._events.path_opened(self, path.peer)
+        if not self._closed:
+            self._events.path_opened(self, path.peer)
 
     def closed(self, path: DirectPath, reason: str) -> None:
         """Packets cannot be sent any more."""
-        self._congested.discard(path)
-        self._events.path_closed(self, path.peer, reason)
-
-    def congested(self, path: DirectPath) -> None:
-        """It has a packet for which there is no room now."""
-        self._congested.add(path)
+        if not self._closed:
+            self._events.path_closed(self, path.peer, reason)
 
     def writable(self, path: DirectPath) -> None:
         """There is room again."""
-        self._events.path_writable(self, path.peer)
+        if not self._closed:
+            self._events.path_writable(self, path.peer)
 
-    def flooded(self, path: DirectPath) -> None:
-        """A peer sent bytes without end that form no message."""
-        self._shut_out(path, "it sent bytes without end that form no packet")
-
-    def received(self, path: DirectPath, packet: Opened) -> None:
-        """What one message of a peer holds: a packet, a sign of life, or an offence."""
-        path.heard_at = self._station.clock.monotonic()
-        frame, payload = packet
+    def received(self, path: DirectPath, frame: memoryview, payload: memoryview | None) -> None:
+        """What one packet of a peer holds: a packet of links, a sign of life, or an offence."""
+        if self._closed:
+            return
         mark = frame[0] if frame else None
-        if mark == DATA and len(frame) <= self._config.sockets.max_header_bytes + 1:
-            self._station.counts["packets_received"] += 1
-            self._station.counts["bytes_received"] += len(frame) - 1 + (len(payload) if payload is not None else 0)
+        if mark == DATA:
+            self._counts["packets_received"] += 1
+            self._counts["bytes_received"] += len(frame) - 1 + (len(payload) if payload is not None else 0)
             self._events.packet_arrived(self, path.peer, frame[1:], payload)
         elif mark == ASK and len(frame) == 1 and payload is None:
             path.signal(ANSWER_MARK)
         elif mark != ANSWER or len(frame) != 1 or payload is not None:
-            self._station.counts["malformed"] += 1
+            self._counts["malformed"] += 1
             path.offences += 1
             if path.offences > self._config.max_offences:
                 self._shut_out(path, f"it sent {path.offences} malformed packets")
@@ -337,10 +312,10 @@ class DirectCarrier:
                 f"a payload of {payload_bytes} bytes exceeds {settings.max_payload_bytes}: send it in smaller pieces"
             )
 
-    def _check_floods(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._check_timer = loop.call_later(self._config.check_seconds, self._check_floods)
-        self._station.guard.check()
-        for path in self._pulse.check([path for path in self._paths.values() if path.line is not None]):
-            if path.line is not None:
-                path.lose(path.line, f"silent for {self._config.sockets.silence_seconds:g} s")
+    def _look_around(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._config.check_seconds, self._look_around)
+        if self._listener is not None:
+            self._listener.check()
+        lines = [path.line for path in self._paths.values() if path.line is not None]
+        for line in self._pulse.check(lines):
+            line.end(f"silent for {self._config.sockets.silence_seconds:g} s")

@@ -1,261 +1,198 @@
-"""The incoming side: one socket that everybody may try to connect to, and the connections that made it in.
+"""The incoming side: sockets that everybody may try to connect to, and those who are greeting there.
 
-A connection is known by the name that the admission gave it, which ZeroMQ writes on each of its messages. It must knock
-before anything else; it is open once its greeting is complete. What belongs to no connection that knocked is dropped.
+A stranger costs a descriptor and a few hundred bytes, for a short time: who has not greeted is bounded in number and
+time, and is read no further than its greeting is long.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import asyncio
+import logging
+import socket
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-import zmq
-
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.link.direct.addresses import Endpoint
-from potluck.link.direct.admission import Admission, AdmissionDesk, Member, key_of
-from potluck.link.direct.dialling import MAX_PARTS
-from potluck.link.direct.flood import FloodGuard, Wire
-from potluck.link.direct.greeting import KNOCK, READY
-from potluck.link.direct.loopsocket import LoopSocket, Outgoing, Parts, SocketMonitor
+from potluck.link.direct.admission import Admission, Member
+from potluck.link.direct.connection import Connection, ConnectionOwner, Shared
+from potluck.link.direct.greeting import KNOCK_BYTES, NOT_WANTED, READY, READY_BYTES, Knock
 from potluck.link.direct.noise import Cipher
-from potluck.link.direct.sealing import Clear, Opened, Sealed, Slabs, Wrapping
-from potluck.link.direct.sockets import Context, SocketSettings, bind, make_listener
+from potluck.link.direct.sealing import Clear, Sealed
+from potluck.link.direct.sockets import listen
 
-MAX_ENDED = 256
+logger = logging.getLogger(__name__)
 
-_ACCEPTED = int(zmq.EVENT_ACCEPTED)
-_DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
-_COUNTED = {
-    int(zmq.EVENT_ACCEPT_FAILED): "accept_failed",
-    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "handshake_failed",
-    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "handshake_failed",
-    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "handshake_refused",
-}
-_EVENTS = _ACCEPTED | _DISCONNECTED | sum(_COUNTED)
+ACCEPTED_AT_ONCE = 16  # per turn of the loop
+PAUSE_SECONDS = 1.0  # when the system gives us no more descriptors
 
 
 class ListenerOwner(Protocol):
     """What a listener asks and tells whoever made it."""
 
     def accepts(self, member: Member) -> bool:
-        """Whether a connection of this member is wanted now; if not, it is cut."""
+        """Whether a connection of this member is wanted now; if not, it is refused."""
         ...
 
-    def incoming_opened(self, incoming: Incoming) -> None:
-        """The path works both ways."""
+    def owner_of(self, member: Member) -> ConnectionOwner:
+        """Whom a connection of this member will belong to."""
         ...
 
-    def incoming_ended(self, incoming: Incoming, reason: str) -> None:
-        """An open connection broke or was cut. Told once, and never after `close`."""
+    def incoming_opened(self, member: Member, connection: Connection) -> None:
+        """Another peer's dial succeeded: the connection works both ways."""
         ...
-
-    def incoming_packet(self, incoming: Incoming, packet: Opened) -> None:
-        """A packet on an open connection, hostile until checked."""
-        ...
-
-    def listener_served(self) -> None:
-        """There may be room to send again, to some connection."""
-        ...
-
-
-class Incoming:
-    """One incoming connection that knocked."""
-
-    def __init__(
-        self,
-        listener: Listener,
-        *,
-        name: str,
-        routing_id: bytes,
-        wire: Wire,
-        member: Member | None,
-        ciphers: tuple[Cipher, Cipher],
-        slabs: Slabs | None,
-    ) -> None:
-        """`slabs`: None where packets go as they are."""
-        self.name = name
-        self.key = key_of(name)
-        self.routing_id = routing_id
-        self.wire = wire
-        self.member = member  # None: a probe
-        self.peer = member.peer if member is not None else ""
-        self.is_open = False
-        self.wrapping: Wrapping = Clear() if slabs is None else Sealed(*ciphers, slabs)
-        self.first_cipher = ciphers[1]  # what the Ready is sealed with, in trusted-LAN mode too
-        self._listener = listener
-
-    def send(self, parts: Sequence[Outgoing]) -> bool:
-        """Hand over one message; False when the queue is full, zmq.ZMQError when the connection has gone."""
-        return self._listener.send(self, parts)
-
-    def close(self, *, linger_milliseconds: int = 0) -> None:
-        """Hang up, without telling the owner. What was sent just before may be lost."""
-        self._listener.drop(self, "closed")
-
-    def cut(self, count_as: str, reason: str) -> None:
-        """Hang up because of what the other side did; the owner is told."""
-        was_open = self.is_open
-        self._listener.drop(self, count_as)
-        if was_open:
-            self._listener.owner.incoming_ended(self, reason)
 
 
 class Listener:
     """Accepts connections and greets them."""
 
-    def __init__(
-        self,
-        owner: ListenerOwner,
-        context: Context,
-        settings: SocketSettings,
-        guard: FloodGuard,
-        admission: Admission,
-        slabs: Slabs,
-    ) -> None:
+    def __init__(self, owner: ListenerOwner, shared: Shared, admission: Admission) -> None:
         self.owner = owner
-        self.counts: Counter[str] = Counter()
-        self._slabs = None if settings.trusted_lan else slabs
-        self._guard = guard
-        self._admission = admission
-        self._incoming: dict[str, Incoming] = {}
-        self._ended: deque[str] = deque(maxlen=MAX_ENDED)  # names of connections that may still have messages here
-        self._desk = AdmissionDesk(context, admission)
-        self._raw = make_listener(context, settings)
-        self._monitor = SocketMonitor(context, self._raw, events=_EVENTS, on_event=self._observe)
-        self._socket = LoopSocket(
-            self._raw, on_message=self._receive, on_served=owner.listener_served, max_parts=1 + MAX_PARTS
-        )
+        self.shared = shared
+        self.admission = admission
+        self.guests: dict[Guest, None] = {}  # who is greeting, the oldest first
         self.bound: tuple[Endpoint, ...] = ()
+        self._sockets: list[socket.socket] = []
+        self._pauses: set[asyncio.TimerHandle] = set()
+        self._loop = asyncio.get_running_loop()
 
     def listen(self, addresses: Sequence[str]) -> None:
         """Begin to accept connections; ConfigurationError where that is not possible."""
         try:
-            self.bound = bind(self._raw, addresses)
+            for address in addresses:
+                sock, endpoint = listen(address, self.shared.settings)
+                self._sockets.append(sock)
+                self.bound += (endpoint,)
         except ConfigurationError:
             self.close()
             raise
+        for sock in self._sockets:
+            self._loop.add_reader(sock.fileno(), self._accept, sock)
 
-    def send(self, incoming: Incoming, parts: Sequence[Outgoing]) -> bool:
-        """Hand over one message to one connection."""
-        if incoming.wire.closed:
-            raise zmq.ZMQError(zmq.EHOSTUNREACH)
-        return self._socket.send([incoming.routing_id, *parts])
-
-    def drop(self, incoming: Incoming, count_as: str) -> None:
-        """Cut one connection and forget it."""
-        self._forget(incoming)
-        incoming.wire.on_end = None
-        self._guard.cut(incoming.wire, count_as)
+    def check(self) -> None:
+        """Cut those who take too long to greet; to be called several times a second."""
+        earliest = self.shared.clock.monotonic() - self.shared.settings.handshake_seconds
+        for guest in [guest for guest in self.guests if guest.connection.opened_at < earliest]:
+            guest.connection.cut("greeting_too_slow", "it did not greet in time")
 
     def drop_key(self, key: str) -> None:
-        """Cut whatever connections have this key."""
-        for incoming in [each for each in self._incoming.values() if each.key == key]:
-            self.drop(incoming, "withdrawn")
+        """Cut whoever greets with this key."""
+        for guest in [guest for guest in self.guests if guest.key == key]:
+            guest.connection.cut("withdrawn", "its key is not admitted any more")
 
-    def close(self, *, linger_milliseconds: int = 0) -> None:
-        """Stop listening and cut all connections. Calling it twice does no harm."""
-        self._incoming.clear()
-        self._monitor.close()
-        self._desk.close()
-        self._socket.close(linger_milliseconds=linger_milliseconds)
+    def close(self) -> None:
+        """Stop listening, and hang up on those who have not greeted. Calling it twice does no harm."""
+        for pause in self._pauses:
+            pause.cancel()
+        self._pauses.clear()
+        for sock in self._sockets:
+            self._loop.remove_reader(sock.fileno())
+            sock.close()
+        self._sockets.clear()
+        for guest in list(self.guests):
+            guest.connection.close()
+        self.guests.clear()
 
-    def _observe(self, event: int, value: int) -> None:
-        if event == _ACCEPTED:
-            self.counts["accepted"] += 1
-            self._guard.opened(value, incoming=True)
-        elif event == _DISCONNECTED:
-            self._guard.closed(value)
-        else:
-            self.counts[_COUNTED[event]] += 1
-
-    def _receive(self, parts: Parts, surplus_parts: int) -> None:
-        name = str(parts[0].get("User-Id"))
-        incoming = self._incoming.get(name)
-        if incoming is None:
-            if name in self._ended:
-                self.counts["late_messages"] += 1
-            else:
-                self._meet(name, parts, surplus_parts)
-            return
-        del parts[0]
-        incoming.wire.delivered(parts)
-        if incoming.is_open:
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
             try:
-                packet = incoming.wrapping.unwrap(parts, surplus_parts)
-            except ProtocolError as error:
-                incoming.cut("tampered", str(error))
-            else:
-                self.owner.incoming_packet(incoming, packet)
-            return
-        try:
-            self._finish_greeting(incoming, parts, surplus_parts)
-        except ProtocolError:
-            self.drop(incoming, "bad_greeting")
+                sock, address = listening.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionError:  # it has gone again
+                self.shared.counts["accept_failed"] += 1
+                continue
+            except OSError as error:
+                self._pause(listening, error)
+                return
+            self.shared.counts["accepted"] += 1
+            self._meet(sock, str(address[0]))
 
-    def _meet(self, name: str, parts: Parts, surplus_parts: int) -> None:
-        """The first message of a connection: a Knock, or the end of it."""
-        wire = self._guard.opened(parts[0].get(zmq.SRCFD), incoming=True)
-        if wire is None or wire.closed or wire.on_end is not None:
-            self.counts["late_messages"] += 1  # of a connection that has ended
+    def _pause(self, listening: socket.socket, error: OSError) -> None:
+        """Nobody more can be accepted for now; the loop would else tell of those who wait again and again."""
+        self.shared.counts["accept_failed"] += 1
+        logger.warning("no connection can be accepted for %g s: %s", PAUSE_SECONDS, error)
+        self._loop.remove_reader(listening.fileno())
+
+        def go_on() -> None:
+            self._pauses.discard(handle)
+            self._loop.add_reader(listening.fileno(), self._accept, listening)
+
+        handle = self._loop.call_later(PAUSE_SECONDS, go_on)
+        self._pauses.add(handle)
+
+    def _meet(self, sock: socket.socket, host: str) -> None:
+        self.guests[Guest(self, sock, host)] = None
+        if len(self.guests) > self.shared.settings.max_ungreeted:
+            busiest = Counter(guest.host for guest in self.guests).most_common(1)[0][0]
+            oldest = next(guest for guest in self.guests if guest.host == busiest)
+            oldest.connection.cut("too_many_ungreeted", "too many are greeting")
+
+
+class Guest:
+    """Somebody who has connected and is greeting."""
+
+    def __init__(self, listener: Listener, sock: socket.socket, host: str) -> None:
+        self.host = host
+        self.key = ""  # once it is proven
+        self._listener = listener
+        self._member: Member | None = None  # None, when it was let in: a probe
+        self._ciphers: tuple[Cipher, Cipher] | None = None  # once it is let in
+        self.connection = Connection(sock, listener.shared, self, dialled=False)
+        self.connection.expect(KNOCK_BYTES)
+
+    def said(self, connection: Connection, data: bytes) -> None:
+        """The Knock, or the Ready."""
+        if self._ciphers is None:
+            self._answer(data)
+        else:
+            self._finish(data, *self._ciphers)
+
+    def ended(self, connection: Connection, reason: str) -> None:
+        """It hung up, or was cut."""
+        self._listener.guests.pop(self, None)
+
+    def _answer(self, data: bytes) -> None:
+        listener = self._listener
+        try:
+            knock = Knock.parse(data)
+        except ProtocolError:
+            listener.shared.counts["handshake_failed"] += 1
+            self.connection.end("it is no peer")
             return
-        routing_id = parts[0].bytes
-        del parts[0]
-        wire.delivered(parts)
-        key = key_of(name)
-        answerer = self._admission.answerer(name)
-        member = self._admission.member(key)
-        if answerer is None or (member is None and not self._admission.is_probe(key)):
-            self._refuse(name, wire, "withdrawn")
+        answerer = listener.admission.judge(knock, host=self.host)
+        if isinstance(answerer, int):
+            self._refuse(answerer, "it was refused")
             return
-        if len(parts) != 1 or surplus_parts or parts[0].bytes != KNOCK:
-            self._refuse(name, wire, "bad_greeting")
-            return
-        if member is not None and not self.owner.accepts(member):
-            self._refuse(name, wire, "not_wanted")
+        self.key = knock.key
+        self._member = listener.admission.member(knock.key)
+        if self._member is not None and not listener.owner.accepts(self._member):
+            listener.shared.counts["refused_not_wanted"] += 1
+            self._refuse(NOT_WANTED, "it is not wanted")
             return
         welcome, *ciphers = answerer.welcome()
-        incoming = Incoming(
-            self,
-            name=name,
-            routing_id=routing_id,
-            wire=wire,
-            member=member,
-            ciphers=(ciphers[0], ciphers[1]),
-            slabs=self._slabs,
-        )
-        wire.on_end = lambda reason: self._lost(incoming, reason)
-        self._incoming[name] = incoming
-        self._guard.welcome(wire)
-        try:
-            self.send(incoming, [welcome])
-        except zmq.ZMQError:
-            self.drop(incoming, "gone_in_greeting")
+        self._ciphers = ciphers[0], ciphers[1]
+        self.connection.expect(READY_BYTES)
+        self.connection.say(welcome)
 
-    def _refuse(self, name: str, wire: Wire, count_as: str) -> None:
-        self._ended.append(name)
-        self._guard.cut(wire, count_as)
+    def _refuse(self, answer: int, reason: str) -> None:
+        self.connection.say(bytes([answer]))
+        self.connection.end(reason)
 
-    def _finish_greeting(self, incoming: Incoming, parts: Parts, surplus_parts: int) -> None:
-        if len(parts) != 1 or surplus_parts or incoming.first_cipher.open(parts[0].bytes) != READY:
-            raise ProtocolError("something else came where a Ready was due: dropped")
-        if incoming.member is None:
-            self.counts["probes"] += 1
-            self.drop(incoming, "probe_done")
-        elif self._admission.member(incoming.key) != incoming.member:
-            self.drop(incoming, "withdrawn")
+    def _finish(self, data: bytes, outgoing: Cipher, incoming: Cipher) -> None:
+        if incoming.open(data) != READY:
+            raise ProtocolError("something else came where a Ready was due")
+        listener = self._listener
+        member = self._member
+        listener.guests.pop(self, None)
+        if member is None:
+            listener.shared.counts["probes"] += 1
+            self.connection.close()
+        elif listener.admission.member(self.key) != member:
+            self.connection.cut("withdrawn", "its key is not admitted any more")
         else:
-            incoming.wire.greeted = incoming.is_open = True
-            self.owner.incoming_opened(incoming)
-
-    def _forget(self, incoming: Incoming) -> bool:
-        """Whether it was open."""
-        was_open, incoming.is_open = incoming.is_open, False
-        if self._incoming.pop(incoming.name, None) is not None:
-            self._ended.append(incoming.name)
-        return was_open
-
-    def _lost(self, incoming: Incoming, reason: str) -> None:
-        if self._forget(incoming):
-            self.owner.incoming_ended(incoming, reason)
+            shared = listener.shared
+            wrapping = Clear() if shared.settings.trusted_lan else Sealed(outgoing, incoming, shared.slabs)
+            self.connection.open(listener.owner.owner_of(member), wrapping)
+            listener.owner.incoming_opened(member, self.connection)

@@ -10,28 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
-
-import zmq
 
 from potluck.clock import Clock
 from potluck.errors import ConfigurationError
 from potluck.link.direct.addresses import Endpoint
 from potluck.link.direct.admission import Member
+from potluck.link.direct.connection import Connection, Shared
 from potluck.link.direct.dialling import Dial
-from potluck.link.direct.flood import FloodGuard
 from potluck.link.direct.greeting import LinkKeys
-from potluck.link.direct.listening import Incoming
-from potluck.link.direct.loopsocket import Outgoing
-from potluck.link.direct.pulse import ASK_MARK
-from potluck.link.direct.sealing import Opened, Slabs
-from potluck.link.direct.sockets import Context, SocketSettings
 
 logger = logging.getLogger(__name__)
-
-Line = Dial | Incoming  # a connection, whoever dialled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +60,17 @@ class Station:
     peer: str
     listens: bool  # others can dial this peer
     config: PathConfig
-    settings: SocketSettings
     keys: LinkKeys
-    context: Context
-    guard: FloodGuard
-    slabs: Slabs
-    clock: Clock
-    counts: Counter[str]
+    shared: Shared
+
+    @property
+    def clock(self) -> Clock:
+        """The time, for all of them."""
+        return self.shared.clock
+
+    def count(self, what: str) -> None:
+        """Add one to a counter of the carrier."""
+        self.shared.counts[what] += 1
 
 
 class PathOwner(Protocol):
@@ -90,20 +84,12 @@ class PathOwner(Protocol):
         """Packets cannot be sent any more."""
         ...
 
-    def congested(self, path: DirectPath) -> None:
-        """It holds a packet that found no room."""
-        ...
-
     def writable(self, path: DirectPath) -> None:
         """There is room again, for somebody who was refused."""
         ...
 
-    def received(self, path: DirectPath, packet: Opened) -> None:
+    def received(self, path: DirectPath, frame: memoryview, payload: memoryview | None) -> None:
         """A packet came, hostile until checked."""
-        ...
-
-    def flooded(self, path: DirectPath) -> None:
-        """The peer sent bytes without end that form no message."""
         ...
 
 
@@ -113,12 +99,8 @@ class DirectPath:
     def __init__(self, owner: PathOwner, station: Station, member: Member, *, wanted: bool) -> None:
         """`wanted`: dial as soon as there are addresses; else once somebody wants to send."""
         self.member = member
-        self.line: Line | None = None  # open
-        self.held: list[Outgoing] | None = None  # one packet that found no room, sealed: it must be the next to leave
-        self.refused = False  # somebody waits for room
+        self.line: Connection | None = None  # open, whoever dialled
         self.offences = 0
-        self.heard_at = 0.0
-        self.asked_at: float | None = None
         self.last_failure = ""
         self.addresses: list[Endpoint] = []
         self._owner = owner
@@ -156,12 +138,12 @@ class DirectPath:
         """Whether a connection that the peer has dialled is wanted."""
         if self._station.peer > self.peer:
             return True
-        if isinstance(self.line, Dial):
+        if self.line is not None and self.line.dialled:
             # It dials although our connection stands: it did so before it knew, or its side of it is broken.
             return self._station.clock.monotonic() - self._opened_at > self._station.config.steady_seconds
-        return self._dial is None or not self._dial.is_let_in
+        return self._dial is None or not self._dial.is_connected
 
-    def adopt(self, line: Line) -> None:
+    def adopt(self, line: Connection) -> None:
         """Use this connection from now on, and hang up any other."""
         self._stop_dialling()
         if self.line is not None:
@@ -172,19 +154,12 @@ class DirectPath:
             return
         self.line = line
         self.last_failure = ""
-        self._opened_at = self.heard_at = self._station.clock.monotonic()
-        self.asked_at = None
-        self._station.counts["paths_opened"] += 1
+        self._opened_at = self._station.clock.monotonic()
+        self._station.count("paths_opened")
         self._owner.opened(self)
 
-    def lose(self, line: Line, reason: str) -> None:
-        """A connection broke: if it was in use, tell, and dial again."""
-        if self.line is not line:
-            return
-        line.close()
-        if reason == "flood":
-            self._owner.flooded(self)
-            return
+    def _lose(self, reason: str) -> None:
+        """The connection in use broke: tell, and dial again."""
         if self._station.clock.monotonic() - self._opened_at >= self._station.config.steady_seconds:
             self._failed_rounds = 0
         self._forget_line(reason)
@@ -194,86 +169,53 @@ class DirectPath:
             else:
                 self._dial_after(self._station.config.yield_seconds)
 
-    def stop(self, reason: str, *, linger_milliseconds: int = 0) -> None:
-        """Hang up for good; the owner is told if the path was open, unless there is no reason."""
+    def stop(self, reason: str) -> None:
+        """Hang up for good; the owner is told if the path was open."""
         self._stopped = True
         self._stop_dialling()
         if self.line is not None:
-            self.line.close(linger_milliseconds=linger_milliseconds)
-            if reason:
-                self._forget_line(reason)
-
-    # Packets
+            self.line.close()
+            self._forget_line(reason)
 
     def send(self, frame: bytes, payload: memoryview | None) -> bool:
         """Hand over one packet; False when there is no room, or no path."""
-        line = self.line
-        if line is None:
+        if self.line is None:
             self.want()
             return False
-        if self.held is not None:
-            self.refused = True
-            return False
-        parts = line.wrapping.wrap(frame, payload)
-        try:
-            if not line.send(parts):
-                self.held = parts
-                self._owner.congested(self)
-        except zmq.ZMQError as error:
-            # Not told from inside the caller's own call.
-            self._loop.call_soon(self.lose, line, f"cannot send: {error.strerror}")
-            return False
-        return True
-
-    def send_held(self) -> None:
-        """Try again to hand over the packet that found no room."""
-        if self.held is None or self.line is None:
-            return
-        try:
-            if not self.line.send(self.held):
-                return
-        except zmq.ZMQError as error:
-            self.lose(self.line, f"cannot send: {error.strerror}")
-            return
-        self.held = None
-        if self.refused:
-            self.refused = False
-            self._owner.writable(self)
-
-    def ask(self) -> None:
-        """Ask whether the connection still works."""
-        self.signal(ASK_MARK)
+        return self.line.send(frame, payload)
 
     def signal(self, mark: bytes) -> None:
-        """Send one byte, if there is room: where there is none, packets will tell."""
-        if self.line is not None and self.held is None:
-            self.send(mark, None)
+        """Send one byte, if there is a connection with room."""
+        if self.line is not None:
+            self.line.signal(mark)
 
-    # What a dial tells
+    # What connections and dials tell
 
-    def dial_opened(self, dial: Dial) -> None:
+    def packet(self, connection: Connection, frame: memoryview, payload: memoryview | None) -> None:
+        """A packet came."""
+        if self.line is connection:
+            self._owner.received(self, frame, payload)
+
+    def room(self, connection: Connection) -> None:
+        """There is room again."""
+        if self.line is connection:
+            self._owner.writable(self)
+
+    def ended(self, connection: Connection, reason: str) -> None:
+        """A connection broke."""
+        if self.line is connection:
+            self._lose(reason)
+
+    def dial_opened(self, dial: Dial, connection: Connection) -> None:
         """Our dial succeeded."""
         self._dial = None
-        self.adopt(dial)
+        self.adopt(connection)
 
-    def dial_ended(self, dial: Dial, reason: str) -> None:
-        """Our dial failed, or the path over it broke."""
-        if self._dial is dial:
-            self._dial = None
-            self._note_failure(dial.endpoint, reason)
-            self._dial_next()
-        else:
-            self.lose(dial, reason)
-
-    def dial_packet(self, dial: Dial, packet: Opened) -> None:
-        """A packet on a connection that we dialled."""
-        if self.line is dial:
-            self._owner.received(self, packet)
-
-    def dial_served(self, dial: Dial) -> None:
-        """There may be room again."""
-        if self.line is dial:
-            self.send_held()
+    def dial_failed(self, dial: Dial, reason: str) -> None:
+        """Our dial failed."""
+        self._dial = None
+        self._note_failure(dial.endpoint, reason)
+        self._dial_next()
 
     # Dialling
 
@@ -302,28 +244,21 @@ class DirectPath:
         while self._next_address < len(self.addresses):
             endpoint = self.addresses[self._next_address]
             self._next_address += 1
-            self._station.counts["dials"] += 1
+            self._station.count("dials")
             try:
-                self._dial = self._make_dial(endpoint)
-            except zmq.ZMQError as error:  # out of sockets or descriptors
-                self._note_failure(endpoint, error.strerror)
+                self._dial = Dial(
+                    self,
+                    self._station.shared,
+                    self._station.keys,
+                    endpoint=endpoint,
+                    their_key=self.member.key,
+                    timeout_seconds=self._station.config.dial_timeout_seconds,
+                )
+            except OSError as error:  # no way there, or no descriptors left
+                self._note_failure(endpoint, f"cannot connect: {error.strerror}")
             else:
                 return
         self._dial_later()
-
-    def _make_dial(self, endpoint: Endpoint) -> Dial:
-        station = self._station
-        return Dial(
-            self,
-            station.context,
-            station.settings,
-            station.keys,
-            station.guard,
-            station.slabs,
-            endpoint=endpoint,
-            their_key=self.member.key,
-            timeout_seconds=station.config.dial_timeout_seconds,
-        )
 
     def _stop_dialling(self) -> None:
         if self._timer is not None:
@@ -334,13 +269,11 @@ class DirectPath:
             self._dial = None
 
     def _note_failure(self, endpoint: Endpoint, reason: str) -> None:
-        self._station.counts["dials_failed"] += 1
+        self._station.count("dials_failed")
         self.last_failure = f"{endpoint}: {reason}"
         logger.debug("no direct path to %s by %s", self.peer, self.last_failure)
 
     def _forget_line(self, reason: str) -> None:
         self.line = None
-        self.held = None
-        self.refused = False
-        self._station.counts["paths_closed"] += 1
+        self._station.count("paths_closed")
         self._owner.closed(self, reason)

@@ -1,8 +1,7 @@
 """Whether a silent connection still leads to somebody.
 
-ZeroMQ has heartbeats for this. They are off: libzmq 4.3.5 aborts the whole process when a heartbeat falls due on a
-connection that was lost while its queue was full (libzmq issues 3937 and 4364), and any peer can bring that about. So
-here a connection that has been silent for a while is asked by a message of one byte, and answers by another.
+TCP alone may not notice for hours that the other end has gone, nor ever that it is frozen. So a connection that has
+been silent for a while is asked by a packet of one byte, and answers by another.
 """
 
 from __future__ import annotations
@@ -13,16 +12,17 @@ from typing import Generic, Protocol, TypeVar
 from potluck.clock import Clock
 from potluck.link.direct.sockets import SocketSettings
 
-ASK = 2  # first and only byte of a question; greeting.py has 0 and 1
+DATA = 0  # first byte of a frame; the rest is the header, as it was given
+ASK = 2  # first and only byte of a question
 ANSWER = 3
-ASK_MARK, ANSWER_MARK = bytes([ASK]), bytes([ANSWER])
+DATA_MARK, ASK_MARK, ANSWER_MARK = bytes([DATA]), bytes([ASK]), bytes([ANSWER])
 PAUSE_SECONDS = 1.0
 
 
 class Line(Protocol):
     """An open connection, as far as its pulse is concerned."""
 
-    heard_at: float  # monotonic: when it was opened, or the last message came
+    heard_at: float  # monotonic: when it was opened, or the last bytes came
     asked_at: float | None  # monotonic: when it was last asked in this silence
 
     def ask(self) -> None:

@@ -17,21 +17,19 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
-import zmq
 
 from potluck.clock import Clock, SystemClock
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.link.direct.addresses import MAX_ADDRESSES, Endpoint, Interface, parse_ip, reach_of, same_lan
+from potluck.link.direct.connection import Connection, Shared
 from potluck.link.direct.dialling import Dial
-from potluck.link.direct.flood import FloodGuard, FloodLimits
 from potluck.link.direct.greeting import Key, LinkKeys
-from potluck.link.direct.sealing import Opened, Slabs
-from potluck.link.direct.sockets import SocketSettings, make_context, terminate
+from potluck.link.direct.sealing import Slabs
+from potluck.link.direct.sockets import SocketSettings
 from potluck.messages import Message
 
 Address = Annotated[str, msgspec.Meta(max_length=64)]
 DIAL_BACK_SECONDS = 5.0
-CHECK_SECONDS = 0.1  # how often the connections of a dial-back are checked for floods
 NO_ANSWER = "nobody with your key answers there"  # no more than that about neighbours, lest anybody explore a LAN
 
 
@@ -241,29 +239,31 @@ class _Probe:
         if not self.result.done():
             self.result.set_result(problem)
 
-    def dial_opened(self, dial: Dial) -> None:
+    def dial_opened(self, dial: Dial, connection: Connection) -> None:
+        connection.close()  # what was said last, the Ready, still gets there
         self.settle("")
 
-    def dial_ended(self, dial: Dial, reason: str) -> None:
+    def dial_failed(self, dial: Dial, reason: str) -> None:
         self.settle(reason)
 
-    def dial_packet(self, dial: Dial, packet: Opened) -> None:
+    def packet(self, connection: Connection, frame: memoryview, payload: memoryview | None) -> None:
         """Nothing is expected here, and nothing is read."""
 
-    def dial_served(self, dial: Dial) -> None:
+    def room(self, connection: Connection) -> None:
         """Nothing waits to be sent."""
+
+    def ended(self, connection: Connection, reason: str) -> None:
+        """It was closed already."""
 
 
 async def _probe(request: DialBackRequest, endpoints: Mapping[str, Endpoint], timeout_seconds: float) -> dict[str, str]:
     """What is wrong with each address; an empty text for those that lead to the asker."""
     try:
-        keys = LinkKeys(request.probe_key.encode("ascii"), request.probe_secret.encode("ascii"))
-    except (ProtocolError, UnicodeEncodeError) as error:
+        keys = LinkKeys.parse(request.probe_key, request.probe_secret)
+    except ProtocolError as error:
         return dict.fromkeys(endpoints, f"the probe's keys cannot be used: {error}")
     settings = SocketSettings(trusted_lan=request.plain, max_header_bytes=4096, max_payload_bytes=4096)
-    guard = FloodGuard(FloodLimits(held_bytes=64 * 1024), SystemClock())
-    slabs = Slabs(slab_bytes=settings.max_payload_bytes, most_kept=0)
-    context = make_context(settings)
+    shared = Shared(settings=settings, slabs=Slabs(slab_bytes=4096, most_kept=0), clock=SystemClock())
     probes: dict[str, _Probe] = {}
     dials: list[Dial] = []
     try:
@@ -273,24 +273,16 @@ async def _probe(request: DialBackRequest, endpoints: Mapping[str, Endpoint], ti
                 dials.append(
                     Dial(
                         probe,
-                        context,
-                        settings,
+                        shared,
                         keys,
-                        guard,
-                        slabs,
                         endpoint=endpoint,
                         their_key=request.link_key,
                         timeout_seconds=timeout_seconds,
                     )
                 )
-            except (zmq.ZMQError, ProtocolError) as error:
+            except (OSError, ProtocolError) as error:
                 probe.settle(f"cannot dial: {error}")
-        waiting = {probe.result for probe in probes.values()}
-        while waiting:
-            _, waiting = await asyncio.wait(waiting, timeout=CHECK_SECONDS)
-            guard.check()
-        return {address: probe.result.result() for address, probe in probes.items()}
+        return {address: await probe.result for address, probe in probes.items()}
     finally:
         for dial in dials:
-            dial.close(linger_milliseconds=500)  # the asker should see the end of the greeting
-        await terminate(context)
+            dial.close()

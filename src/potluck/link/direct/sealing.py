@@ -1,65 +1,82 @@
 """What becomes of a packet on its way through one connection: sealed, or as it is.
 
-A packet is a frame (a mark and a header) and at most one payload. Sealed, each of the two is encrypted and
-authenticated by AES-256-GCM under the key of its direction. The number of a part among all parts of its direction is
-its nonce and is never sent: TCP keeps the order, so a part that was lost, repeated, changed or moved does not open, and
-nothing behind it would. Whether a part stands alone or is one of two is authenticated along with it.
+A packet is a frame (a mark and a header) and at most one payload. On the wire it is a record: a head of eight bytes
+that says how large both are, and one or two parts:
 
-A sealed part has to be sent, as it is and before any other: sealing it again would give one nonce to two parts.
+    u32 bytes of the frame, u32 bytes of the payload + 1 (0: there is none)
+    frame and payload together, where they are small; else the frame, and then the payload
 
-What is large is touched once. It is sealed into a buffer that ZeroMQ sends from and opened in the buffer that ZeroMQ
-has received it in. Fresh memory of this size costs half as much again as sealing does, page by page, so buffers are
-used again once ZeroMQ has let go of them.
+Sealed, each part is encrypted and authenticated by AES-256-GCM under the key of its direction, and has a tag of 16
+bytes more. The number of a part among all parts of its direction is its nonce and is never sent: TCP keeps the order,
+so a part that was lost, repeated, changed or moved does not open, and nothing behind it would. The head is
+authenticated along with each of its parts.
+
+What is large is touched once: it is sealed into a buffer that the socket sends from, and opened in the buffer that it
+was received in. Fresh memory of this size costs half as much again as sealing does, page by page, so buffers are used
+again once nobody has them any more.
 """
 
 from __future__ import annotations
 
+import struct
 import weakref
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy
-import zmq
 from cryptography.exceptions import InvalidTag
 
 from potluck.errors import ProtocolError
-from potluck.link.direct.loopsocket import Outgoing, Parts
+from potluck.link.carrier import Buffer
 from potluck.link.direct.noise import TAG_BYTES, Cipher
 
-# ZeroMQ reads small parts into one buffer of 8 KiB that lives until the last of them is gone: whoever keeps one keeps
-# all. So parts of up to that size are copied out; larger ones have memory of their own.
-SHARED_BUFFER_BYTES = 8192
-LARGE_BYTES = 64 * 1024  # from here on a buffer of our own is worth its trouble
-OF_TWO = b"\x02"  # authenticated with each part of a packet that has two
-
 Opened = tuple[memoryview, memoryview | None]
-_EMPTY = memoryview(b"")
+
+HEAD = struct.Struct(">II")
+HEAD_BYTES = HEAD.size
+JOINED_BYTES = 16 * 1024  # frame and payload are one part up to here: copying them costs less than a second seal
 
 
 class Wrapping(Protocol):
     """One connection's way of wrapping packets."""
 
-    def wrap(self, frame: bytes, payload: memoryview | None) -> list[Outgoing]:
-        """The parts to be sent, before those of any later packet."""
+    tag_bytes: int
+    """How much longer a part is on the wire."""
+
+    def wrap(self, frame: bytes, payload: memoryview | None) -> list[Buffer]:
+        """The packet's record, to be sent before that of any later packet, and unchanged until then."""
         ...
 
-    def unwrap(self, parts: Parts, surplus_parts: int) -> Opened:
-        """The packet in a message, its bytes kept alive by nothing else. ProtocolError: the connection must end."""
+    def open(self, part: memoryview, head: bytes) -> memoryview:
+        """What stands in the next part, in memory of its own. ProtocolError: the connection must end."""
+        ...
+
+    def open_in_place(self, part: memoryview, head: bytes) -> memoryview:
+        """The same, in the part's own memory."""
         ...
 
 
 class Clear:
     """Packets as they are, for a trusted LAN."""
 
-    def wrap(self, frame: bytes, payload: memoryview | None) -> list[Outgoing]:
-        """The packet itself."""
-        return [frame] if payload is None else [frame, payload]
+    tag_bytes = 0
 
-    def unwrap(self, parts: Parts, surplus_parts: int) -> Opened:
-        """The packet itself; an empty frame, which is no packet, for a message of too many parts."""
-        if surplus_parts or not parts:
-            return _EMPTY, None
-        return _unpinned(parts[0]), _unpinned(parts[1]) if len(parts) == 2 else None
+    def wrap(self, frame: bytes, payload: memoryview | None) -> list[Buffer]:
+        """The packet itself."""
+        if payload is None:
+            return [HEAD.pack(len(frame), 0) + frame]
+        head = HEAD.pack(len(frame), len(payload) + 1)
+        if len(frame) + len(payload) <= JOINED_BYTES:
+            return [b"".join((head, frame, payload))]
+        return [head + frame, payload]
+
+    def open(self, part: memoryview, head: bytes) -> memoryview:
+        """A copy."""
+        return memoryview(bytes(part))
+
+    def open_in_place(self, part: memoryview, head: bytes) -> memoryview:
+        """The part itself."""
+        return part
 
 
 class Sealed:
@@ -67,77 +84,72 @@ class Sealed:
 
     __slots__ = ("_incoming", "_outgoing", "_slabs")
 
+    tag_bytes = TAG_BYTES
+
     def __init__(self, outgoing: Cipher, incoming: Cipher, slabs: Slabs) -> None:
         self._outgoing = outgoing
         self._incoming = incoming
         self._slabs = slabs
 
-    def wrap(self, frame: bytes, payload: memoryview | None) -> list[Outgoing]:
+    def wrap(self, frame: bytes, payload: memoryview | None) -> list[Buffer]:
         """The packet, sealed with the next numbers."""
         cipher = self._outgoing
         if payload is None:
-            return [cipher.seal(frame)]
-        sealed_frame = cipher.seal(frame, OF_TWO)
-        if len(payload) < LARGE_BYTES:
-            return [sealed_frame, cipher.seal(payload, OF_TWO)]
+            head = HEAD.pack(len(frame), 0)
+            return [head + cipher.seal(frame, head)]
+        head = HEAD.pack(len(frame), len(payload) + 1)
+        if len(frame) + len(payload) <= JOINED_BYTES:
+            return [head + cipher.seal(b"".join((frame, payload)), head)]
+        sealed_frame = head + cipher.seal(frame, head)
         sealed = self._slabs.take(len(payload) + TAG_BYTES)
-        cipher.aead.encrypt_into(cipher.nonce(), payload, OF_TWO, sealed)
+        cipher.aead.encrypt_into(cipher.nonce(), payload, head, sealed)
         return [sealed_frame, sealed]
 
-    def unwrap(self, parts: Parts, surplus_parts: int) -> Opened:
-        """The packet, if it is the next one that the other end has sealed."""
-        if surplus_parts or not parts:
-            raise ProtocolError(f"a message of {len(parts) + surplus_parts} parts: nobody seals such")
-        if len(parts) == 1:
-            return self._open(parts[0], None), None
-        return self._open(parts[0], OF_TWO), self._open(parts[1], OF_TWO)
+    def open(self, part: memoryview, head: bytes) -> memoryview:
+        """What the other end has sealed next."""
+        return memoryview(self._incoming.open(part, head))
 
-    def _open(self, part: zmq.Frame, associated: bytes | None) -> memoryview:
-        cipher = self._incoming
-        if len(part) <= SHARED_BUFFER_BYTES:
-            return memoryview(cipher.open(part.buffer, associated))
-        sealed = part.buffer
-        opened = sealed[:-TAG_BYTES]
+    def open_in_place(self, part: memoryview, head: bytes) -> memoryview:
+        """The same, as OpenSSL allows. Where the tag is wrong, what stands there is thrown away unread."""
+        opened = part[:-TAG_BYTES]
         try:
-            # In its own place, as OpenSSL allows. Where the tag is wrong, what stands there is thrown away unread.
-            cipher.aead.decrypt_into(cipher.nonce(), sealed, associated, opened)
+            self._incoming.aead.decrypt_into(self._incoming.nonce(), part, head, opened)
         except InvalidTag:
             raise ProtocolError("a part does not open: it was changed, or is not the next one") from None
         return opened
 
 
 class Slabs:
-    """Buffers for sealed payloads, used again and again."""
+    """Buffers for large parts, used again and again."""
 
     def __init__(self, *, slab_bytes: int, most_kept: int) -> None:
         """So many of this size are kept when not in use."""
         self._slab_bytes = slab_bytes
         self._most_kept = most_kept
-        self._free: list[memoryview] = []
-        self._in_use: dict[int, weakref.ref[memoryview]] = {}
+        self._free: list[Any] = []
+        self._in_use: dict[int, weakref.ref[Any]] = {}
         self._last_number = 0
 
     def take(self, size_bytes: int) -> memoryview:
-        """A buffer of this size. It may be used again once nobody has the view any more."""
-        if size_bytes > self._slab_bytes:
+        """A buffer of this size. It is used again once nobody has a view of it any more, nor a slice of one.
+
+        What is much smaller than a slab gets memory of its own: whoever keeps it must not keep much more than it knows.
+        """
+        if not self._slab_bytes // 2 < size_bytes <= self._slab_bytes:
             return numpy.empty(size_bytes, numpy.uint8).data
         try:
             slab = self._free.pop()
         except IndexError:
-            slab = numpy.empty(self._slab_bytes, numpy.uint8).data
-        view = slab[:size_bytes]
+            slab = numpy.empty(self._slab_bytes, numpy.uint8)
+        user = slab[:size_bytes]  # every view of its memory keeps this array alive; a view itself is not kept by slices
         self._last_number += 1
-        # pyzmq's collector thread lets go of the view, and so runs the callback, at any time. Each step of it is one
-        # that no other thread can come in between; a lock could be asked for by the thread that holds it.
-        self._in_use[self._last_number] = weakref.ref(view, partial(self._give_back, self._last_number, slab))
+        # Views may be let go of in any thread, which runs the callback. Each step of it is one that no other thread can
+        # come in between; a lock could be asked for by the thread that holds it.
+        self._in_use[self._last_number] = weakref.ref(user, partial(self._give_back, self._last_number, slab))
+        view: memoryview = user.data
         return view
 
-    def _give_back(self, number: int, slab: memoryview, _: object) -> None:
+    def _give_back(self, number: int, slab: Any, _: object) -> None:
         del self._in_use[number]
         if len(self._free) < self._most_kept:
             self._free.append(slab)
-
-
-def _unpinned(part: zmq.Frame) -> memoryview:
-    """The bytes of a part, such that keeping them keeps nothing else alive."""
-    return memoryview(part.bytes) if len(part) <= SHARED_BUFFER_BYTES else part.buffer

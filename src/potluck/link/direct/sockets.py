@@ -1,23 +1,14 @@
-"""How the ZeroMQ sockets of direct links are set up: credentials, limits, queues and timeouts."""
+"""How the TCP sockets of direct links are set up: limits, queues and timeouts."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import threading
-from collections.abc import Sequence
+import socket
+import sys
 from dataclasses import dataclass
-
-import zmq
 
 from potluck.errors import ConfigurationError
 from potluck.link.direct.addresses import Endpoint
-from potluck.link.direct.admission import ZAP_DOMAIN
-from potluck.link.direct.greeting import Caller
-from potluck.link.direct.noise import TAG_BYTES
-
-Context = zmq.Context[zmq.Socket[bytes]]
-Socket = zmq.Socket[bytes]
 
 MIB = 1024 * 1024
 WARM_UP_BYTES = 16 * MIB  # glibc then keeps up to twice that much of free memory
@@ -25,7 +16,7 @@ WARM_UP_BYTES = 16 * MIB  # glibc then keeps up to twice that much of free memor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SocketSettings:
-    """Limits and timeouts of every socket; those who want to talk to each other need the same `trusted_lan`."""
+    """Limits and timeouts of every connection; those who want to talk to each other need the same `trusted_lan`."""
 
     trusted_lan: bool = False
     """Send in the clear, and only to near addresses. Off unless asked for."""
@@ -36,18 +27,17 @@ class SocketSettings:
     max_header_bytes: int = 512 * 1024
     """Largest header of a packet, either way."""
 
-    queued_to_send: int = 32
-    """How many packets for one peer wait in ZeroMQ; they stay in the sender's own buffers meanwhile."""
+    queued_bytes: int = 4 * MIB
+    """How much may wait to be sent to one peer; a packet that is begun below it may exceed it."""
 
-    held_bytes: int = 48 * MIB
-    """Most of what one peer has sent that may lie in ZeroMQ until it is taken; beyond it, the connection is cut. Links
-    have less than that on its way to one peer (`LinkConfig.max_in_flight_bytes`)."""
+    queued_buffers: int = 2048
+    """In how many pieces; a packet has one or two."""
 
-    io_threads: int = 1
-    """Threads that move bytes; a connection stays on one of them."""
+    max_ungreeted: int = 64
+    """How many connections may be greeting at once; over that, the oldest from the busiest host is cut."""
 
     handshake_seconds: float = 10.0
-    """How long a connection may take to prove its key."""
+    """How long a connection may take to greet."""
 
     heartbeat_seconds: float = 5.0
     """How often a silent connection is tried."""
@@ -58,16 +48,13 @@ class SocketSettings:
     backlog: int = 128
     """How many connections may wait to be accepted."""
 
-    max_sockets: int = 4096
-    """Most ZeroMQ sockets of one carrier; each dialled peer takes three."""
-
     def __post_init__(self) -> None:
         for name in (
             "max_payload_bytes",
             "max_header_bytes",
-            "queued_to_send",
-            "held_bytes",
-            "io_threads",
+            "queued_bytes",
+            "queued_buffers",
+            "max_ungreeted",
             "backlog",
         ):
             if getattr(self, name) < 1:
@@ -75,99 +62,63 @@ class SocketSettings:
         for name in ("handshake_seconds", "heartbeat_seconds", "silence_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be positive")
-        if self.max_sockets < 16:
-            raise ConfigurationError(f"max_sockets={self.max_sockets} must be at least 16")
 
 
-def make_context(settings: SocketSettings) -> Context:
-    """A context of one carrier."""
-    _warm_up_memory()
-    context: Context = zmq.Context(settings.io_threads)
-    context.set(zmq.MAX_SOCKETS, settings.max_sockets)
-    return context
-
-
-def _warm_up_memory() -> None:
+def warm_up_memory() -> None:
     """Have the C library keep memory of the size of packets for the next ones, instead of giving it back each time.
 
-    ZeroMQ allocates each packet that arrives. At first glibc takes such sizes from the system and returns them page by
-    page, which costs a receiver half as much again as receiving does. It stops doing so for all sizes up to that of the
-    largest block (of at most 32 MiB) that was ever freed: so one is, of memory that is never touched.
+    At first glibc takes such sizes from the system and returns them page by page, which costs a receiver half as much
+    again as receiving does. It stops doing so for all sizes up to that of the largest block (of at most 32 MiB) that
+    was ever freed: so one is, of memory that is never touched.
     """
     block = bytearray(WARM_UP_BYTES)
     del block
 
 
-async def terminate(context: Context) -> None:
-    """End the context's threads; that waits for lingering packets, so not on the loop's own thread."""
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-
-    def work() -> None:
-        context.destroy()  # which also closes what was forgotten, and would else be waited for without end
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever waited
-            loop.call_soon_threadsafe(ended.set_result, None)
-
-    thread = threading.Thread(target=work, name="potluck-zmq-term")
-    thread.start()
-    await asyncio.shield(ended)
-    thread.join()
-
-
-def make_listener(context: Context, settings: SocketSettings) -> Socket:
-    """The socket that others connect to; bind it with `bind`."""
-    socket = _make_socket(context, zmq.ROUTER, settings)
-    socket.router_mandatory = True  # an unknown or full peer is an error here, where it would be silence
-    socket.zap_domain = ZAP_DOMAIN
-    socket.backlog = settings.backlog
-    socket.plain_server = True  # ZeroMQ's name for credentials, which a ZAP handler judges
-    return socket
+def listen(address: str, settings: SocketSettings) -> tuple[socket.socket, Endpoint]:
+    """Listen on an address (port 0: any free one), and say where that is; ConfigurationError where it cannot be."""
+    endpoint = Endpoint.parse(address, lowest_port=0)
+    sock = _make(endpoint)
+    try:
+        if sys.platform != "win32":  # where it would let others take the port as well
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if endpoint.ip.version == 6:
+            with contextlib.suppress(OSError):  # IPv4 as well, where the system can
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind((str(endpoint.ip), endpoint.port))
+        sock.listen(settings.backlog)
+    except OSError as error:
+        sock.close()
+        raise ConfigurationError(
+            f"cannot listen on {address}: {error.strerror}. Choose another port or interface with --listen, "
+            "port 0 for any free one, or join with --client-mode"
+        ) from error
+    return sock, Endpoint(endpoint.ip, sock.getsockname()[1])
 
 
-def make_dialler(context: Context, settings: SocketSettings, caller: Caller, timeout_seconds: float) -> Socket:
-    """A socket for one connection to one address; it does not connect again by itself."""
-    socket = _make_socket(context, zmq.DEALER, settings)
-    socket.reconnect_ivl = -1  # each connection is greeted and watched from its start, so every dial is a new socket
-    socket.connect_timeout = max(1, int(timeout_seconds * 1000))
-    socket.plain_username, socket.plain_password = caller.username, caller.password
-    return socket
+def begin_to_connect(endpoint: Endpoint) -> socket.socket:
+    """A socket that becomes writable when it is connected, or cannot be; OSError where that is clear at once."""
+    sock = _make(endpoint)
+    try:
+        sock.connect((str(endpoint.ip), endpoint.port))
+    except (BlockingIOError, InterruptedError):
+        pass
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
-def bind(socket: Socket, addresses: Sequence[str]) -> tuple[Endpoint, ...]:
-    """Listen on each address (port 0: any free one) and say where that is."""
-    bound = []
-    for address in addresses:
-        endpoint = Endpoint.parse(address, lowest_port=0)
-        socket.ipv6 = endpoint.ip.version == 6
-        try:
-            socket.bind(str(endpoint))
-        except zmq.ZMQError as error:
-            raise ConfigurationError(
-                f"cannot listen on {address}: {error.strerror}. Choose another port or interface with --listen, "
-                "port 0 for any free one, or join with --client-mode"
-            ) from error
-        last_endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
-        bound.append(Endpoint.parse(bytes(last_endpoint).decode("ascii"), lowest_port=0))
-    return tuple(bound)
+def prepare(sock: socket.socket, settings: SocketSettings) -> None:
+    """Set up a connected socket."""
+    sock.setblocking(False)
+    with contextlib.suppress(OSError):  # it may be gone already, which reading shows
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # bytes that nobody acknowledges for so long; elsewhere the pulse shows
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(settings.silence_seconds * 1000))
 
 
-def connect(socket: Socket, endpoint: Endpoint) -> None:
-    """Begin to connect."""
-    socket.ipv6 = endpoint.ip.version == 6
-    socket.connect(str(endpoint))
-
-
-def _make_socket(context: Context, kind: int, settings: SocketSettings) -> Socket:
-    socket = context.socket(kind)
-    socket.linger = 0
-    socket.sndhwm = settings.queued_to_send
-    # No limit on what is received: libzmq 4.3.5 aborts the whole process when a connection is lost while that queue is
-    # full and a ZMTP ping stands behind it, which any peer can bring about. Links keep what is on its way within their
-    # credit, and the flood guard sees to those who do not.
-    socket.rcvhwm = 0
-    largest = max(settings.max_payload_bytes, settings.max_header_bytes)
-    socket.maxmsgsize = largest + 1 + TAG_BYTES  # of one part, as it is on the wire
-    socket.handshake_ivl = int(settings.handshake_seconds * 1000)
-    # No heartbeats of ZeroMQ's own: see pulse.py.
-    socket.tcp_maxrt = int(settings.silence_seconds * 1000)  # bytes that nobody acknowledges for so long
-    return socket
+def _make(endpoint: Endpoint) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if endpoint.ip.version == 6 else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    return sock

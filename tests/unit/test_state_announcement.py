@@ -64,7 +64,8 @@ def test_a_person_has_one_vote_however_many_peers_it_runs() -> None:
 
 
 def test_trusted_peers_agree_on_one_of_two_even_in_a_tie() -> None:
-    assert believed([claim("x", FALSE, tier=1), claim("y", TRUE, tier=1)]) == min(TRUE, FALSE)
+    assert believed([claim("x", FALSE, tier=1), claim("y", TRUE, tier=1)]) == FALSE
+    assert believed([claim("y", FALSE, tier=1), claim("x", TRUE, tier=1)]) == TRUE
     claims = [claim("x", FALSE, tier=1), claim("y", FALSE, tier=1), claim("z", TRUE, tier=1)]
     assert believed(claims) == FALSE
 

@@ -44,6 +44,7 @@ from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
 from potluck.round.trigger import Quorum
 from potluck.run.joined import Joined
+from potluck.state.keeper import StateConfig
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,9 @@ class DiLoCoConfig:
 
     keep_last_good: bool = True
     """Keep a copy of the last finite state, to go back to."""
+
+    state: StateConfig = field(default_factory=StateConfig)
+    """Whether this peer keeps states for others, and where and how often it writes backups."""
 
     num_threads: int | None = None
     """For averaging; None: one for each core, up to 4."""
@@ -166,14 +170,11 @@ class DiLoCo:
             weighting=config.weighting,
         )
         self.collaboration = join_collaboration(run, config)
-        states = source_of_states(run, self.collaboration, source)
+        states = source_of_states(run, self.collaboration, source, config.state)
         self.driver = Driver(run, self.method, self.collaboration, config.driver(), states)
         self._pace = Pace()
         self._steps_since_offer = 0
-        if self.driver.is_behind:
-            self.driver.catch_up()
-        else:
-            self.driver.publish()
+        self.driver.begin()
         self._report()
         self._pace.resume(time.monotonic())
 
@@ -212,6 +213,7 @@ class DiLoCo:
         self._report()
         if self.driver.is_busy and self._steps_since_offer >= self.config.overlap_steps:
             self.driver.land()
+        self.driver.mend()
         if self._steps_since_offer >= self.steps_per_round:
             self._exchange()
         self._pace.resume(time.monotonic())
@@ -224,7 +226,7 @@ class DiLoCo:
 
     def statistics(self) -> dict[str, int]:
         """Counters of this optimizer and of its rounds."""
-        return {**self.driver.counts, "local_epoch": self.epoch, **self.collaboration.averager.statistics()}
+        return {**self.driver.statistics(), **self.collaboration.averager.statistics()}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that this peer needs to go on with the same bits."""

@@ -27,8 +27,6 @@ from potluck.peer.identity import Identity
 from potluck.round.codecs import CodecChoice
 
 FEATURES = 6
-BATCH_SIZE = 4
-TARGET = 48
 EXACT = CodecChoice.everything("float32")
 
 
@@ -55,21 +53,33 @@ class Options:
     pause_seconds: float = 0.0
     """What a batch takes."""
 
+    batch_size: int = 4
+    target: int = 48
+    matchmaking_seconds: float = 20.0  # nobody is to be left behind because this machine is busy
+    first_batch: int = 0
+    """Where this life of the trainer begins in its own batches."""
+
 
 def make_model(seed: int = 1, hidden: int = 16) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(FEATURES, hidden), nn.Tanh(), nn.Linear(hidden, 1))
 
 
-def make_batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(number: int, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(number)
-    inputs = torch.randn(BATCH_SIZE, FEATURES, generator=generator)
+    inputs = torch.randn(size, FEATURES, generator=generator)
     return inputs, inputs.sum(dim=1, keepdim=True).sin()
 
 
-def loss_of(model: nn.Module, number: int) -> torch.Tensor:
-    inputs, targets = make_batch(number)
+def loss_of(model: nn.Module, number: int, size: int = 4) -> torch.Tensor:
+    inputs, targets = make_batch(number, size)
     return nn.functional.mse_loss(model(inputs), targets)
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module) -> float:
+    """On samples that nobody trains on."""
+    return loss_of(model, 999_999_999, 4096).item()
 
 
 def make_inner(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
@@ -89,8 +99,8 @@ def make_optimizer(run: Any, model: nn.Module, kind: str, options: Options) -> A
     return potluck.Optimizer(
         run,
         make_inner(model, options.lr),
-        target_batch_size=TARGET,
-        matchmaking_seconds=20.0,  # nobody is to be left behind because this machine is busy
+        target_batch_size=options.target,
+        matchmaking_seconds=options.matchmaking_seconds,
         **common,
     )
 
@@ -129,7 +139,7 @@ def main(number: int, link: str, key: Path, num_epochs: int, kind: str, options:
         if options.full_disk:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, resource.RLIM_INFINITY))
         is_flipped = False
-        position = 1_000_000 * number
+        position = 1_000_000 * number + options.first_batch
         while optimizer.epoch < num_epochs:
             epoch = optimizer.epoch
             if options.flip_at and epoch >= options.flip_at and not is_flipped:
@@ -137,15 +147,21 @@ def main(number: int, link: str, key: Path, num_epochs: int, kind: str, options:
                 is_flipped = True
                 say(flipped=epoch)
             time.sleep(options.pause_seconds)
-            loss_of(model, position).backward()
-            optimizer.step(batch_size=BATCH_SIZE)
+            loss_of(model, position, options.batch_size).backward()
+            optimizer.step(batch_size=options.batch_size)
             optimizer.zero_grad()
             say(batch=position, epoch=epoch + 1)
             position += 1
             if optimizer.epoch > epoch:
                 say(done=optimizer.epoch, digest=digest_of(model, optimizer))
         values = values_of(model) if options.hidden < 1000 else []
-        say(finished=number, values=values, digest=digest_of(model, optimizer), statistics=optimizer.statistics())
+        say(
+            finished=number,
+            values=values,
+            digest=digest_of(model, optimizer),
+            loss=held_out_loss(model),
+            statistics=optimizer.statistics(),
+        )
         sys.stdin.readline()
     say(left=number)
 

@@ -43,21 +43,26 @@ class Company:
 
         An option may be a function of the trainer's number.
         """
-        link, folder, num_epochs, kind = self._arguments
         there = len(self.processes)
         for number in range(there, there + num_trainers):
-            argv = [sys.executable, str(PROGRAM), str(number), str(link), str(folder / f"{number}.nkey")]
-            self.processes.append(
-                self._children.spawn(
-                    [*argv, str(num_epochs), kind, json.dumps(_of_trainer(options, number))],
-                    name=f"trainer-{number}",
-                    stdin=True,
-                )
-            )
+            self.processes.append(self._spawn(number, options))
         for process in self.processes[there:]:
             await process.until_line(r'"joined"', PATIENCE_SECONDS)
         for process in self.processes[there:]:
             process.send_line("go")
+
+    def _spawn(self, number: int, options: dict[str, Any]) -> ManagedProcess:
+        link, folder, num_epochs, kind = self._arguments
+        argv = [sys.executable, str(PROGRAM), str(number), str(link), str(folder / f"{number}.nkey")]
+        chosen = json.dumps({name: value(number) if callable(value) else value for name, value in options.items()})
+        return self._children.spawn([*argv, str(num_epochs), kind, chosen], name=f"trainer-{number}", stdin=True)
+
+    def restart(self, number: int, **options: Any) -> None:
+        """The same trainer, killed at once and started anew; it does not wait for anybody."""
+        if self.processes[number].exit_code is None:
+            self.processes[number].kill()
+        self.processes[number] = self._spawn(number, options)
+        self.processes[number].send_line("go")
 
     def told(self, number: int, key: str) -> list[dict[str, Any]]:
         """What a trainer has said so far, of one kind."""
@@ -74,7 +79,3 @@ class Company:
             assert await self.processes[number].until_exit(PATIENCE_SECONDS) == 0
             assert self.told(number, "left")
         return results
-
-
-def _of_trainer(options: dict[str, Any], number: int) -> dict[str, Any]:
-    return {name: value(number) if callable(value) else value for name, value in options.items()}

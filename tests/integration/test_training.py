@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,10 @@ from potluck.optim.helper import Helper
 from potluck.testing.processes import Children
 
 
-def replay(company: Company, num_epochs: int, batches_of: dict[int, list[int]]) -> list[float]:
+def replay(num_epochs: int, batches_of: dict[int, list[int]], **options: bool) -> list[float]:
     """What one process makes of the same batches."""
     torch.set_num_threads(1)
-    model = make_model()
+    model = make_model(**options)
     optimizer = make_inner(model)
     for epoch in range(1, num_epochs + 1):
         optimizer.zero_grad()
@@ -25,6 +26,15 @@ def replay(company: Company, num_epochs: int, batches_of: dict[int, list[int]]) 
             (loss_of(model, number) / len(batches_of[epoch])).backward()
         optimizer.step()
     return values_of(model)
+
+
+def batches_of(company: Company) -> dict[int, list[int]]:
+    """The batches of all trainers by the epoch that they went into."""
+    used: dict[int, list[int]] = {}
+    for number in range(len(company.processes)):
+        for told in company.told(number, "batch"):
+            used.setdefault(told["epoch"], []).append(told["batch"])
+    return used
 
 
 @pytest.mark.timeout(300)
@@ -39,13 +49,28 @@ async def test_processes_equal_one_process_with_the_large_batch(tmp_path: Path, 
         finally:
             await helper.close()
     assert one["values"] == other["values"]
-    used: dict[int, list[int]] = {}
-    for number in range(2):
-        for told in company.told(number, "batch"):
-            used.setdefault(told["epoch"], []).append(told["batch"])
-    wanted = torch.tensor(replay(company, num_epochs, used))
+    wanted = torch.tensor(replay(num_epochs, batches_of(company)))
     torch.testing.assert_close(torch.tensor(one["values"]), wanted, rtol=1e-4, atol=1e-5)
     assert one["statistics"]["epochs"] == num_epochs
+
+
+@pytest.mark.timeout(300)
+async def test_fifty_epochs_of_a_transformer_in_four_processes_equal_one_process(
+    tmp_path: Path, children: Children
+) -> None:
+    num_epochs = 50
+    async with house_with_link(tmp_path) as (_, link):
+        company = Company(children, link, tmp_path, num_epochs, "sync")
+        await company.start(4, transformer=True)
+        results = await company.finish([0, 1, 2, 3])
+    assert len({result["digest"] for result in results}) == 1
+    ours = torch.tensor(results[0]["values"])
+    theirs = torch.tensor(replay(num_epochs, batches_of(company), transformer=True))
+    start = torch.tensor(values_of(make_model(transformer=True)))
+    assert (theirs - start).norm() > 0.1 * start.norm()  # else the test shows nothing
+    difference = ((ours - theirs).norm() / theirs.norm()).item()
+    logging.getLogger(__name__).info("relative difference %.2e", difference)
+    assert difference <= 1e-5
 
 
 @pytest.mark.timeout(300)

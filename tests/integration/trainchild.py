@@ -40,6 +40,9 @@ class Options:
     hidden: int = 16
     """How wide the model is; a million makes a state of many chunks."""
 
+    transformer: bool = False
+    """Take the features of a sample for a sequence."""
+
     lr: float = 0.1
     flip_at: int = 0
     """A bit of this peer's state is flipped in the middle of the epoch after this one; 0: never."""
@@ -60,8 +63,23 @@ class Options:
     """Where this life of the trainer begins in its own batches."""
 
 
-def make_model(seed: int = 1, hidden: int = 16) -> nn.Module:
+class SmallTransformer(nn.Module):
+    """One layer over the features of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(1, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.embed(inputs.unsqueeze(2))).mean(dim=1))
+
+
+def make_model(seed: int = 1, hidden: int = 16, transformer: bool = False) -> nn.Module:
     torch.manual_seed(seed)
+    if transformer:
+        return SmallTransformer()
     return nn.Sequential(nn.Linear(FEATURES, hidden), nn.Tanh(), nn.Linear(hidden, 1))
 
 
@@ -130,7 +148,7 @@ def say(**told: Any) -> None:
 
 def main(number: int, link: str, key: Path, num_epochs: int, kind: str, options: Options) -> None:
     torch.set_num_threads(1)
-    model = make_model(options.seed, options.hidden)
+    model = make_model(options.seed, options.hidden, options.transformer)
     identity = Identity.open(key)
     with potluck.join(link, identity=identity, name=f"trainer {number}", listen=("tcp://127.0.0.1:0",)) as run:
         optimizer = make_optimizer(run, model, kind, options)

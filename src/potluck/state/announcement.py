@@ -17,8 +17,8 @@ spoken of this epoch yet: being the first to speak gains a liar nothing. Keepers
 are not waited for. At epoch 0 nothing is trained yet, and most votes of all who have spoken do among strangers too: so
 peers that begin with different weights agree on one of them.
 
-A verdict is *settled* when those who are yet to speak could not change it. Who fetches need not wait for that, but who
-compares its own state does: else two that deviate could outvote the rest by speaking first.
+A verdict is *settled* when those who are yet to speak could not change it, trainers who are far behind included. Who
+fetches need not wait for that, but who compares its own state does: else one that deviates could win by speaking first.
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ class Claim:
     person: str
     tier: int
     state: KeptState | None
+    is_late: bool = False
+    """A trainer whose last word was of a much earlier epoch: not waited for, but it may have more to say."""
 
 
 class Announcements:
@@ -120,8 +122,10 @@ class Announcements:
         for presence, states in self._present(roster, backups):
             state = next((state for state in states if state.epoch == epoch), None)
             # Backups are of any age: whoever offers one has a say in which is to be believed.
-            if state is not None or any(backups or state.epoch + 1 >= epoch for state in states):
-                found.append(Claim(presence.peer, presence.person or presence.peer, _tier(presence, holders), state))
+            is_late = state is None and not any(backups or state.epoch + 1 >= epoch for state in states)
+            if not is_late or (states and presence.card.role == "trainer"):
+                person, tier = presence.person or presence.peer, _tier(presence, holders)
+                found.append(Claim(presence.peer, person, tier, state, is_late))
         return found
 
     def _present(self, roster: Roster, backups: bool) -> Iterator[tuple[Presence, list[KeptState]]]:
@@ -139,7 +143,8 @@ def _tier(presence: Presence, holders: Collection[str]) -> int:
 
 def judge(epoch: int, claims: Iterable[Claim]) -> Verdict | None:
     """The state of an epoch; None when it cannot be told (yet)."""
-    claims = list(claims)
+    given = list(claims)
+    claims = [claim for claim in given if not claim.is_late]
     tier = min((claim.tier for claim in claims), default=0)
     judges = [claim for claim in claims if claim.tier == tier]
     votes = _votes(judges)
@@ -150,7 +155,8 @@ def judge(epoch: int, claims: Iterable[Claim]) -> Verdict | None:
     # Not the smaller digest: the same peer has to win every time, or two that differ would take turns in following.
     _, digest = min((claim.peer, claim.state.digest) for claim in judges if claim.state and claim.state.digest in tied)
     num_persons = len({claim.person for claim in judges})
-    num_silent = num_persons - sum(votes.values())
+    late = {claim.person for claim in given if claim.is_late and claim.tier <= tier}
+    num_silent = num_persons - sum(votes.values()) + len(late)
     is_settled = not num_silent or most > num_silent + max((n for d, n in votes.items() if d != digest), default=0)
     if tier > 1 and not (2 * most > num_persons or (epoch == 0 and is_settled)):
         return None

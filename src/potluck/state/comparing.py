@@ -1,14 +1,15 @@
 """What this peer had at each of the last epochs, against what the others had.
 
-A state that deviates is found an epoch or two late: hashes take a while, and so does hearing of those of others. So the
-last few digests are remembered and told, and the newest epoch that all have spoken of decides.
+A state that deviates is found an epoch or two late: hashes take a while, and so does hearing of those of others. So a
+few digests are remembered and told, and the newest epoch that all have spoken of decides. They are the newest, and then
+ever fewer of older ones, so that peers whose epochs pass faster than words have some in common all the same.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -16,7 +17,8 @@ from potluck.state.announcement import KeptState, Verdict
 
 logger = logging.getLogger(__name__)
 
-NUM_REMEMBERED = 8  # epochs: announcements come four times a second, so this is enough for epochs of 30 ms
+STRIDES = (1, 8, 64)  # of those that can be divided by so much …
+NUM_OF_STRIDE = 3  # … so many are remembered
 
 
 class Comparison:
@@ -34,8 +36,9 @@ class Comparison:
         """This peer's state of an epoch."""
         self._own.pop(state.epoch, None)
         self._own[state.epoch] = msgspec.structs.replace(state, is_served=False, is_backup=False)
-        while len(self._own) > NUM_REMEMBERED:
-            del self._own[min(self._own)]
+        kept = remembered(self._own)
+        for epoch in self._own.keys() - kept:
+            del self._own[epoch]
 
     def start_anew(self) -> None:
         """Another state was taken over: what this peer had before says nothing about it."""
@@ -66,3 +69,9 @@ class Comparison:
                 ", ".join(verdict.keepers) or "the others",
             )
         self.deviation = verdict
+
+
+def remembered(epochs: Iterable[int]) -> set[int]:
+    """Which epochs are worth remembering (pure)."""
+    ordered = sorted(epochs)
+    return {e for stride in STRIDES for e in [epoch for epoch in ordered if epoch % stride == 0][-NUM_OF_STRIDE:]}

@@ -73,7 +73,7 @@ class Follower:
 
     async def _fetch(self) -> None:
         began = self._clock.monotonic()
-        await self._take(self._keeper.fetch(timeout_seconds=FETCH_SECONDS))
+        await self._take(self._keeper.fetch(at_least_epoch=self._next_epoch, timeout_seconds=FETCH_SECONDS))
         now = self._clock.monotonic()
         self._next_at = now + PAUSE_FACTOR * (now - began)
 
@@ -99,10 +99,14 @@ class Follower:
         has_trainers = any(presence.card.role == "trainer" for presence in self._roster)
         return bool(epoch and has_trainers and not self._num_training() and self._keeper.herald.verdict(epoch) is None)
 
-    def _is_due(self) -> bool:
+    @property
+    def _next_epoch(self) -> int:
+        """The first epoch whose state is wanted."""
         backups = self._keeper.backups
         every = backups.config.every_epochs if backups is not None else EPOCHS_WITHOUT_BACKUPS
-        head = self._averager.lineage.epoch
-        is_new = head > 0 if self._epoch is None else head >= self._epoch + every
-        is_time = is_new and self._keeper.keeps and self._clock.monotonic() >= self._next_at
-        return is_time and self._keeper.herald.newest(head, at_least=1) is not None
+        return 1 if self._epoch is None else self._epoch + every
+
+    def _is_due(self) -> bool:
+        if not self._keeper.keeps or self._clock.monotonic() < self._next_at:
+            return False
+        return self._keeper.herald.newest(self._averager.lineage.epoch, at_least=self._next_epoch) is not None

@@ -117,10 +117,9 @@ async def _watch(host: Host, stop: asyncio.Event, as_json: bool) -> None:
 async def _help(host: Host) -> None:
     """Have the host's own peer reduce for the trainers, and coordinate; raises when the hub has died."""
     # Torch takes seconds to import: the run is open by now, and the event loop must go on meanwhile.
-    helping = await asyncio.to_thread(importlib.import_module, "potluck.optim.helper")
+    module = await asyncio.to_thread(importlib.import_module, "potluck.optim.helper")
     assert host.peer is not None
-    state = helping.StateConfig(folder=host.config.hub.folder / "state")
-    helper: Helper = await helping.Helper.of(host.peer, state=state)
+    helper: Helper = await module.Helper.of(host.peer)
     try:
         await host.failed()
     finally:

@@ -32,7 +32,7 @@ class Helper:
 
     def __init__(self, collaboration: Collaboration, keeper: StateKeeper, follower: Follower) -> None:
         """They are the helper's from now on, and closed with it."""
-        self._collaboration = collaboration
+        self.collaboration = collaboration
         self._keeper = keeper
         self._follower = follower
         self._task: asyncio.Task[None] | None = None
@@ -78,7 +78,7 @@ class Helper:
         await tasks.end(self._task)
         await self._follower.close()
         await self._keeper.close()
-        await self._collaboration.close()
+        await self.collaboration.close()
 
     @property
     def kept_epoch(self) -> int | None:
@@ -87,13 +87,13 @@ class Helper:
 
     async def until_after(self, epoch: int) -> None:
         """Wait until an epoch after this one is committed."""
-        while not await self._collaboration.progress.until_committed(epoch, HELP_SECONDS):
+        while not await self.collaboration.progress.until_committed(epoch, HELP_SECONDS):
             pass
 
     async def _help(self) -> None:
         while True:
-            epoch = self._collaboration.epoch + 1
+            epoch = self.collaboration.epoch + 1
             try:
-                await self._collaboration.average(None, weight=0.0, epoch=epoch, timeout_seconds=HELP_SECONDS)
+                await self.collaboration.average(None, weight=0.0, epoch=epoch, timeout_seconds=HELP_SECONDS)
             except RoundFailedError as error:
                 logger.debug("epoch %d came to nothing while this peer helped: %s", epoch, error)

@@ -15,6 +15,8 @@ import statistics
 import sys
 from typing import Any
 
+import psutil
+
 from bench_averaging import RUN, START_SECONDS, Contender, open_host
 from harness import HIVEMIND, ROOT, environment_with, parser, report, say
 from potluck.run.host import Host
@@ -28,19 +30,33 @@ LOAD_SECONDS = 180.0
 class Loading(Contender):
     """The processes of one way to load a state; the last one is the joiner."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.cpu_seconds: list[float] = []
+
     async def load(self) -> dict[str, Any]:
-        """Load once; its time is kept."""
-        joiner = self.processes[-1]
+        """Load once; its time is kept, and what all processes together spent on it."""
+        joiner, before = self.processes[-1], self._cpu_seconds()
         assert joiner.stdin is not None
         joiner.stdin.write(b"go\n")
         answer: dict[str, Any] = json.loads(await self.line(joiner, LOAD_SECONDS))
         assert answer["num_tensors"] == NUM_TENSORS, f"{self.name} did not load the state: {answer}"
         self.seconds.append(answer["seconds"])
+        self.cpu_seconds.append(self._cpu_seconds() - before)
         return answer
+
+    def _cpu_seconds(self) -> float:
+        own = [psutil.Process(process.pid) for process in self.processes]
+        times = [each.cpu_times() for one in own for each in [one, *one.children(recursive=True)]]
+        return sum(time.user + time.system for time in times)
 
     def median_seconds(self) -> float:
         """Without what warmed up."""
         return statistics.median(self.seconds[WARM_UP:])
+
+    def median_cpu_seconds(self) -> float:
+        """The same, of processor time: this hardly depends on what else the machine does."""
+        return statistics.median(self.cpu_seconds[WARM_UP:])
 
 
 async def start_potluck(host: Host, invite: str, role: str) -> Loading:
@@ -101,6 +117,8 @@ async def run(repeats: int, role: str) -> dict[str, Any]:
         "megabytes": 4 * NUM_TENSORS * ELEMENTS / 1e6,
         "keepers": NUM_KEEPERS,
         "keeper_role": role,
+        "potluck_cpu_seconds": contenders[0].median_cpu_seconds(),
+        "hivemind_cpu_seconds": contenders[1].median_cpu_seconds(),
         "potluck_megabytes_per_second": 4 * NUM_TENSORS * ELEMENTS / 1e6 / potluck,
         "ratio": hivemind / potluck,
     }

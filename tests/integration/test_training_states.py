@@ -19,7 +19,7 @@ REPAIRED = r"others hold: repaired, by (\d+) of (\d+) chunks"
 async def test_other_weights_at_the_start_and_a_flipped_bit_later_are_found_and_repaired(
     tmp_path: Path, children: Children, kind: str
 ) -> None:
-    victim, flip_at, num_epochs = 1, 6, 12
+    victim, flip_at, num_epochs = 1, 6, 20
     async with house_with_link(tmp_path) as (_, link):
         company = Company(children, link, tmp_path, num_epochs, kind)
         await company.start(
@@ -27,6 +27,7 @@ async def test_other_weights_at_the_start_and_a_flipped_bit_later_are_found_and_
             seed=lambda number: number,
             flip_at=lambda number: flip_at if number == victim else 0,
             pause_seconds=0.05,
+            min_peers=3,  # who is left behind fetches a whole state, and has nothing to repair
             **WIDE,
         )
         await company.processes[victim].until_line(r"others hold: repaired, by 1 of ", PATIENCE_SECONDS)

@@ -59,6 +59,7 @@ class Options:
     batch_size: int = 4
     target: int = 48
     matchmaking_seconds: float = 20.0  # nobody is to be left behind because this machine is busy
+    min_peers: int = 1  # of an exchange of DiLoCo
     first_batch: int = 0
     """Where this life of the trainer begins in its own batches."""
 
@@ -113,7 +114,7 @@ def make_optimizer(run: Any, model: nn.Module, kind: str, options: Options) -> A
     }
     if kind == "diloco":
         inner = torch.optim.SGD(model.parameters(), lr=options.lr / 10)  # so that hundreds of epochs stay finite
-        return potluck.DiLoCo(run, inner, inner_steps=5, grace_seconds=20.0, **common)
+        return potluck.DiLoCo(run, inner, inner_steps=5, grace_seconds=20.0, min_peers=options.min_peers, **common)
     return potluck.Optimizer(
         run,
         make_inner(model, options.lr),
@@ -172,12 +173,13 @@ def main(number: int, link: str, key: Path, num_epochs: int, kind: str, options:
             position += 1
             if optimizer.epoch > epoch:
                 say(done=optimizer.epoch, digest=digest_of(model, optimizer))
-        values = values_of(model) if options.hidden < 1000 else []
+        is_small = options.hidden < 1000
+        values = values_of(model) if is_small else []
         say(
             finished=number,
             values=values,
             digest=digest_of(model, optimizer),
-            loss=held_out_loss(model),
+            loss=held_out_loss(model) if is_small else None,
             statistics=optimizer.statistics(),
         )
         sys.stdin.readline()

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 0.5
 ELSEWHERE_SECONDS = 5.0  # for somebody to give a state that is finite
 MEND_SECONDS = 30.0  # for a repair; the others train on meanwhile
-MEND_PAUSE_FACTOR = 20  # where hardware differs, states differ each epoch: repairs take a twentieth of the time at most
+MEND_SHARE = 0.05  # of the time: where hardware differs, states differ each epoch
+MEND_ALLOWANCE_SECONDS = 10.0  # beyond that, so that what happens once is repaired at once
 FAILED_MEND_SECONDS = 5.0  # until the next attempt
 
 
@@ -67,7 +68,9 @@ class Recovery:
         self._config = config
         self._source = source
         self._good: Snapshot | None = None
-        self._mend_at = 0.0
+        self._began_at = time.monotonic()
+        self._mend_at = 0.0  # not before
+        self._mending_seconds = 0.0  # so far
 
     def statistics(self) -> dict[str, int]:
         """Counters, those of the source of states included."""
@@ -136,6 +139,8 @@ class Recovery:
         source, now = self._source, time.monotonic()
         if source is None or not source.deviates() or now < self._mend_at:
             return False
+        if self._mending_seconds > MEND_ALLOWANCE_SECONDS + MEND_SHARE * (now - self._began_at):
+            return False
         try:
             snapshot = self._run.call(
                 source.repair(epoch=self.epoch, base=self._method.tensors(), timeout_seconds=MEND_SECONDS)
@@ -152,7 +157,7 @@ class Recovery:
         else:
             self._take_over(snapshot)
         self.keep()
-        self._mend_at = now + MEND_PAUSE_FACTOR * (time.monotonic() - now)
+        self._mending_seconds += time.monotonic() - now
         return not snapshot.is_as_base
 
     def _take_numbers(self, snapshot: Snapshot) -> None:

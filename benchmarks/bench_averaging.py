@@ -24,6 +24,7 @@ from potluck.hub.guard.guard import GuardConfig
 from potluck.hub.guard.member import Scopes
 from potluck.hub.guard.organise import Organiser
 from potluck.hub.nats.connection import NatsConnection
+from potluck.hub.presence import Role
 from potluck.hub.server.configuration import HubConfig
 from potluck.hub.subjects import Subjects
 from potluck.run.host import Host, HostConfig
@@ -134,7 +135,7 @@ async def start_gloo(members: int, elements: int) -> Contender:
 
 
 @asynccontextmanager
-async def open_host() -> AsyncIterator[tuple[Host, str]]:
+async def open_host(roles: tuple[Role, ...] = ("trainer",)) -> AsyncIterator[tuple[Host, str]]:
     """A hub with a guard, and an invite."""
     with tempfile.TemporaryDirectory(prefix="potluck-bench-") as folder:
         hub = HubConfig(folder=Path(folder), run=RUN, host="127.0.0.1", websocket_port=None)
@@ -146,7 +147,7 @@ async def open_host() -> AsyncIterator[tuple[Host, str]]:
             connection = await NatsConnection.connect(host.address, seed=keys.organiser_seed, run=RUN, name="main")
             organiser = Organiser(connection, Subjects(RUN), keys.organiser_public)
             _, invite = await organiser.create_invite(
-                scopes=Scopes(roles=("trainer",), coordinates=True, trusted=True), uses=None
+                scopes=Scopes(roles=roles, coordinates=True, trusted=True), uses=None
             )
             await connection.close()
             yield host, invite

@@ -26,13 +26,17 @@ if TYPE_CHECKING:
     from potluck.optim.diloco import DiLoCo
     from potluck.optim.optimizer import Optimizer
     from potluck.run.joined import join
+    from potluck.state.backups import BackupConfig
+    from potluck.state.keeper import StateConfig
 
 __version__ = "0.1.0"
-__all__ = ["DiLoCo", "Optimizer", "PotluckError", "__version__", "join"]
+__all__ = ["BackupConfig", "DiLoCo", "Optimizer", "PotluckError", "StateConfig", "__version__", "join"]
 
 _LAZY = {
+    "BackupConfig": "potluck.state.backups",
     "DiLoCo": "potluck.optim.diloco",
     "Optimizer": "potluck.optim.optimizer",
+    "StateConfig": "potluck.state.keeper",
     "join": "potluck.run.joined",
 }
 

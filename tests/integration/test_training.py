@@ -2,81 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import re
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
+import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from roundhouse import ANYTHING
-from runhouse import RunHouse, open_run
+from runhouse import open_run
 from trainchild import loss_of, make_inner, make_model, values_of
+from traincompany import PATIENCE_SECONDS, Company, house_with_link
 
-from potluck.hub.joinlink import JoinLink
 from potluck.optim.helper import Helper
-from potluck.testing.processes import Children, ManagedProcess
-
-PROGRAM = Path(__file__).with_name("trainchild.py")
-PATIENCE_SECONDS = 100.0
+from potluck.testing.processes import Children
 
 
-@asynccontextmanager
-async def house_with_link(folder: Path) -> AsyncIterator[tuple[RunHouse, JoinLink]]:
-    """A host without a peer of its own, and a link for trainers who may coordinate."""
-    async with open_run(folder, peer=None) as house:
-        organiser = await house.organiser()
-        _, secret = await organiser.create_invite(scopes=ANYTHING, uses=None)
-        yield house, replace(house.host.link, invite=secret)
-
-
-class Company:
-    """Trainers in processes."""
-
-    def __init__(self, children: Children, link: JoinLink, folder: Path, num_epochs: int, kind: str) -> None:
-        self.processes: list[ManagedProcess] = []
-        self._children = children
-        self._arguments = (link, folder, num_epochs, kind)
-
-    async def start(self, num_trainers: int) -> None:
-        """Some more trainers, who begin when all of them are there."""
-        link, folder, num_epochs, kind = self._arguments
-        there = len(self.processes)
-        for number in range(there, there + num_trainers):
-            argv = [sys.executable, str(PROGRAM), str(number), str(link), str(folder / f"{number}.nkey")]
-            self.processes.append(
-                self._children.spawn([*argv, str(num_epochs), kind], name=f"trainer-{number}", stdin=True)
-            )
-        for process in self.processes[there:]:
-            await process.until_line(r'"joined"', PATIENCE_SECONDS)
-        for process in self.processes[there:]:
-            process.send_line("go")
-
-    def told(self, number: int, key: str) -> list[dict[str, Any]]:
-        """What a trainer has said so far, of one kind."""
-        lines = re.findall(rf'^\{{"{key}":.*\}}$', self.processes[number].output(), re.MULTILINE)
-        return [json.loads(line) for line in lines]
-
-    async def finish(self, numbers: list[int]) -> list[dict[str, Any]]:
-        for number in numbers:
-            await self.processes[number].until_line(r'"finished"', PATIENCE_SECONDS)
-        results = [self.told(number, "finished")[0] for number in numbers]
-        for number in numbers:
-            self.processes[number].send_line("leave")
-        for number in numbers:
-            assert await self.processes[number].until_exit(PATIENCE_SECONDS) == 0
-            assert self.told(number, "left")
-        return results
-
-
-def replay(company: Company, num_epochs: int, batches_of: dict[int, list[int]]) -> list[float]:
+def replay(num_epochs: int, batches_of: dict[int, list[int]], **options: bool) -> list[float]:
     """What one process makes of the same batches."""
     torch.set_num_threads(1)
-    model = make_model()
+    model = make_model(**options)
     optimizer = make_inner(model)
     for epoch in range(1, num_epochs + 1):
         optimizer.zero_grad()
@@ -84,6 +26,15 @@ def replay(company: Company, num_epochs: int, batches_of: dict[int, list[int]]) 
             (loss_of(model, number) / len(batches_of[epoch])).backward()
         optimizer.step()
     return values_of(model)
+
+
+def batches_of(company: Company) -> dict[int, list[int]]:
+    """The batches of all trainers by the epoch that they went into."""
+    used: dict[int, list[int]] = {}
+    for number in range(len(company.processes)):
+        for told in company.told(number, "batch"):
+            used.setdefault(told["epoch"], []).append(told["batch"])
+    return used
 
 
 @pytest.mark.timeout(300)
@@ -98,13 +49,28 @@ async def test_processes_equal_one_process_with_the_large_batch(tmp_path: Path, 
         finally:
             await helper.close()
     assert one["values"] == other["values"]
-    used: dict[int, list[int]] = {}
-    for number in range(2):
-        for told in company.told(number, "batch"):
-            used.setdefault(told["epoch"], []).append(told["batch"])
-    wanted = torch.tensor(replay(company, num_epochs, used))
+    wanted = torch.tensor(replay(num_epochs, batches_of(company)))
     torch.testing.assert_close(torch.tensor(one["values"]), wanted, rtol=1e-4, atol=1e-5)
     assert one["statistics"]["epochs"] == num_epochs
+
+
+@pytest.mark.timeout(300)
+async def test_fifty_epochs_of_a_transformer_in_four_processes_equal_one_process(
+    tmp_path: Path, children: Children
+) -> None:
+    num_epochs = 50
+    async with house_with_link(tmp_path) as (_, link):
+        company = Company(children, link, tmp_path, num_epochs, "sync")
+        await company.start(4, transformer=True)
+        results = await company.finish([0, 1, 2, 3])
+    assert len({result["digest"] for result in results}) == 1
+    ours = torch.tensor(results[0]["values"])
+    theirs = torch.tensor(replay(num_epochs, batches_of(company), transformer=True))
+    start = torch.tensor(values_of(make_model(transformer=True)))
+    assert (theirs - start).norm() > 0.1 * start.norm()  # else the test shows nothing
+    difference = ((ours - theirs).norm() / theirs.norm()).item()
+    logging.getLogger(__name__).info("relative difference %.2e", difference)
+    assert difference <= 1e-5
 
 
 @pytest.mark.timeout(300)

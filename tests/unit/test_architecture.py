@@ -33,7 +33,7 @@ ORDER = (
     "cli",
 )
 TORCH_FREE = (*FOUNDATION, "hub", "peer", "link", "run", "cli")
-PUBLIC = ["DiLoCo", "Optimizer", "PotluckError", "__version__", "join"]
+PUBLIC = ["BackupConfig", "DiLoCo", "Optimizer", "PotluckError", "StateConfig", "__version__", "join"]
 
 
 def imports_of(path: Path, *, at_import_time: bool = False) -> set[str]:

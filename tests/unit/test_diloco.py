@@ -55,6 +55,50 @@ def shared_equal(workers: list[Worker]) -> bool:
     return all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_offloaded_inner_optimizer_keeps_full_precision_behind_the_model(dtype: torch.dtype) -> None:
+    def run(offload: bool, source: torch.dtype) -> Worker:
+        with train_lab() as lab:
+            worker = Worker(lab, 0, model=make_model().to(source), offload_optimizer=offload, inner_steps=2)
+            inputs, targets = make_batch(1)
+            for _ in range(6):
+                torch.nn.functional.mse_loss(worker.model(inputs.to(source)), targets.to(source)).backward()
+                worker.optimizer.step(batch_size=4)
+            assert worker.optimizer.epoch == 3
+            return worker
+
+    offloaded = run(True, dtype)
+    state = offloaded.optimizer.method.state
+    assert all(parameter.dtype == torch.float32 for parameter in state.parameters.values())
+    for name, parameter in state.model.items():
+        assert parameter.dtype == dtype
+        assert torch.equal(parameter, state.parameters[name].to(dtype))
+    if dtype == torch.float32:
+        for got, wanted in zip(parameters_of(offloaded.model), parameters_of(run(False, dtype).model), strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_a_gradient_scaler() -> None:
+    with train_lab() as lab:
+        scaled, plain = Worker(lab, 0), make_model()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        inner = torch.optim.AdamW(plain.parameters(), lr=0.02)
+        for number in range(3):
+            scaler.scale(loss_of(scaled.model, make_batch(number))).backward()
+            if number == 1:  # an overflow
+                next(scaled.model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+            scaled.optimizer.step(batch_size=4, grad_scaler=scaler)
+            scaler.update()
+            if number != 1:
+                loss_of(plain, make_batch(number)).backward()
+                inner.step()
+                inner.zero_grad()
+        assert scaler.get_scale() == 512.0
+        assert scaled.optimizer.statistics()["bad_batches"] == 1
+        for got, wanted in zip(parameters_of(scaled.model), parameters_of(plain), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_peers_hold_the_same_and_learn() -> None:
     with train_lab() as lab:
         workers = [Worker(lab, number) for number in range(3)]

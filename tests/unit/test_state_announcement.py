@@ -64,7 +64,8 @@ def test_a_person_has_one_vote_however_many_peers_it_runs() -> None:
 
 
 def test_trusted_peers_agree_on_one_of_two_even_in_a_tie() -> None:
-    assert believed([claim("x", FALSE, tier=1), claim("y", TRUE, tier=1)]) == min(TRUE, FALSE)
+    assert believed([claim("x", FALSE, tier=1), claim("y", TRUE, tier=1)]) == FALSE
+    assert believed([claim("y", FALSE, tier=1), claim("x", TRUE, tier=1)]) == TRUE
     claims = [claim("x", FALSE, tier=1), claim("y", FALSE, tier=1), claim("z", TRUE, tier=1)]
     assert believed(claims) == FALSE
 
@@ -129,8 +130,17 @@ def test_who_is_far_behind_has_no_say() -> None:
     announcements.take("new", Kept(session="s1", states=(said(TRUE, 5),)))
     announcements.take("late", Kept(session="s1", states=(said(OTHER, 4),)))
     announcements.take("old", Kept(session="s1", states=(said(OTHER, 3),)))
-    there = roster(*(presence(peer) for peer in ("new", "late", "old")))
-    assert [(c.peer, c.state is not None) for c in announcements.claims(5, there)] == [("late", False), ("new", True)]
+    there = roster(*(presence(peer, trusted=True) for peer in ("new", "late", "old")))
+    claims = announcements.claims(5, there)
+    assert [(c.peer, c.state is not None, c.is_late) for c in claims] == [
+        ("late", False, False),
+        ("new", True, False),
+        ("old", False, True),
+    ]
+    announcements.forget("late")
+    verdict = judge(5, announcements.claims(5, there))
+    assert verdict is not None, "it is not waited for"
+    assert not verdict.is_settled, "but it may yet tell another story"
 
 
 def test_backups_are_told_apart_and_all_who_offer_one_have_a_say() -> None:
@@ -146,6 +156,39 @@ def test_backups_are_told_apart_and_all_who_offer_one_have_a_say() -> None:
 def test_two_states_for_one_epoch_are_refused() -> None:
     with pytest.raises(ProtocolError):
         Announcements().take("p", Kept(session="s1", states=(said(TRUE), said(FALSE))))
+
+
+def test_most_votes_decide_among_strangers_where_nothing_is_trained_yet() -> None:
+    claims = [claim("a", TRUE), claim("b", FALSE), claim("c", OTHER)]
+    assert judge(5, claims) is None
+    verdict = judge(0, claims)
+    assert verdict is not None
+    assert verdict.digest == TRUE
+    assert judge(0, [*claims, claim("d", None)]) is None, "who has not spoken may tip the balance"
+
+
+@pytest.mark.parametrize(
+    ("said_by_others", "is_settled"),
+    [([], True), ([None], False), ([TRUE, None], True), ([FALSE], True), ([FALSE, TRUE, None], False)],
+)
+def test_a_verdict_is_settled_when_nobody_could_change_it(said_by_others: list[str | None], is_settled: bool) -> None:
+    claims = [claim("a", TRUE, tier=1)]
+    claims += [claim(f"p{number}", digest, tier=1) for number, digest in enumerate(said_by_others)]
+    verdict = judge(5, claims)
+    assert verdict is not None
+    assert (verdict.digest, verdict.is_settled) == (TRUE, is_settled)
+
+
+def test_what_a_peer_had_counts_and_is_not_asked_for() -> None:
+    announcements = Announcements()
+    announcements.take("past", Kept(session="s1", states=(said(TRUE, 4, is_served=False), said(TRUE, 5))))
+    announcements.take("now", Kept(session="s1", states=(said(TRUE, 4),)))
+    there = roster(presence("past", trusted=True), presence("now", trusted=True))
+    verdict = judge(4, announcements.claims(4, there))
+    assert verdict is not None
+    assert verdict.keepers == ("now",)
+    announcements.forget("now")
+    assert announcements.epochs(there) == [5]
 
 
 def test_a_disagreement_is_described() -> None:

@@ -272,6 +272,56 @@ async def test_a_deviating_peer_repairs_just_the_chunks_that_differ() -> None:
 
 
 @in_virtual_time
+async def test_a_repair_takes_what_most_hold_even_if_a_deviant_spoke_first() -> None:
+    async with state_lab() as lab:
+        peers = [await lab.join(f"p{number}") for number in range(3)]
+        states = [model(1, 4) for _ in peers]
+        for peer in peers:
+            await peer.publish(model(0, 4), 0)
+        lab.commit(1, *peers)
+        states[2]["weight"][5] += 1
+        await peers[2].publish(states[2], 1)
+        await peers[1].publish(states[1], 1)
+        assert [peer.keeper.deviation for peer in peers] == [None] * 3, "the third has yet to speak"
+        await peers[0].publish(states[0], 1)
+        assert [peer.keeper.deviation is not None for peer in peers] == [False, False, True]
+        assert await peers[0].keeper.repair(states[0], epoch=1, timeout_seconds=TIMEOUT_SECONDS) is None
+        repaired = await peers[2].keeper.repair(states[2], epoch=1, timeout_seconds=TIMEOUT_SECONDS)
+        assert repaired is not None
+        with repaired:
+            assert same(repaired.tensors(), states[0])
+            assert repaired.report.fetched_bytes == MIB
+        assert peers[2].keeper.deviation is None
+        assert peers[2].keeper.statistics()["repaired"] == 1
+
+
+@in_virtual_time
+async def test_a_deviation_is_found_though_epochs_pass_faster_than_words() -> None:
+    async with state_lab() as lab:
+        peers = [await lab.join(f"p{number}") for number in range(3)]
+        for epoch in range(6):
+            lab.commit(epoch, *peers)
+            for number, peer in enumerate(peers):
+                state = model(epoch, 1)
+                if number == 2 and epoch >= 2:
+                    state["weight"][0] += 1
+                await asyncio.wrap_future(peer.keeper.publish(state, {"epoch": epoch}, epoch))
+        await asyncio.sleep(1.0)
+        deviations = [peer.keeper.deviation for peer in peers]
+        assert [deviation is not None for deviation in deviations] == [False, False, True]
+
+
+@in_virtual_time
+async def test_states_that_are_each_peers_own_are_not_compared() -> None:
+    async with state_lab() as lab:
+        peers = [await lab.join(f"p{number}") for number in range(2)]
+        for number, peer in enumerate(peers):
+            await asyncio.wrap_future(peer.keeper.publish(model(number, 1), {}, 0, is_common=False))
+        await asyncio.sleep(1.0)
+        assert [peer.keeper.deviation for peer in peers] == [None, None]
+
+
+@in_virtual_time
 async def test_a_joiner_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     async with state_lab() as lab:
         keeper = await lab.join("keeper")

@@ -28,8 +28,24 @@ def offer(made_at: int, *, is_trusted: bool = True) -> Verdict:
     return Verdict(epoch=made_at, digest="0" * 64, num_bytes=1, made_at=made_at, keepers=("k",), is_trusted=is_trusted)
 
 
-def step(head: int, *offers: Verdict, present: Verdict | None = None, leads: bool = True, waited: float = 0.0) -> str:
-    situation = Situation(head_epoch=head, present=present, offers=offers, is_coordinator=leads, waited_seconds=waited)
+def step(
+    head: int,
+    *offers: Verdict,
+    present: Verdict | None = None,
+    live: Verdict | None = None,
+    alone: bool = False,
+    leads: bool = True,
+    waited: float = 0.0,
+) -> str:
+    situation = Situation(
+        head_epoch=head,
+        present=present,
+        offers=offers,
+        live=live,
+        is_alone=alone,
+        is_coordinator=leads,
+        waited_seconds=waited,
+    )
     taken = next_step(situation, grace_seconds=10.0)
     return taken.kind
 
@@ -38,11 +54,17 @@ def test_the_state_of_the_present_epoch_is_taken_at_once() -> None:
     assert step(5, offer(9), present=offer(5), leads=False) == "fetch"
 
 
-def test_a_new_run_begins_at_once_where_it_is_coordinated() -> None:
-    assert step(0) == "begin"
-    assert step(0, leads=False) == "wait"
-    assert step(0, leads=False, waited=10.0) == "begin"
-    assert step(3, waited=100.0) == "wait"
+def test_a_new_run_begins_at_once_where_nobody_else_trains() -> None:
+    assert step(0, alone=True, leads=False) == "begin"
+    assert step(0) == "wait"
+    assert step(0, waited=1.0) == "begin"
+    assert step(3, alone=True, waited=100.0) == "wait"
+
+
+def test_who_joins_a_run_that_moves_on_takes_what_it_gets() -> None:
+    assert step(8, offer(7), live=offer(7), leads=False) == "join"
+    assert step(8, offer(7), live=offer(7), leads=True) == "join"
+    assert step(8, live=offer(7), present=offer(8)) == "fetch"
 
 
 def test_only_the_coordinator_chooses() -> None:
@@ -63,7 +85,7 @@ def test_an_older_state_is_taken_only_when_nobody_brought_a_newer_one() -> None:
 
 def test_that_the_hub_forgot_is_believed_of_trusted_peers_only() -> None:
     assert step(0, offer(120), waited=10.0) == "adopt"
-    assert step(0, offer(120, is_trusted=False)) == "begin"
+    assert step(0, offer(120, is_trusted=False), alone=True) == "begin"
     assert step(3, offer(120, is_trusted=False), waited=100.0) == "wait"
 
 

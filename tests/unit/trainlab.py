@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,7 +47,19 @@ class MemoryStates:
                 tensors = {name: tensor.detach().clone() for name, tensor in snapshot.tensors.items()}
                 self.newest = Snapshot(epoch=snapshot.epoch, tensors=tensors, metadata=snapshot.metadata)
 
-    async def fetch(self, *, at_least_epoch: int, timeout_seconds: float) -> Snapshot:
+    async def resume(self, *, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
+        return None
+
+    def deviates(self) -> bool:
+        return False
+
+    async def repair(self, *, epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
+        raise AssertionError("nobody deviates here")
+
+    def statistics(self) -> dict[str, int]:
+        return {}
+
+    async def fetch(self, *, at_least_epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot:
         end = asyncio.get_running_loop().time() + min(timeout_seconds, 2.0)
         while asyncio.get_running_loop().time() < end:
             with self._lock:

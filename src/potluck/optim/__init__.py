@@ -16,7 +16,8 @@ What they work on:
     modelstate.py, parameters.py, accumulator.py, gradscaler.py   a model, its optimizer, its gradients
 
 Drivers:
-    driver.py                 a method's way through the epochs: rounds, delays, catching up, rolling back
+    driver.py                 a method's way through the epochs: rounds and delays
+    recovery.py               the state it stands on: at the start, caught up with, repaired, rolled back
     collaboration.py          what it has on the event loop: averaging and progress/
     keptstates.py             the run's keepers (state/) as its source of states
     progress/                 how far the run is towards its next epoch

@@ -22,14 +22,16 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from potluck.errors import ConfigurationError
 from potluck.optim.collaboration import join_collaboration
 from potluck.optim.driver import Driver, DriverConfig
+from potluck.optim.gradscaler import Unscaler
 from potluck.optim.keptstates import Source, source_of_states
 from potluck.optim.methods.delayed import inner_steps
 from potluck.optim.methods.outer import Nesterov, OuterOptimizer
@@ -44,6 +46,7 @@ from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
 from potluck.round.trigger import Quorum
 from potluck.run.joined import Joined
+from potluck.state.keeper import StateConfig
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +87,9 @@ class DiLoCoConfig:
     max_grad_norm: float | None = None
     """Local gradients are clipped to this norm."""
 
+    offload_optimizer: bool = False
+    """The inner optimizer and its float32 copy of the parameters live on the CPU."""
+
     averaging_timeout_seconds: float = 300.0
     """An exchange that takes longer has failed; its work counts in the next."""
 
@@ -95,6 +101,9 @@ class DiLoCoConfig:
 
     keep_last_good: bool = True
     """Keep a copy of the last finite state, to go back to."""
+
+    state: StateConfig = field(default_factory=StateConfig)
+    """Whether this peer keeps states for others, and where and how often it writes backups."""
 
     num_threads: int | None = None
     """For averaging; None: one for each core, up to 4."""
@@ -159,21 +168,19 @@ class DiLoCo:
         self.run = run
         inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(params)
         self.method = OuterLoop(
-            ModelState(inner, scheduler=scheduler, extra_tensors=extra_tensors),
+            ModelState(inner, scheduler=scheduler, extra_tensors=extra_tensors, offload=config.offload_optimizer),
             outer or Nesterov(),
             config.schedule(),
             transform=transform,
             weighting=config.weighting,
         )
         self.collaboration = join_collaboration(run, config)
-        states = source_of_states(run, self.collaboration, source)
+        states = source_of_states(run, self.collaboration, source, config.state)
         self.driver = Driver(run, self.method, self.collaboration, config.driver(), states)
+        self._unscaler = Unscaler(self.method.state.model.values(), cast(torch.optim.Optimizer, self))
         self._pace = Pace()
         self._steps_since_offer = 0
-        if self.driver.is_behind:
-            self.driver.catch_up()
-        else:
-            self.driver.publish()
+        self.driver.begin()
         self._report()
         self._pace.resume(time.monotonic())
 
@@ -197,13 +204,20 @@ class DiLoCo:
         fastest = max(latest.fastest_samples_per_second, self._pace.samples_per_second)
         return max(self.config.overlap_steps + 1, inner_steps(steps, self._pace.samples_per_second, fastest))
 
-    def step(self, closure: Callable[[], Any] | None = None, batch_size: int = 1) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        batch_size: int = 1,
+        grad_scaler: GradScaler | None = None,
+    ) -> Any:
         """One local step on the gradients of a batch; now and then an exchange. Returns what the closure returned."""
         self.run.check()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if grad_scaler is not None:
+            self._unscaler.unscale(grad_scaler)  # what has overflowed stays so, and is left out below
         if not self.method.local_step(batch_size, self.config.max_grad_norm):
             self.driver.counts["bad_batches"] += 1
             logger.warning("a batch of %d samples has gradients that are not finite: it is left out", batch_size)
@@ -212,6 +226,7 @@ class DiLoCo:
         self._report()
         if self.driver.is_busy and self._steps_since_offer >= self.config.overlap_steps:
             self.driver.land()
+        self.driver.mend()
         if self._steps_since_offer >= self.steps_per_round:
             self._exchange()
         self._pace.resume(time.monotonic())
@@ -224,7 +239,7 @@ class DiLoCo:
 
     def statistics(self) -> dict[str, int]:
         """Counters of this optimizer and of its rounds."""
-        return {**self.driver.counts, "local_epoch": self.epoch, **self.collaboration.averager.statistics()}
+        return {**self.driver.statistics(), **self.collaboration.averager.statistics()}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that this peer needs to go on with the same bits."""

@@ -1,4 +1,4 @@
-"""Carries a method of training through the epochs of a run: rounds, delays, catching up, rolling back.
+"""Carries a method of training through the epochs of a run: rounds and delays; recovery.py does the rest.
 
 The driver lives in the user's thread; what must happen on the event loop goes through the run. `epoch` is the number of
 updates that this peer's state holds. The lineage may be further: then this peer is behind, and fetches the state.
@@ -16,23 +16,19 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from potluck.errors import ConfigurationError, DeadlineExceededError, FatalError, RetryableError, RoundFailedError
+from potluck.errors import ConfigurationError, RoundFailedError
 from potluck.optim.collaboration import Collaboration
-from potluck.optim.method import Method, Offer, Snapshot, StateSource
-from potluck.optim.parameters import are_finite
+from potluck.optim.method import Method, Offer, StateSource
+from potluck.optim.recovery import Recovery, RecoveryConfig
 from potluck.round.outcome import RoundResult
 from potluck.run.joined import Joined
 
 logger = logging.getLogger(__name__)
 
-RETRY_SECONDS = 0.5
 LEAVE_SECONDS = 10.0
 
 
@@ -50,8 +46,15 @@ class DriverConfig:
     """Keep a copy of the last finite state, to go back to."""
 
     def __post_init__(self) -> None:
-        if min(self.averaging_timeout_seconds, self.load_state_timeout_seconds) <= 0:
-            raise ConfigurationError("averaging_timeout_seconds and load_state_timeout_seconds must be above 0")
+        if self.averaging_timeout_seconds <= 0:
+            raise ConfigurationError("averaging_timeout_seconds must be above 0")
+        self.recovery()
+
+    def recovery(self) -> RecoveryConfig:
+        """What recovery needs of this."""
+        return RecoveryConfig(
+            load_state_timeout_seconds=self.load_state_timeout_seconds, keep_last_good=self.keep_last_good
+        )
 
 
 @dataclass(slots=True)
@@ -75,20 +78,27 @@ class Driver:
         config: DriverConfig,
         source: StateSource | None = None,
     ) -> None:
-        self.epoch = 0
         self.counts: Counter[str] = Counter()
         self.last_result: RoundResult | None = None
         self._run = run
         self._method = method
         self._collaboration = collaboration
         self._config = config
-        self._source = source
+        self._recovery = Recovery(run, method, collaboration, config.recovery(), source)
         self._pending: _Pending | None = None
-        self._good: Snapshot | None = None
         self._steps: concurrent.futures.ThreadPoolExecutor | None = None
         run.attach(self._release)
 
     # Where we are
+
+    @property
+    def epoch(self) -> int:
+        """How many updates of the run this peer's state holds."""
+        return self._recovery.epoch
+
+    def statistics(self) -> dict[str, int]:
+        """Counters."""
+        return {**self.counts, "local_epoch": self.epoch, **self._recovery.statistics()}
 
     @property
     def is_busy(self) -> bool:
@@ -206,108 +216,30 @@ class Driver:
             pending.stepped.result()  # raises what the step raised
         else:
             self._accept(pending)
-        self.epoch = pending.epoch
+        self._recovery.epoch = pending.epoch
         self.counts["epochs"] += 1
-        if not self._is_finite():
-            self._roll_back()
+        if not self._recovery.is_finite():
+            self._recovery.roll_back()
         else:
             self._method.land()
-            self._keep()
+            self._recovery.keep()
         return True
 
-    # Catching up
+    # Taking over states
+
+    def begin(self) -> None:
+        """Take over the run's state; begin with this peer's own where nobody has one."""
+        self._recovery.begin()
 
     def catch_up(self) -> None:
-        """Fetch the run's state, if it is further than this peer's. What becomes of work done is up to the method."""
+        """Fetch the run's state, if it is further than this peer's. A round in the background is landed first."""
         if self._pending is not None:
             self.land()
-        head = self._collaboration.epoch
-        if head <= self.epoch:
-            return
-        logger.info("this peer is at epoch %d and the run at %d: fetching its state", self.epoch, head)
-        snapshot = self._fetch(head)
-        self._load(snapshot)
-        self.counts["caught_up"] += 1
-        self._keep()
+        self._recovery.catch_up()
 
-    def _fetch(self, at_least_epoch: int) -> Snapshot:
-        source = self._source
-        if source is None:
-            raise FatalError(
-                f"the run is at epoch {at_least_epoch} and this peer at {self.epoch}, and it was given no source of "
-                "states: restart it from a checkpoint of the run, or give the optimizer a state source"
-            )
-        deadline = time.monotonic() + self._config.load_state_timeout_seconds
-        while (left := deadline - time.monotonic()) > 0:
-            wanted = max(at_least_epoch, self._collaboration.epoch)
-            try:
-                return self._run.call(source.fetch(at_least_epoch=wanted, timeout_seconds=left))
-            except RetryableError as error:
-                self.counts["failed_fetches"] += 1
-                logger.info("the run's state was not to be had yet: %s", error)
-                self._run.check()
-                time.sleep(min(RETRY_SECONDS, max(0.0, left)))
-        raise DeadlineExceededError(
-            f"nobody gave this peer the state of epoch {at_least_epoch} within "
-            f"{self._config.load_state_timeout_seconds:g} s: see whether a keeper of the run is there, and start again"
-        )
-
-    def _load(self, snapshot: Snapshot) -> None:
-        self._method.discard()
-        self._method.load(snapshot.tensors, snapshot.metadata)
-        self._method.land()
-        self.epoch = snapshot.epoch
-
-    # Good and bad states
-
-    def _is_finite(self) -> bool:
-        return are_finite(self._method.tensors().values())
-
-    def _roll_back(self) -> None:
-        """The step made something that is not finite: go back, and have it said."""
-        self.counts["rolled_back"] += 1
-        bad_epoch = self.epoch
-        if (snapshot := self._healthy_elsewhere(bad_epoch)) is not None:
-            where = "another peer's state"
-            self._load(snapshot)
-        elif self._good is not None:
-            where = f"this peer's own state of epoch {self._good.epoch}"
-            self._load(self._good)
-            self.epoch = bad_epoch  # the epoch stands; its update is left out, by all who saw the same
-        else:
-            raise FatalError(
-                f"epoch {bad_epoch} made parameters that are not finite, and there is no good state to go back to: "
-                "start again from a checkpoint, with a smaller learning rate or with max_grad_norm"
-            )
-        logger.error(
-            "epoch %d made parameters that are not finite (NaN or infinity); rolled back to %s. If this comes again, "
-            "take a smaller learning rate or max_grad_norm",
-            bad_epoch,
-            where,
-        )
-        self._method.land()
-        self._keep()
-
-    def _healthy_elsewhere(self, epoch: int) -> Snapshot | None:
-        if self._source is None:
-            return None
-        try:
-            snapshot = self._run.call(self._source.fetch(at_least_epoch=epoch, timeout_seconds=5.0))
-        except RetryableError:
-            return None
-        return snapshot if are_finite(snapshot.tensors.values()) else None
-
-    def _keep(self) -> None:
-        """This state is good."""
-        live = Snapshot(epoch=self.epoch, tensors=self._method.tensors(), metadata=self._method.metadata())
-        if self._config.keep_last_good:
-            self._good = _copied(live, self._good)
-        if self._source is not None:
-            self._source.publish(live)
-
-    def publish(self) -> None:
-        """Keep the state as it is, for others too: at the start of a run, or after loading a checkpoint."""
-        self._keep()
+    def mend(self) -> bool:
+        """Repair this peer's state if it is not that of the others, unless a round is under way; whether it was."""
+        return self._pending is None and self._recovery.mend()
 
     # Saved and loaded
 
@@ -320,17 +252,5 @@ class Driver:
         """Go on from a saved state. In a run that is not as far, epochs count from where the run is."""
         self.land()
         self._method.load_state_dict(state["method"])
-        self.epoch = min(state["epoch"], self._collaboration.epoch)
-        self._keep()
-
-
-def _copied(live: Snapshot, before: Snapshot | None) -> Snapshot:
-    """A copy of a state, in the memory of an earlier copy where it fits."""
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in live.tensors.items():
-        old = before.tensors.get(name) if before is not None else None
-        if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
-            tensors[name] = old.copy_(tensor.detach())
-        else:
-            tensors[name] = tensor.detach().to("cpu", copy=True)
-    return Snapshot(epoch=live.epoch, tensors=tensors, metadata=live.metadata)
+        self._recovery.epoch = min(state["epoch"], self._collaboration.epoch)
+        self._recovery.keep()

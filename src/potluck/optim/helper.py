@@ -1,4 +1,4 @@
-"""How an aux peer helps: it stands ready for every epoch, reduces for others, and coordinates if it may.
+"""How an aux peer helps: it stands ready for every epoch, reduces for others, coordinates if it may, keeps states.
 
 It needs no model and no options: plans say how tensors are cut and encoded, and trainers say in their beacons how many
 samples make an epoch. So the peer of a host can serve any run.
@@ -17,6 +17,8 @@ from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
 from potluck.round.averager import RoundPeer
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
+from potluck.state.following import Follower
+from potluck.state.keeper import StateConfig, StateKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +30,21 @@ LEAST_GRACE_SECONDS, MOST_GRACE_SECONDS = 3.0, 30.0
 class Helper:
     """An aux peer's part in training. Lives on the event loop."""
 
-    def __init__(self, collaboration: Collaboration) -> None:
+    def __init__(self, collaboration: Collaboration, keeper: StateKeeper, follower: Follower) -> None:
+        """They are the helper's from now on, and closed with it."""
         self.collaboration = collaboration
+        self._keeper = keeper
+        self._follower = follower
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
     async def of(
-        cls, peer: RoundPeer, *, coordinator: CoordinatorConfig | None = None, num_threads: int | None = None
+        cls,
+        peer: RoundPeer,
+        *,
+        coordinator: CoordinatorConfig | None = None,
+        num_threads: int | None = None,
+        state: StateConfig | None = None,
     ) -> Self:
         """Help with whatever this peer's run does; the peer must have joined as aux."""
         grace = AdaptiveGrace(least_seconds=LEAST_GRACE_SECONDS, most_seconds=MOST_GRACE_SECONDS)
@@ -46,18 +56,41 @@ class Helper:
             num_threads=num_threads,
         )
         await collaboration.start()
-        helper = cls(collaboration)
-        helper.start()
-        return helper
+        return await cls.start(peer, collaboration, state or StateConfig())
 
-    def start(self) -> None:
-        """Stand ready."""
-        self._task = asyncio.create_task(self._help(), name="optimizer: helping")
+    @classmethod
+    async def start(cls, peer: RoundPeer, collaboration: Collaboration, state: StateConfig) -> Self:
+        """Stand ready, with a collaboration that was started; it is closed with the helper."""
+        keeper = StateKeeper(peer, collaboration.averager, state)
+        session = peer.session
+        follower = Follower(
+            keeper,
+            collaboration.averager,
+            session.roster,
+            session.clock,
+            num_training=lambda: collaboration.latest.num_trainers if collaboration.latest is not None else 0,
+        )
+        helper = cls(collaboration, keeper, follower)
+        try:
+            await keeper.start()
+        except BaseException:
+            await helper.close()
+            raise
+        follower.start()
+        helper._task = asyncio.create_task(helper._help(), name="optimizer: helping")
+        return helper
 
     async def close(self) -> None:
         """Leave the round that is under way. Calling it twice does no harm."""
         await tasks.end(self._task)
+        await self._follower.close()
+        await self._keeper.close()
         await self.collaboration.close()
+
+    @property
+    def kept_epoch(self) -> int | None:
+        """The newest epoch whose state this peer keeps for others."""
+        return self._keeper.kept_epoch
 
     async def until_after(self, epoch: int) -> None:
         """Wait until an epoch after this one is committed."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from typing import Literal
+
+from torch import Tensor
 
 from potluck.errors import StateUnavailableError
 from potluck.optim.collaboration import Collaboration
 from potluck.optim.method import Snapshot, StateSource
 from potluck.run.joined import Joined
+from potluck.state.fetched import FetchedState
 from potluck.state.keeper import StateConfig, StateKeeper
 
 logger = logging.getLogger(__name__)
@@ -28,18 +32,50 @@ class KeptStates:
 
     def publish(self, snapshot: Snapshot) -> None:
         """Copy the state; hashing and keeping it happen elsewhere."""
-        published = self._keeper.publish(snapshot.tensors, snapshot.metadata, snapshot.epoch)
+        published = self._keeper.publish(
+            snapshot.tensors, snapshot.metadata, snapshot.epoch, is_common=snapshot.is_common
+        )
         published.add_done_callback(self._published)
 
-    async def fetch(self, *, at_least_epoch: int, timeout_seconds: float) -> Snapshot:
+    async def resume(self, *, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
+        """What the run goes on from, be it in somebody's memory or on somebody's disk."""
+        fetched = await self._keeper.resume(base=base, timeout_seconds=timeout_seconds)
+        return self._taken(fetched) if fetched is not None else None
+
+    async def fetch(self, *, at_least_epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot:
         """The newest state that can be believed."""
-        with await self._keeper.fetch(timeout_seconds=timeout_seconds) as fetched:
-            if fetched.epoch < at_least_epoch:
-                raise StateUnavailableError(
-                    f"the newest state that the keepers have is that of epoch {fetched.epoch}, and {at_least_epoch} is "
-                    "wanted: it is tried again"
-                )
-            return Snapshot(epoch=fetched.epoch, tensors=fetched.tensors(), metadata=dict(fetched.metadata))
+        return self._taken(
+            await self._keeper.fetch(at_least_epoch=at_least_epoch, base=base, timeout_seconds=timeout_seconds)
+        )
+
+    def deviates(self) -> bool:
+        """Whether the keepers hold other bits than this peer."""
+        return self._keeper.deviation is not None
+
+    async def repair(self, *, epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
+        """What most of the keepers hold."""
+        fetched = await self._keeper.repair(base, epoch=epoch, timeout_seconds=timeout_seconds)
+        return self._taken(fetched) if fetched is not None else None
+
+    def statistics(self) -> dict[str, int]:
+        """Counters."""
+        backups = self._keeper.backups
+        saved = {f"backups_{name}": count for name, count in backups.counts.items()} if backups is not None else {}
+        return {**{f"states_{name}": count for name, count in self.counts.items()}, **saved}
+
+    def _taken(self, fetched: FetchedState) -> Snapshot:
+        with fetched:
+            num_moved_chunks = sum(fetched.report.given.values())
+            self.counts["fetched"] += 1
+            self.counts["fetched_chunks"] += num_moved_chunks
+            return Snapshot(
+                epoch=fetched.epoch,
+                tensors=fetched.tensors(),
+                metadata=fetched.metadata,
+                num_chunks=fetched.snapshot.inventory.num_chunks,
+                num_moved_chunks=num_moved_chunks,
+                is_as_base=fetched.changed == frozenset(),
+            )
 
     def _published(self, published: concurrent.futures.Future[str]) -> None:
         if published.cancelled():
@@ -53,7 +89,7 @@ class KeptStates:
 
 
 def source_of_states(
-    run: Joined, collaboration: Collaboration, source: Source, config: StateConfig | None = None
+    run: Joined, collaboration: Collaboration, source: Source, config: StateConfig
 ) -> StateSource | None:
     """The source that was asked for; a keeper that it needs is started on the run's loop, and ends with the run."""
     if source != "keepers":

@@ -82,6 +82,10 @@ class LocalUpdates(Method):
         """The model's state."""
         return self.state.tensors()
 
+    def is_common(self, epoch: int) -> bool:
+        """No: statistics are local, and so are parameters when local steps go on during an average."""
+        return False
+
     def metadata(self) -> Metadata:
         """The optimizer's and scheduler's numbers."""
         return self.state.metadata()

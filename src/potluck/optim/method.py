@@ -38,17 +38,45 @@ class Snapshot:
     epoch: int
     tensors: Mapping[str, Tensor]
     metadata: Metadata = field(default_factory=dict)
+    is_common: bool = True
+    """Whether that is so: with local statistics, for one, each peer has its own."""
+
+    num_chunks: int = 0
+    num_moved_chunks: int = 0
+    """Of a state that was fetched: the pieces it is kept in, and how many of them were not at hand."""
+
+    is_as_base: bool = False
+    """Of a state that was fetched: whether its tensors are what was there before."""
 
 
 class StateSource(Protocol):
-    """Where states are kept and fetched from, by those who fell behind or came late."""
+    """Where states are kept and fetched from, by those who fell behind, came late, or deviate."""
 
     def publish(self, snapshot: Snapshot) -> None:
         """A new epoch stands. Called in the training thread; the tensors are live, and change after it returns."""
         ...
 
-    async def fetch(self, *, at_least_epoch: int, timeout_seconds: float) -> Snapshot:
-        """A state of that epoch or a later one; RetryableError when nobody has one now. Called on the event loop."""
+    async def resume(self, *, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
+        """The state to begin with, whoever has it; None: nobody has one. Called on the event loop, once."""
+        ...
+
+    async def fetch(self, *, at_least_epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot:
+        """A state of that epoch or a later one; RetryableError when nobody has one now. Called on the event loop.
+
+        `base` is what this peer has; it does not change meanwhile.
+        """
+        ...
+
+    def deviates(self) -> bool:
+        """Whether what was published is not what others published of the same epoch. Cheap; called in any thread."""
+        ...
+
+    async def repair(self, *, epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
+        """What most others hold, of that epoch or a later one; None: after all, this peer holds it."""
+        ...
+
+    def statistics(self) -> dict[str, int]:
+        """Counters."""
         ...
 
 
@@ -94,6 +122,10 @@ class Method(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
+
+    def is_common(self, epoch: int) -> bool:
+        """Whether all who hold this epoch should hold the same bits in `tensors`."""
+        return True
 
     def land(self) -> None:  # noqa: B027 - most methods have nothing to bring over
         """Bring what `accept` made into the user's model. Called in the user's thread."""

@@ -69,8 +69,7 @@ class Optimizer(torch.optim.Optimizer):
         self._helper: Helper | None = None
         if config.auxiliary:
             self.collaboration = join_collaboration(run, config)
-            self._helper = Helper(self.collaboration)
-            run.soon(self._helper.start)
+            self._helper = run.call(Helper.start(run.peer, self.collaboration, config.state))
             run.attach(self._helper.close)
             return
         if optimizer is None:
@@ -81,13 +80,10 @@ class Optimizer(torch.optim.Optimizer):
         )
         self.method = self._make_method(transform)
         self.collaboration = join_collaboration(run, config)
-        states = source_of_states(run, self.collaboration, source)
+        states = source_of_states(run, self.collaboration, source, config.state)
         self.driver = Driver(run, self.method, self.collaboration, config.driver(), states)
         self._unscaler = Unscaler(self.state_of_model.model.values(), self)
-        if self.driver.is_behind:
-            self.driver.catch_up()
-        else:
-            self.driver.publish()
+        self.driver.begin()
         self._report()
         self._pace.resume(time.monotonic())
 
@@ -170,7 +166,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def statistics(self) -> dict[str, int]:
         """Counters of this optimizer and of its rounds."""
-        return {**self.driver.counts, "local_epoch": self.epoch, **self.collaboration.averager.statistics()}
+        return {**self.driver.statistics(), **self.collaboration.averager.statistics()}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that this peer needs to go on with the same bits: load it with `load_state_dict`."""
@@ -217,10 +213,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def _settle(self) -> bool:
         """Bring in what the background has done; False if these gradients are of an outdated state, and are lost."""
-        self.driver.land(wait=False)
-        if not self.driver.is_behind:
+        driver = self.driver
+        driver.land(wait=False)
+        if driver.is_behind:
+            driver.catch_up()
+        elif not driver.mend():
             return True
-        self.driver.catch_up()
         self.zero_grad()
         self._report()
         return False
@@ -274,7 +272,7 @@ class Optimizer(torch.optim.Optimizer):
         config, driver = self.config, self.driver
         if driver.is_busy:
             driver.land()  # we are ahead of our own averaging: wait for it
-            if driver.is_behind or self.collaboration.epoch != driver.epoch:
+            if driver.is_behind or self.collaboration.epoch != driver.epoch or driver.mend():
                 return  # seen to with the next step
         if driver.is_behind:
             driver.catch_up()

@@ -9,6 +9,7 @@ from potluck.optim.driver import DriverConfig
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
 from potluck.round.trigger import Quorum
+from potluck.state.keeper import StateConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,9 @@ class OptimizerConfig:
 
     keep_last_good: bool = True
     """Keep a copy of the last finite state, to go back to."""
+
+    state: StateConfig = field(default_factory=StateConfig)
+    """Whether this peer keeps states for others, and where and how often it writes backups."""
 
     num_threads: int | None = None
     """For averaging; None: one for each core, up to 4."""

@@ -14,7 +14,8 @@ What others use:
     keeper.publish(tensors, {"epoch": 7, "lr": 0.1}, epoch=7)    # from the training thread: blocks for one copy
     with await keeper.fetch(epoch=8, base=tensors, timeout_seconds=60) as fetched:   # when left behind
         fetched.write_into(tensors)                          # only what differs is fetched and written
-    keeper.deviation                                         # not None: this peer's bits differ, fetch as above
+    keeper.deviation                                         # not None: this peer's bits differ …
+    repaired = await keeper.repair(tensors, epoch=8, timeout_seconds=60)     # … and these are the others'
 
 `publish` is called from the training thread; everything else on the event loop that the peer lives on (from another
 thread by `asyncio.run_coroutine_threadsafe`). It wants the whole state by name: parameters, optimizer statistics,
@@ -28,9 +29,10 @@ The state itself:
 
 Among peers:
     announcement.py  who says to hold what, and who is believed (pure)      herald.py   says and hears it
+    comparing.py     what this peer had, against what the others had        following.py   keeping without training
     shelf.py         what this peer holds                    serving.py   gives it to others, within limits
     schedule.py      which chunk to ask of whom (pure)       fetcher.py, source.py   asks    assembly.py   puts together
-    resume.py        which state to go on from (pure)
+    resume.py        which state to go on from (pure)        resuming.py  does so
 
 On disk:
     backupfile.py    one backup                              saving.py    written off the event loop

@@ -10,10 +10,15 @@ So, of the keepers that are present:
 3. else whoever there is: they can only have fetched it, when it was vouched for.
 
 Within such a tier each *person* has one vote, however many peers it runs. Of the first tier, the state with most votes
-is believed, and the smaller digest in a tie, so that honest peers whose hardware differs in the last bits can agree.
+is believed, and that of the first peer by id in a tie, so that honest peers whose hardware differs in the last bits can
+agree.
 Strangers are believed only where more than half of all keepers among them say the same, those included that have not
 spoken of this epoch yet: being the first to speak gains a liar nothing. Keepers that are more than one epoch behind
-are not waited for.
+are not waited for. At epoch 0 nothing is trained yet, and most votes of all who have spoken do among strangers too: so
+peers that begin with different weights agree on one of them.
+
+A verdict is *settled* when those who are yet to speak could not change it, trainers who are far behind included. Who
+fetches need not wait for that, but who compares its own state does: else one that deviates could win by speaking first.
 """
 
 from __future__ import annotations
@@ -31,20 +36,21 @@ from potluck.hub.presence import Presence
 from potluck.messages import Message
 from potluck.peer.roster import Roster
 
-MAX_KEPT = 16
+MAX_KEPT = 32
 
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Counted = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 
 
 class KeptState(Message, frozen=True, kw_only=True):
-    """One state that a peer holds and serves."""
+    """One state that a peer holds and serves, or had."""
 
     epoch: Counted  # whose state it is
     digest: Digest
     num_bytes: Counted
     made_at: Counted  # the epoch it was made at; another than `epoch` when the run went on from a backup
     is_backup: bool = False  # read from disk: fit to go on from, but no claim that the run has this state now
+    is_served: bool = True  # False: no longer held, and told so that others can compare
 
 
 class Kept(Message, frozen=True, kw_only=True):
@@ -71,6 +77,9 @@ class Verdict:
     dissenters: tuple[str, ...] = ()
     """Who announces another state for this epoch."""
 
+    is_settled: bool = True
+    """Whether it stays the same whatever those say who have not spoken yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -80,6 +89,8 @@ class Claim:
     person: str
     tier: int
     state: KeptState | None
+    is_late: bool = False
+    """A trainer whose last word was of a much earlier epoch: not waited for, but it may have more to say."""
 
 
 class Announcements:
@@ -99,8 +110,8 @@ class Announcements:
         self._kept.pop(peer, None)
 
     def epochs(self, roster: Roster, *, backups: bool = False) -> list[int]:
-        """The epochs that somebody announces a state of, the newest first."""
-        found = {state.epoch for _, states in self._present(roster, backups) for state in states}
+        """The epochs that somebody serves a state of, the newest first."""
+        found = {state.epoch for _, states in self._present(roster, backups) for state in states if state.is_served}
         return sorted(found, reverse=True)
 
     def claims(
@@ -111,8 +122,10 @@ class Announcements:
         for presence, states in self._present(roster, backups):
             state = next((state for state in states if state.epoch == epoch), None)
             # Backups are of any age: whoever offers one has a say in which is to be believed.
-            if state is not None or any(backups or state.epoch + 1 >= epoch for state in states):
-                found.append(Claim(presence.peer, presence.person or presence.peer, _tier(presence, holders), state))
+            is_late = state is None and not any(backups or state.epoch + 1 >= epoch for state in states)
+            if not is_late or (states and presence.card.role == "trainer"):
+                person, tier = presence.person or presence.peer, _tier(presence, holders)
+                found.append(Claim(presence.peer, person, tier, state, is_late))
         return found
 
     def _present(self, roster: Roster, backups: bool) -> Iterator[tuple[Presence, list[KeptState]]]:
@@ -130,15 +143,22 @@ def _tier(presence: Presence, holders: Collection[str]) -> int:
 
 def judge(epoch: int, claims: Iterable[Claim]) -> Verdict | None:
     """The state of an epoch; None when it cannot be told (yet)."""
-    claims = list(claims)
+    given = list(claims)
+    claims = [claim for claim in given if not claim.is_late]
     tier = min((claim.tier for claim in claims), default=0)
     judges = [claim for claim in claims if claim.tier == tier]
     votes = _votes(judges)
     if not votes:
         return None
     most = max(votes.values())
-    digest = min(digest for digest, number in votes.items() if number == most)
-    if tier > 1 and 2 * most <= len({claim.person for claim in judges}):
+    tied = {digest for digest, number in votes.items() if number == most}
+    # Not the smaller digest: the same peer has to win every time, or two that differ would take turns in following.
+    _, digest = min((claim.peer, claim.state.digest) for claim in judges if claim.state and claim.state.digest in tied)
+    num_persons = len({claim.person for claim in judges})
+    late = {claim.person for claim in given if claim.is_late and claim.tier <= tier}
+    num_silent = num_persons - sum(votes.values()) + len(late)
+    is_settled = not num_silent or most > num_silent + max((n for d, n in votes.items() if d != digest), default=0)
+    if tier > 1 and not (2 * most > num_persons or (epoch == 0 and is_settled)):
         return None
     spoken = [(claim, claim.state) for claim in claims if claim.state is not None]
     agreeing = [(claim, state) for claim, state in spoken if state.digest == digest]
@@ -148,9 +168,10 @@ def judge(epoch: int, claims: Iterable[Claim]) -> Verdict | None:
         digest=digest,
         num_bytes=voucher.num_bytes,
         made_at=voucher.made_at,
-        keepers=tuple(claim.peer for claim, _ in agreeing),
+        keepers=tuple(claim.peer for claim, state in agreeing if state.is_served),
         is_trusted=tier == 1,
         dissenters=tuple(claim.peer for claim, state in spoken if state.digest != digest),
+        is_settled=is_settled,
     )
 
 

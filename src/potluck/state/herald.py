@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from potluck import tasks
 from potluck.errors import ProtocolError, RetryableError, StateUnavailableError
@@ -18,7 +18,16 @@ from potluck.messages import decode, encode
 from potluck.peer.roster import RosterEvent
 from potluck.peer.session import Session
 from potluck.round.lineage import Lineage
-from potluck.state.announcement import MAX_KEPT, Announcements, Claim, Kept, Verdict, describe_claims, judge
+from potluck.state.announcement import (
+    MAX_KEPT,
+    Announcements,
+    Claim,
+    Kept,
+    KeptState,
+    Verdict,
+    describe_claims,
+    judge,
+)
 from potluck.state.shelf import Shelf
 
 logger = logging.getLogger(__name__)
@@ -32,13 +41,20 @@ KEPT, WANTED = "state", "state-wanted"  # topics of the run's news
 class Herald:
     """One peer's announcements, and its view of everybody's."""
 
-    def __init__(self, session: Session, shelf: Shelf, holders: Callable[[int], tuple[str, ...]]) -> None:
-        """`holders` tells who has the averages of an epoch, according to its commit."""
+    def __init__(
+        self,
+        session: Session,
+        shelf: Shelf,
+        holders: Callable[[int], tuple[str, ...]],
+        past: Callable[[], Iterable[KeptState]] = tuple,
+    ) -> None:
+        """`holders` tells who has the averages of an epoch, by its commit; `past` which states this peer had before."""
         self.announcements = Announcements()
         self.counts: Counter[str] = Counter()
         self._session = session
         self._shelf = shelf
         self._holders = holders
+        self._past = past
         self._speak = asyncio.Event()
         self._changed = asyncio.Event()  # set, and replaced by another, when somebody has spoken or gone
         self._listeners: list[Callable[[], None]] = []
@@ -99,36 +115,52 @@ class Herald:
         """The state of an epoch, if it can be told."""
         return judge(epoch, self.claims(epoch, backups=backups))
 
-    def newest(self, up_to: int | None = None, *, backups: bool = False) -> Verdict | None:
-        """The newest state that can be believed, of no later epoch than that."""
+    def newest(
+        self, up_to: int | None = None, *, at_least: int = 0, backups: bool = False, is_settled: bool = False
+    ) -> Verdict | None:
+        """The newest state that can be believed, of an epoch in that range; only a settled one if so wished."""
         for epoch in self.announcements.epochs(self._session.roster, backups=backups):
-            if (up_to is None or epoch <= up_to) and (verdict := self.verdict(epoch, backups=backups)) is not None:
-                return verdict
+            if at_least <= epoch and (up_to is None or epoch <= up_to):
+                verdict = self.verdict(epoch, backups=backups)
+                if verdict is not None and (verdict.is_settled or not is_settled):
+                    return verdict
         return None
 
     def keepers(self, epoch: int, digest: str) -> list[str]:
         """Who else serves a state, from memory or from a backup."""
         claims = [*self.claims(epoch), *self.claims(epoch, backups=True)]
-        serving = [claim.peer for claim in claims if claim.state is not None and claim.state.digest == digest]
+        serving = [c.peer for c in claims if c.state is not None and c.state.digest == digest and c.state.is_served]
         return [peer for peer in dict.fromkeys(serving) if peer != self._session.peer_id]
 
-    async def until_verdict(self, epoch: int | None, lineage: Lineage, until: float) -> Verdict:
-        """The state of an epoch, or the newest that the run has, once it can be told and somebody else serves it."""
+    async def until_verdict(
+        self, epoch: int | None, lineage: Lineage, until: float, *, at_least: int = 0, settle_seconds: float = 0.0
+    ) -> Verdict:
+        """The state of an epoch, or the newest that the run has, once it can be told and somebody else serves it.
+
+        For `settle_seconds` only a settled verdict will do.
+        """
         clock = self._session.clock
+        settle_until = clock.monotonic() + settle_seconds
         while True:
-            verdict = self.verdict(epoch) if epoch is not None else self.newest(lineage.epoch)
+            must_settle = clock.monotonic() < settle_until
+            if epoch is not None:
+                verdict = self.verdict(epoch)
+            else:
+                verdict = self.newest(lineage.epoch, at_least=at_least, is_settled=must_settle)
             if verdict is not None and self.keepers(verdict.epoch, verdict.digest):
                 return verdict
             left = until - clock.monotonic()
             if left <= 0:
-                wanted = epoch if epoch is not None else lineage.epoch
+                wanted = epoch if epoch is not None else max(lineage.epoch, at_least)
                 raise StateUnavailableError(
                     f"no state of epoch {wanted} can be had: announced is {describe_claims(self.claims(wanted))}. "
                     "Wait for a keeper (an aux peer, or a trainer that is up to date), or have an organiser trust one "
                     "of those who disagree"
                 )
             await self.ask()
-            await self.until_changed(min(left, ASK_EVERY_SECONDS))
+            if must_settle:
+                left = min(left, settle_until - clock.monotonic())
+            await self.until_changed(min(max(left, 0.0), ASK_EVERY_SECONDS))
 
     # What happens
 
@@ -173,8 +205,10 @@ class Herald:
             await asyncio.sleep(SPEAK_PAUSE_SECONDS)
 
     def _kept(self) -> Kept:
-        states = tuple(held.announced() for held in self._shelf)[-MAX_KEPT:]
-        return Kept(session=self._session.card.session, states=states)
+        held = tuple(held.announced() for held in self._shelf)
+        epochs = {state.epoch for state in held if not state.is_backup}
+        past = tuple(state for state in self._past() if held and state.epoch not in epochs)
+        return Kept(session=self._session.card.session, states=(*past, *held)[-MAX_KEPT:])
 
     async def _publish(self, topic: str, payload: bytes) -> None:
         session = self._session

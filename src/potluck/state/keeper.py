@@ -5,8 +5,7 @@ await keeper.start()
 fetched = await keeper.resume(timeout_seconds=600)          # at start: whatever the run has; None: begin afresh
 keeper.publish(tensors, {"epoch": 7}, epoch=7)              # from any thread, after each epoch
 if keeper.deviation is not None:                            # our bits differ from those of the others
-    with await keeper.fetch(epoch=7, base=tensors, timeout_seconds=60) as fetched:
-        fetched.write_into(tensors)                         # only the chunks that differ
+    repaired = await keeper.repair(tensors, epoch=7, timeout_seconds=60)     # only the chunks that differ
 """
 
 from __future__ import annotations
@@ -18,14 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import Tensor
 
-from potluck.errors import ConfigurationError, StateUnavailableError
-from potluck.peer.lease import Lease
+from potluck.errors import ConfigurationError
 from potluck.round.averager import RoundPeer
-from potluck.round.lineage import Lineage
 from potluck.round.workers import Workers
 from potluck.state.announcement import Verdict
 from potluck.state.assembly import Assembly
@@ -33,27 +30,21 @@ from potluck.state.backupfile import BackupInfo
 from potluck.state.backups import BackupConfig, Backups
 from potluck.state.chunklog import ChunkLog
 from potluck.state.chunkpool import ChunkPool
+from potluck.state.comparing import Comparison
 from potluck.state.fetched import FetchedState
 from potluck.state.fetcher import FetchConfig, Fetcher, FetchReport, MovedOnError, Progress
-from potluck.state.herald import ASK_EVERY_SECONDS, Herald
+from potluck.state.herald import Herald
 from potluck.state.inventory import Metadata
 from potluck.state.publishing import Publisher
-from potluck.state.resume import Situation, Step, next_step
+from potluck.state.resuming import EpochSource, Resuming
 from potluck.state.saving import Saver
 from potluck.state.serving import Serving, ServingConfig
-from potluck.state.shelf import Shelf
+from potluck.state.shelf import Held, Shelf
 from potluck.state.snapshot import Snapshot, stage
 
 logger = logging.getLogger(__name__)
 
-NUM_DIGESTS = 16  # of own states that are remembered
-
-
-class EpochSource(Protocol):
-    """Where the run is, and who coordinates; `potluck.round.averager.Averager` is one."""
-
-    lineage: Lineage
-    lease: Lease
+SETTLE_SECONDS = 2.0  # how long a repair waits for the last of the others to speak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,15 +97,14 @@ class StateKeeper:
         """`on_backup` is told of each backup that was written, on the event loop."""
         self.config = config or StateConfig()
         self.counts: Counter[str] = Counter()
-        self.deviation: Verdict | None = None
-        """What the others hold, where it is not what this peer has for the same epoch."""
         self._session = session = peer.session
         self._links = peer.links
         self._averager = averager
         self._pool = ChunkPool()
         self._workers = workers or Workers(2)
         self._shelf = Shelf(self.config.num_kept)
-        self.herald = Herald(session, self._shelf, self._holders)
+        self._comparison = Comparison(lambda epoch: self.herald.verdict(epoch))
+        self.herald = Herald(session, self._shelf, self._holders, self._comparison.past)
         self._serving = Serving(
             self._links,
             self._shelf,
@@ -130,7 +120,16 @@ class StateKeeper:
             folder = self.config.folder / "backups"
             self.backups = Backups(folder, self.config.backups, run=session.subjects.run, pool=self._pool)
             self._saver = Saver(self.backups, self._workers, on_backup or (lambda _info: None))
-        self._digests: dict[int, str] = {}  # of the states that this peer had, by epoch
+        self._resuming = Resuming(
+            session,
+            averager,
+            self.herald,
+            self._shelf,
+            self,
+            backups=self.backups,
+            workers=self._workers,
+            grace_seconds=self.config.grace_seconds,
+        )
         self._stop_listening: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
@@ -138,7 +137,7 @@ class StateKeeper:
         self._workers.start()
         try:
             self._publisher.start()
-            self._stop_listening = self.herald.listen(self._compare)
+            self._stop_listening = self.herald.listen(self._comparison.compare)
             await self.herald.start()
         except BaseException:
             await self.close()
@@ -157,34 +156,46 @@ class StateKeeper:
 
     # Publishing
 
-    def publish(self, tensors: Mapping[str, Tensor], metadata: Metadata, epoch: int) -> concurrent.futures.Future[str]:
+    def publish(
+        self, tensors: Mapping[str, Tensor], metadata: Metadata, epoch: int, *, is_common: bool = True
+    ) -> concurrent.futures.Future[str]:
         """Copy the state of an epoch, from any thread; the rest happens elsewhere. The future holds the digest.
 
-        When this returns, the tensors may change. The metadata has to be the same on all peers. The future holds
-        StateUnavailableError when states come faster than they can be hashed and this one was passed over.
+        When this returns, the tensors may change. The metadata has to be the same on all peers. `is_common` says that
+        all who hold the epoch should hold these very bits: only then is it compared with those of others. The future
+        holds StateUnavailableError when states come faster than they can be hashed and this one was passed over.
         """
-        return self._publisher.publish(tensors, metadata, epoch)
+        return self._publisher.publish(tensors, metadata, epoch, is_common=is_common)
 
     def _newest(self) -> Snapshot | None:
         newest = self._shelf.newest()
         return newest.snapshot if newest is not None else None
 
-    async def _published(self, epoch: int, snapshot: Snapshot) -> None:
-        await self._put(epoch, snapshot, made_at=epoch)
-        if self._saver is not None:
-            self._saver.offer(epoch, snapshot, made_at=epoch)
+    async def _published(self, epoch: int, snapshot: Snapshot, is_common: bool) -> None:
+        await self._put(Held(epoch, snapshot, made_at=epoch), is_common=is_common)
+        self.save(epoch, snapshot, made_at=epoch)
 
-    async def _put(self, epoch: int, snapshot: Snapshot, *, made_at: int, keeps: bool | None = None) -> None:
-        self._digests[epoch] = snapshot.digest
-        while len(self._digests) > NUM_DIGESTS:
-            del self._digests[min(self._digests)]
+    def save(self, epoch: int, snapshot: Snapshot, *, made_at: int) -> None:
+        """Have a state written to disk, if a backup is due."""
+        if self._saver is not None:
+            self._saver.offer(epoch, snapshot, made_at=made_at)
+
+    async def _put(self, held: Held, *, is_common: bool = True, keeps: bool | None = None) -> None:
+        if is_common:
+            self._comparison.note(held.announced())
         if self.keeps if keeps is None else keeps:
-            self._shelf.put(epoch, snapshot, made_at=made_at)
+            self._shelf.put(held.epoch, held.snapshot, made_at=held.made_at)
         else:
             self._shelf.clear()
         self.herald.announce()
         await self._serving.make_room()
-        self._compare()
+        self._comparison.compare()
+
+    @property
+    def kept_epoch(self) -> int | None:
+        """The newest epoch whose state this peer holds for others."""
+        newest = self._shelf.newest()
+        return newest.epoch if newest is not None else None
 
     @property
     def keeps(self) -> bool:
@@ -204,21 +215,25 @@ class StateKeeper:
         head = self._averager.lineage.head
         return head.holders if head is not None and head.epoch == epoch else ()
 
-    def _compare(self) -> None:
-        """See whether the others hold what this peer has."""
-        epoch = max(self._digests, default=None)
-        verdict = self.herald.verdict(epoch) if epoch is not None else None
-        if verdict is None or verdict.digest == self._digests[verdict.epoch]:
-            self.deviation = None
-            return
-        if self.deviation is None or self.deviation.epoch != verdict.epoch:
-            self.counts["deviations"] += 1
-            logger.warning(
-                "this peer's state of epoch %d is not that of %s: the chunks that differ have to be fetched",
-                verdict.epoch,
-                ", ".join(verdict.keepers),
-            )
-        self.deviation = verdict
+    @property
+    def deviation(self) -> Verdict | None:
+        """What the others hold, where it is not what this peer has for the same epoch. Any thread may read it."""
+        return self._comparison.deviation
+
+    async def repair(self, tensors: Mapping[str, Tensor], *, epoch: int, timeout_seconds: float) -> FetchedState | None:
+        """What the others hold, of that epoch or a later one; None where it turns out that this peer holds it.
+
+        Only the chunks that differ from the tensors are fetched; do not change them meanwhile.
+        """
+        await self._publisher.until_idle()
+        self._comparison.compare()
+        if self.deviation is None:
+            return None
+        fetched = await self.fetch(
+            at_least_epoch=epoch, base=tensors, settle_seconds=SETTLE_SECONDS, timeout_seconds=timeout_seconds
+        )
+        self.counts["repaired"] += 1
+        return fetched
 
     # Fetching
 
@@ -226,28 +241,34 @@ class StateKeeper:
         self,
         *,
         epoch: int | None = None,
+        at_least_epoch: int = 0,
         base: Mapping[str, Tensor] | None = None,
         progress: Progress | None = None,
+        settle_seconds: float = 0.0,
         timeout_seconds: float,
     ) -> FetchedState:
         """The newest state that can be believed, or that of an epoch, from as many keepers as have it.
 
-        Only what is not in `base`, or on this peer's shelf, is fetched; do not change the tensors meanwhile.
+        Only what is not in `base`, or on this peer's shelf, is fetched; do not change the tensors meanwhile. For
+        `settle_seconds` it waits for all keepers to have spoken, so that none is taken that most do not have.
         StateUnavailableError when nobody serves it in time: it says who offers what.
         """
         until = self._session.clock.monotonic() + timeout_seconds
-        based = await self._workers.run(lambda: stage(base, {}, self._pool).hashed()) if base is not None else None
+        await self._publisher.until_idle()  # what is older than the state to come must not be put in its place
+        based = await self._staged(base)
         assembly = Assembly(self._pool, self._chunk_log())
         report = FetchReport()
         try:
             while True:
-                verdict = await self.herald.until_verdict(epoch, self._averager.lineage, until)
+                verdict = await self.herald.until_verdict(
+                    epoch, self._averager.lineage, until, at_least=at_least_epoch, settle_seconds=settle_seconds
+                )
                 try:
                     snapshot = await self._fetch_one(verdict, assembly, based, report, progress, until)
                     break
                 except MovedOnError as error:
                     logger.info("the fetch of epoch %d starts anew: %s", verdict.epoch, error)
-            await self._put(verdict.epoch, snapshot, made_at=verdict.made_at)
+            await self.take_over(Held(verdict.epoch, snapshot, verdict.made_at))
             return FetchedState(verdict.epoch, verdict.made_at, snapshot, _changed(snapshot, based), report)
         finally:
             assembly.close()
@@ -290,92 +311,56 @@ class StateKeeper:
 
     # Going on
 
-    async def resume(self, *, progress: Progress | None = None, timeout_seconds: float) -> FetchedState | None:
+    async def resume(
+        self,
+        *,
+        base: Mapping[str, Tensor] | None = None,
+        progress: Progress | None = None,
+        timeout_seconds: float,
+    ) -> FetchedState | None:
         """The state to go on from, whoever has it, on disk or in memory; None: nothing is there yet, begin.
 
         Everybody calls it when starting, and when the state of the run's epoch is to be had from nobody. See resume.py.
+        What is in `base` is not fetched.
         """
-        clock, lineage = self._session.clock, self._averager.lineage
-        until = clock.monotonic() + timeout_seconds
-        await self._offer_backup()
-        head, since = lineage.epoch, clock.monotonic()
-        while True:
-            if lineage.epoch != head:
-                head, since = lineage.epoch, clock.monotonic()
-            step = next_step(self._situation(head, clock.monotonic() - since), self.config.grace_seconds)
-            if step.kind == "begin":
-                return None
-            if step.verdict is not None and (taken := await self._take_step(step, step.verdict, head, progress, until)):
-                self._shelf.drop_backup()
-                self._pool.trim()
-                self.herald.announce()
-                return taken
-            if clock.monotonic() >= until:
-                raise StateUnavailableError(
-                    f"the run cannot go on yet: {step.reason}. Start a peer that has a newer backup, or a coordinator"
-                )
-            await self.herald.ask()
-            await self.herald.until_changed(min(max(until - clock.monotonic(), 0.0), ASK_EVERY_SECONDS))
+        try:
+            return await self._resuming.resume(base, progress=progress, timeout_seconds=timeout_seconds)
+        finally:
+            self._pool.trim()
 
-    async def _offer_backup(self) -> None:
-        if self.backups is None or any(held.is_backup for held in self._shelf):
-            return
-        restored = await self._workers.run(self.backups.restore)
-        if restored is not None:
-            self._shelf.put(restored.info.epoch, restored.snapshot, made_at=restored.info.made_at, is_backup=True)
-            restored.snapshot.release()
-            self.herald.announce()
+    async def fetch_for_resuming(
+        self,
+        verdict: Verdict,
+        base: Mapping[str, Tensor] | None,
+        report: FetchReport,
+        progress: Progress | None,
+        until: float,
+    ) -> Snapshot:
+        """Fetch a state that was chosen; MovedOnError when nobody serves it any more."""
+        based = await self._staged(base)
+        assembly = Assembly(self._pool, self._chunk_log())
+        try:
+            return await self._fetch_one(verdict, assembly, based, report, progress, until)
+        finally:
+            assembly.close()
+            if based is not None:
+                based.release()
 
-    def _situation(self, head: int, waited_seconds: float) -> Situation:
-        herald = self.herald
-        offers = [herald.newest(head - 1), herald.newest(backups=True)]
-        return Situation(
-            head_epoch=head,
-            present=herald.verdict(head),
-            offers=[offer for offer in offers if offer is not None],
-            is_coordinator=self._averager.lease.is_held,
-            waited_seconds=waited_seconds,
-        )
+    async def _staged(self, base: Mapping[str, Tensor] | None) -> Snapshot | None:
+        return await self._workers.run(lambda: stage(base, {}, self._pool).hashed()) if base is not None else None
 
-    async def _take_step(
-        self, step: Step, verdict: Verdict, head: int, progress: Progress | None, until: float
-    ) -> FetchedState | None:
-        """Take the state that was chosen; None if it cannot be had after all."""
-        report = FetchReport()
-        own = self._shelf.find(verdict.digest)
-        if own is not None:
-            snapshot = own.hold()
-        else:
-            assembly = Assembly(self._pool, self._chunk_log())
-            try:
-                snapshot = await self._fetch_one(verdict, assembly, None, report, progress, until)
-            except MovedOnError as error:
-                logger.info("another state to go on from is looked for: %s", error)
-                return None
-            finally:
-                assembly.close()
-        keeps = None
-        self._regret_newer_backup(verdict)
-        if step.kind == "adopt":
-            (logger.info if verdict.made_at == head else logger.warning)("%s", step.reason)
-            self.counts["adopted"] += 1
-            keeps = True  # whatever it does otherwise: all others get it from here
-        await self._put(head, snapshot, made_at=verdict.made_at, keeps=keeps)
-        return FetchedState(head, verdict.made_at, snapshot, None, report)
-
-    def _regret_newer_backup(self, verdict: Verdict) -> None:
-        for held in self._shelf:
-            if held.is_backup and held.made_at > verdict.made_at:
-                logger.warning(
-                    "this peer has a backup of epoch %d, and the run goes on from a state of epoch %d: the backup "
-                    "stays on disk. If the run should go on from it, stop all peers and start this one first",
-                    held.made_at,
-                    verdict.made_at,
-                )
+    async def take_over(self, held: Held, *, keeps: bool | None = None) -> None:
+        """This is the peer's state from now on, whatever it had before."""
+        self._comparison.start_anew()
+        await self._put(held, keeps=keeps)
 
     def statistics(self) -> dict[str, int | str]:
         """Counters."""
-        parts = {"": self.counts, "publish_": self._publisher.counts, "serve_": self._serving.counts}
+        parts = {
+            "": self.counts + self._comparison.counts + self._resuming.counts,
+            "publish_": self._publisher.counts,
+            "serve_": self._serving.counts,
+        }
         parts["announce_"] = self.herald.counts
         if self._saver is not None:
             parts["save_"] = self._saver.counts

@@ -23,13 +23,14 @@ from potluck.state.snapshot import Snapshot, Staged, stage
 
 logger = logging.getLogger(__name__)
 
-Taker = Callable[[int, Snapshot], Awaitable[None]]
+Taker = Callable[[int, Snapshot, bool], Awaitable[None]]
 
 
 @dataclass(slots=True)
 class _Publication:
     staged: Staged
     epoch: int
+    is_common: bool
     outcome: concurrent.futures.Future[str]
 
     def pass_over(self, reason: str) -> None:
@@ -59,21 +60,24 @@ class Publisher:
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
-        """Finish the state that is being hashed. Calling it twice does no harm."""
+        """Finish what was published, since it may be wanted as a backup. Calling it twice does no harm."""
         self._loop = None
-        if self._waiting is not None:
-            self._waiting.pass_over("the peer leaves")
-            self._waiting = None
-        if self._task is not None:
+        await self.until_idle()
+
+    async def until_idle(self) -> None:
+        """Until what was published is hashed and handed over."""
+        while self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
 
-    def publish(self, tensors: Mapping[str, Tensor], metadata: Metadata, epoch: int) -> concurrent.futures.Future[str]:
+    def publish(
+        self, tensors: Mapping[str, Tensor], metadata: Metadata, epoch: int, *, is_common: bool = True
+    ) -> concurrent.futures.Future[str]:
         """Copy the tensors, from any thread, and have the rest done; the future holds the digest."""
         loop = self._loop
         if loop is None:
             raise StateUnavailableError("the keeper is not started, or closed: nothing can be published")
         outcome: concurrent.futures.Future[str] = concurrent.futures.Future()
-        publication = _Publication(stage(tensors, metadata, self._pool), epoch, outcome)
+        publication = _Publication(stage(tensors, metadata, self._pool), epoch, is_common, outcome)
         loop.call_soon_threadsafe(self._staged, publication)
         return outcome
 
@@ -113,7 +117,7 @@ class Publisher:
             if previous is not None:
                 previous.release()
         try:
-            await self._take(publication.epoch, snapshot)
+            await self._take(publication.epoch, snapshot, publication.is_common)
         finally:
             snapshot.release()
         return snapshot.digest

@@ -18,6 +18,8 @@ from typing import Literal
 
 from potluck.state.announcement import Verdict
 
+BEGIN_SECONDS = 1.0  # for others to say that they have a state of epoch 0; they are asked
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
@@ -32,6 +34,12 @@ class Situation:
     offers: Sequence[Verdict]
     """States of other epochs, and backups."""
 
+    live: Verdict | None = None
+    """The newest state that somebody has in memory, where epochs were committed while this peer looked."""
+
+    is_alone: bool = False
+    """Whether no other trainer is there."""
+
     is_coordinator: bool
     waited_seconds: float
     """Since this peer came, or the head last moved."""
@@ -41,8 +49,9 @@ class Situation:
 class Step:
     """What to do now."""
 
-    kind: Literal["fetch", "adopt", "begin", "wait"]
-    """Take the state of the present epoch; make another one that; begin with nothing; or look again soon."""
+    kind: Literal["fetch", "join", "adopt", "begin", "wait"]
+    """Take the state of the present epoch, or a little behind it where others train on; make another one the state of
+    the present epoch; begin with nothing; or look again soon."""
 
     verdict: Verdict | None = None
     reason: str = ""
@@ -53,11 +62,14 @@ def next_step(situation: Situation, grace_seconds: float) -> Step:
     head = situation.head_epoch
     if situation.present is not None:
         return Step("fetch", situation.present)
+    if situation.live is not None:  # others are training, and faster than they can tell us of it
+        return Step("join", situation.live)
     is_late = situation.waited_seconds >= grace_seconds
     # That the hub has forgotten epochs is believed of nobody but those who could have committed them.
     offers = [offer for offer in situation.offers if offer.is_trusted or offer.made_at <= head]
     if not offers:
-        if head == 0 and (situation.is_coordinator or is_late):
+        # Who comes to a run that has begun takes its state; if nobody speaks of one, this peer's is as good as any.
+        if head == 0 and (situation.is_alone or situation.waited_seconds >= min(BEGIN_SECONDS, grace_seconds)):
             return Step("begin", reason="nothing is committed, and nobody has a state")
         return Step("wait", reason=f"nobody offers a state, and the run is at epoch {head}")
     if not situation.is_coordinator:

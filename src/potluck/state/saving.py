@@ -1,4 +1,8 @@
-"""Backups of what is published, written by a worker: the training never waits for a disk."""
+"""Backups of what is published, written by a worker: the training never waits for a disk.
+
+The newest state that was not due, or came while a disk was busy, is held until the next comes; who leaves the run saves
+it. So a run that is stopped in an orderly way goes on with nothing lost.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from potluck.errors import BackupError
 from potluck.round.workers import Workers
 from potluck.state.backupfile import BackupInfo
 from potluck.state.backups import Backups
+from potluck.state.shelf import Held
 from potluck.state.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -26,21 +31,32 @@ class Saver:
         self._workers = workers
         self._on_backup = on_backup
         self._task: asyncio.Task[None] | None = None
+        self._unsaved: Held | None = None
 
     def offer(self, epoch: int, snapshot: Snapshot, *, made_at: int) -> None:
         """Save this state, if a backup is due and the one before is written."""
+        self._drop_unsaved()
         if not self._backups.is_due(epoch):
-            return
-        if self._task is not None and not self._task.done():
+            self._unsaved = Held(epoch, snapshot.hold(), made_at)
+        elif self._task is not None and not self._task.done():
             self.counts["skipped"] += 1
             logger.warning("epoch %d is not saved, since the backup before it is still being written", epoch)
-            return
-        self._task = asyncio.create_task(self._save(epoch, snapshot.hold(), made_at), name="state: backup")
+            self._unsaved = Held(epoch, snapshot.hold(), made_at)
+        else:
+            self._task = asyncio.create_task(self._save(epoch, snapshot.hold(), made_at), name="state: backup")
 
     async def close(self) -> None:
-        """Finish the backup that is being written. Calling it twice does no harm."""
+        """Finish the backup that is being written, and save what is newer. Calling it twice does no harm."""
         if self._task is not None:
             await asyncio.wait([self._task])
+        last, self._unsaved = self._unsaved, None
+        if last is not None:
+            await self._save(last.epoch, last.snapshot, last.made_at)
+
+    def _drop_unsaved(self) -> None:
+        if self._unsaved is not None:
+            self._unsaved.snapshot.release()
+            self._unsaved = None
 
     async def _save(self, epoch: int, snapshot: Snapshot, made_at: int) -> None:
         try:

@@ -1,0 +1,249 @@
+"""Which state a peer stands on: taken over at the start, caught up with, repaired, rolled back; and kept for others.
+
+    begin       the run's state, from whoever has it, in memory or on disk; this peer's own where there is none
+    catch_up    the lineage is further than this peer: the newest state there is
+    mend        this peer's bits are not those of the others: the chunks that differ
+    roll_back   the step made something that is not finite: another peer's state, or the last good one
+
+Every one of them ends in the same way: the state is loaded, and kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from potluck.errors import ConfigurationError, DeadlineExceededError, FatalError, RetryableError
+from potluck.optim.collaboration import Collaboration
+from potluck.optim.method import Method, Snapshot, StateSource
+from potluck.optim.parameters import are_finite
+from potluck.run.joined import Joined
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.5
+ELSEWHERE_SECONDS = 5.0  # for somebody to give a state that is finite
+MEND_SECONDS = 30.0  # for a repair; the others train on meanwhile
+MEND_SHARE = 0.05  # of the time: where hardware differs, states differ each epoch
+MEND_ALLOWANCE_SECONDS = 10.0  # beyond that, so that what happens once is repaired at once
+FAILED_MEND_SECONDS = 5.0  # until the next attempt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryConfig:
+    """How patient a peer is with those who have the state that it needs."""
+
+    load_state_timeout_seconds: float = 600.0
+    """How long to look for somebody who has the run's state."""
+
+    keep_last_good: bool = True
+    """Keep a copy of the last finite state, to go back to."""
+
+    def __post_init__(self) -> None:
+        if self.load_state_timeout_seconds <= 0:
+            raise ConfigurationError("load_state_timeout_seconds must be above 0")
+
+
+class Recovery:
+    """One peer's state in the run. For one thread, the user's; no round may be under way when it is called."""
+
+    def __init__(
+        self,
+        run: Joined,
+        method: Method,
+        collaboration: Collaboration,
+        config: RecoveryConfig,
+        source: StateSource | None,
+    ) -> None:
+        self.epoch = 0
+        """How many updates of the run this peer's state holds."""
+        self.counts: Counter[str] = Counter()
+        self._run = run
+        self._method = method
+        self._collaboration = collaboration
+        self._config = config
+        self._source = source
+        self._good: Snapshot | None = None
+        self._began_at = time.monotonic()
+        self._mend_at = 0.0  # not before
+        self._mending_seconds = 0.0  # so far
+
+    def statistics(self) -> dict[str, int]:
+        """Counters, those of the source of states included."""
+        return {**self.counts, **(self._source.statistics() if self._source is not None else {})}
+
+    # At the start, and when behind
+
+    def begin(self) -> None:
+        """Take over the run's state; begin with this peer's own where nobody has one."""
+        source = self._source
+        if source is not None:
+            patience = self._config.load_state_timeout_seconds
+            snapshot = self._run.call(source.resume(base=self._method.tensors(), timeout_seconds=patience))
+            if snapshot is not None:
+                self.counts["resumed"] += 1
+                self._load(snapshot)
+        if self._collaboration.epoch > self.epoch:
+            self.catch_up()
+        else:
+            self.keep()
+
+    def catch_up(self) -> None:
+        """Fetch the run's state, if it is further than this peer's. What becomes of work done is up to the method."""
+        head = self._collaboration.epoch
+        if head <= self.epoch:
+            return
+        logger.info("this peer is at epoch %d and the run at %d: fetching its state", self.epoch, head)
+        self._load(self._fetch(head))
+        self.counts["caught_up"] += 1
+        self.keep()
+
+    def _fetch(self, at_least_epoch: int) -> Snapshot:
+        source = self._source
+        if source is None:
+            raise FatalError(
+                f"the run is at epoch {at_least_epoch} and this peer at {self.epoch}, and it was given no source of "
+                "states: restart it from a checkpoint of the run, or give the optimizer a state source"
+            )
+        deadline = time.monotonic() + self._config.load_state_timeout_seconds
+        while (left := deadline - time.monotonic()) > 0:
+            wanted = max(at_least_epoch, self._collaboration.epoch)
+            try:
+                return self._run.call(
+                    source.fetch(at_least_epoch=wanted, base=self._method.tensors(), timeout_seconds=left)
+                )
+            except RetryableError as error:
+                self.counts["failed_fetches"] += 1
+                logger.info("the run's state was not to be had yet: %s", error)
+                self._run.check()
+                time.sleep(min(RETRY_SECONDS, max(0.0, left)))
+        raise DeadlineExceededError(
+            f"nobody gave this peer the state of epoch {at_least_epoch} within "
+            f"{self._config.load_state_timeout_seconds:g} s: see whether a keeper of the run is there, and start again"
+        )
+
+    def _load(self, snapshot: Snapshot) -> None:
+        self._method.discard()
+        self._method.load(snapshot.tensors, snapshot.metadata)
+        self._method.land()
+        self.epoch = snapshot.epoch
+
+    # Deviating
+
+    def mend(self) -> bool:
+        """Take over what most of the others hold, if this peer's tensors are others; whether they were."""
+        source, now = self._source, time.monotonic()
+        if source is None or not source.deviates() or now < self._mend_at:
+            return False
+        if self._mending_seconds > MEND_ALLOWANCE_SECONDS + MEND_SHARE * (now - self._began_at):
+            return False
+        try:
+            snapshot = self._run.call(
+                source.repair(epoch=self.epoch, base=self._method.tensors(), timeout_seconds=MEND_SECONDS)
+            )
+        except RetryableError as error:
+            self.counts["failed_mends"] += 1
+            self._mend_at = time.monotonic() + FAILED_MEND_SECONDS
+            logger.warning("this peer's state deviates from the others', and could not be repaired yet: %s", error)
+            return False
+        if snapshot is None or not are_finite(snapshot.tensors.values()):
+            return False
+        if snapshot.is_as_base:
+            self._take_numbers(snapshot)
+        else:
+            self._take_over(snapshot)
+        self.keep()
+        self._mending_seconds += time.monotonic() - now
+        return not snapshot.is_as_base
+
+    def _take_numbers(self, snapshot: Snapshot) -> None:
+        """The tensors are the same, and the numbers beside them differ, as a learning rate may: no work is lost."""
+        self._method.load(snapshot.tensors, snapshot.metadata)
+        self.epoch = snapshot.epoch
+        self.counts["mended_numbers"] += 1
+        logger.debug("hyperparameters or schedule of epoch %d were not those of the others: taken over", self.epoch)
+
+    def _take_over(self, snapshot: Snapshot) -> None:
+        logger.warning(
+            "this peer's state of epoch %d is not what most others hold: repaired, by %d of %d chunks, to their state "
+            "of epoch %d. If this comes each epoch, machines that compute differently are in the run",
+            self.epoch,
+            snapshot.num_moved_chunks,
+            snapshot.num_chunks,
+            snapshot.epoch,
+        )
+        self._load(snapshot)
+        self.counts["mended"] += 1
+        self.counts["mended_chunks"] += snapshot.num_moved_chunks
+
+    # Good and bad states
+
+    def is_finite(self) -> bool:
+        """Whether the state can be worked with."""
+        return are_finite(self._method.tensors().values())
+
+    def roll_back(self) -> None:
+        """The step made something that is not finite: go back, and have it said."""
+        self.counts["rolled_back"] += 1
+        bad_epoch = self.epoch
+        if (snapshot := self._healthy_elsewhere(bad_epoch)) is not None:
+            where = "another peer's state"
+            self._load(snapshot)
+        elif self._good is not None:
+            where = f"this peer's own state of epoch {self._good.epoch}"
+            self._load(self._good)
+            self.epoch = bad_epoch  # the epoch stands; its update is left out, by all who saw the same
+        else:
+            raise FatalError(
+                f"epoch {bad_epoch} made parameters that are not finite, and there is no good state to go back to: "
+                "start again from a checkpoint, with a smaller learning rate or with max_grad_norm"
+            )
+        logger.error(
+            "epoch %d made parameters that are not finite (NaN or infinity); rolled back to %s. If this comes again, "
+            "take a smaller learning rate or max_grad_norm",
+            bad_epoch,
+            where,
+        )
+        self._method.land()
+        self.keep()
+
+    def _healthy_elsewhere(self, epoch: int) -> Snapshot | None:
+        if self._source is None:
+            return None
+        fetching = self._source.fetch(
+            at_least_epoch=epoch, base=self._method.tensors(), timeout_seconds=ELSEWHERE_SECONDS
+        )
+        try:
+            snapshot = self._run.call(fetching)
+        except RetryableError:
+            return None
+        return snapshot if are_finite(snapshot.tensors.values()) else None
+
+    def keep(self) -> None:
+        """This state is good: copy it, and let others have it."""
+        live = Snapshot(
+            epoch=self.epoch,
+            tensors=self._method.tensors(),
+            metadata=self._method.metadata(),
+            is_common=self._method.is_common(self.epoch),
+        )
+        if self._config.keep_last_good:
+            self._good = _copied(live, self._good)
+        if self._source is not None:
+            self._source.publish(live)
+
+
+def _copied(live: Snapshot, before: Snapshot | None) -> Snapshot:
+    """A copy of a state, in the memory of an earlier copy where it fits."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in live.tensors.items():
+        old = before.tensors.get(name) if before is not None else None
+        if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
+            tensors[name] = old.copy_(tensor.detach())
+        else:
+            tensors[name] = tensor.detach().to("cpu", copy=True)
+    return Snapshot(epoch=live.epoch, tensors=tensors, metadata=live.metadata)

@@ -1,0 +1,112 @@
+"""Keeping without training: an aux peer takes over the trainers' state now and then, and sees that the run goes on.
+
+It has no model, so it fetches as a newcomer would: every so many epochs, and for a tenth of the time at most. What it
+has it serves and saves, so that a run survives though all trainers are gone. And where the trainers have all come back
+from disk, and nobody has the state of the present epoch, it chooses with them what to go on from, as the coordinator
+that it often is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from potluck import tasks
+from potluck.clock import Clock
+from potluck.errors import RetryableError
+from potluck.peer.roster import Roster
+from potluck.state.fetched import FetchedState
+from potluck.state.keeper import StateKeeper
+from potluck.state.resuming import EpochSource
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_SECONDS = 1.0
+FETCH_SECONDS = 600.0
+PAUSE_FACTOR = 9  # a fetch that took a second is followed by nine without
+EPOCHS_WITHOUT_BACKUPS = 10  # between two fetches, where nothing is saved
+
+
+class Follower:
+    """Keeps a keeper filled. Lives on the event loop."""
+
+    def __init__(
+        self,
+        keeper: StateKeeper,
+        averager: EpochSource,
+        roster: Roster,
+        clock: Clock,
+        *,
+        num_training: Callable[[], int],
+    ) -> None:
+        """`num_training` tells how many trainers are at the present epoch, as far as the coordinator knows."""
+        self.counts: Counter[str] = Counter()
+        self._keeper = keeper
+        self._averager = averager
+        self._roster = roster
+        self._clock = clock
+        self._num_training = num_training
+        self._epoch: int | None = None  # of the state that was taken last
+        self._next_at = 0.0
+        self._task: asyncio.Task[None] | None = None
+        self._fetching: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Follow from now on."""
+        self._task = asyncio.create_task(self._follow(), name="state: following")
+
+    async def close(self) -> None:
+        """Follow no more. Calling it twice does no harm."""
+        await tasks.end(self._task, self._fetching)
+
+    async def _follow(self) -> None:
+        while True:
+            if self._is_run_down():
+                await tasks.end(self._fetching)  # nobody will give it any more
+                await self._take(self._keeper.resume(timeout_seconds=FETCH_SECONDS))
+            elif self._is_due() and (self._fetching is None or self._fetching.done()):
+                self._fetching = asyncio.create_task(self._fetch(), name="state: following, fetch")
+            await asyncio.sleep(LOOK_EVERY_SECONDS)
+
+    async def _fetch(self) -> None:
+        began = self._clock.monotonic()
+        await self._take(self._keeper.fetch(at_least_epoch=self._next_epoch, timeout_seconds=FETCH_SECONDS))
+        now = self._clock.monotonic()
+        self._next_at = now + PAUSE_FACTOR * (now - began)
+
+    async def _take(self, coming: Coroutine[Any, Any, FetchedState | None]) -> None:
+        try:
+            fetched = await coming
+        except RetryableError as error:
+            self.counts["failed"] += 1
+            logger.info("the run's state was not to be had: %s", error)
+        except Exception:  # without it the run goes on, with one keeper less; logged, counted, tried again
+            self.counts["errors"] += 1
+            logger.exception("following the run's state failed")
+        else:
+            if fetched is not None:
+                with fetched:
+                    self._epoch = fetched.epoch
+                    self._keeper.save(fetched.epoch, fetched.snapshot, made_at=fetched.made_at)
+                    self.counts["followed"] += 1
+
+    def _is_run_down(self) -> bool:
+        """Whether trainers are there and none of them has the state of the present epoch."""
+        epoch = self._averager.lineage.epoch
+        has_trainers = any(presence.card.role == "trainer" for presence in self._roster)
+        return bool(epoch and has_trainers and not self._num_training() and self._keeper.herald.verdict(epoch) is None)
+
+    @property
+    def _next_epoch(self) -> int:
+        """The first epoch whose state is wanted."""
+        backups = self._keeper.backups
+        every = backups.config.every_epochs if backups is not None else EPOCHS_WITHOUT_BACKUPS
+        return 1 if self._epoch is None else self._epoch + every
+
+    def _is_due(self) -> bool:
+        if not self._keeper.keeps or self._clock.monotonic() < self._next_at:
+            return False
+        return self._keeper.herald.newest(self._averager.lineage.epoch, at_least=self._next_epoch) is not None

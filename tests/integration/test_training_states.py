@@ -1,0 +1,52 @@
+"""Trainers whose states differ, in processes of their own: they notice, and repair no more than they must."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from traincompany import PATIENCE_SECONDS, Company, house_with_link
+
+from potluck.testing.processes import Children
+
+WIDE = {"hidden": 200_000, "lr": 1e-7}  # parameters of 6.4 MB: with or without momentum a state of 13 chunks
+REPAIRED = r"others hold: repaired, by (\d+) of (\d+) chunks"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["sync", "diloco"])
+async def test_other_weights_at_the_start_and_a_flipped_bit_later_are_found_and_repaired(
+    tmp_path: Path, children: Children, kind: str
+) -> None:
+    victim, flip_at, num_epochs = 1, 6, 20
+    async with house_with_link(tmp_path) as (_, link):
+        company = Company(children, link, tmp_path, num_epochs, kind)
+        await company.start(
+            3,
+            seed=lambda number: number,
+            flip_at=lambda number: flip_at if number == victim else 0,
+            pause_seconds=0.05,
+            min_peers=3,  # who is left behind fetches a whole state, and has nothing to repair
+            **WIDE,
+        )
+        await company.processes[victim].until_line(r"others hold: repaired, by 1 of ", PATIENCE_SECONDS)
+        results = await company.finish([0, 1, 2])
+    assert len({result["digest"] for result in results}) == 1
+    statistics = [result["statistics"] for result in results]
+    taken = [each.get("mended", 0) + each.get("resumed", 0) for each in statistics]
+    assert sum(map(bool, taken)) >= 2, taken  # all but one took over another's weights
+
+    assert company.told(victim, "flipped")
+    digests = [{told["done"]: told["digest"] for told in company.told(number, "done")} for number in range(3)]
+    deviant = [epoch for epoch in digests[victim] if len({each.get(epoch) for each in digests}) > 1]
+    assert max(deviant) > flip_at, "the bit was flipped, and nobody could tell"
+    repairs = re.findall(REPAIRED, company.processes[victim].output())
+    assert repairs[-1] == ("1", "13")  # of all chunks, the one with the bit
+    assert statistics[victim]["mended"] == len(repairs)
+    assert statistics[victim]["mended_chunks"] == sum(int(moved) for moved, _ in repairs)
+    for number in {0, 2}:
+        late = [told["done"] for told in company.told(number, "done") if told["done"] > flip_at]
+        assert late  # the others trained on
+        output = company.processes[number].output()
+        assert not re.search(REPAIRED, output[output.find(f'"done": {flip_at}') :])  # and had nothing to repair

@@ -1,0 +1,80 @@
+"""An aux peer keeps the trainers' state, and sees that a run goes on whose trainers all come back from disk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from statelab import Keeping, StateLab, model, same, state_lab
+
+from potluck.state.backups import BackupConfig
+from potluck.state.following import Follower
+from potluck.testing.virtualloop import in_virtual_time
+
+TIMEOUT_SECONDS = 120.0
+EVERY = BackupConfig(every_epochs=1)
+
+
+@asynccontextmanager
+async def following(lab: StateLab, aux: Keeping, num_training: int) -> AsyncIterator[Follower]:
+    session = aux.peer.session
+    follower = Follower(aux.keeper, aux.epochs, session.roster, session.clock, num_training=lambda: num_training)
+    follower.start()
+    try:
+        yield follower
+    finally:
+        await follower.close()
+
+
+@in_virtual_time
+async def test_it_takes_over_a_state_every_so_many_epochs_and_saves_it(tmp_path: Path) -> None:
+    async with state_lab() as lab:
+        aux = await lab.join("aux", role="aux", folder=tmp_path, backups=BackupConfig(every_epochs=5))
+        trainer = await lab.join("trainer", coordinates=False)
+        async with following(lab, aux, num_training=1) as follower:
+            for epoch in range(1, 12):
+                lab.commit(epoch, trainer)
+                await trainer.publish(model(epoch, 2), epoch)
+                await asyncio.sleep(30.0)
+            assert follower.counts["followed"] == 3
+        assert aux.keeper.kept_epoch == 11
+        assert aux.keeper.backups is not None
+        assert aux.keeper.backups.epochs() == [11, 6, 1]
+
+
+@in_virtual_time
+async def test_it_chooses_what_to_go_on_from_when_nobody_trains(tmp_path: Path) -> None:
+    async with state_lab(backups=EVERY) as lab:
+        trainer = await lab.join("trainer", folder=tmp_path)
+        for epoch in (1, 2):
+            lab.commit(epoch, trainer)
+            await trainer.publish(model(epoch, 2), epoch)
+        await lab.leave(trainer)
+        lab.commit(3)  # and nobody saved that
+        aux = await lab.join("aux", role="aux")
+        aux.epochs.lease.is_held = True
+        async with following(lab, aux, num_training=0):
+            await asyncio.sleep(100.0)
+            assert aux.keeper.kept_epoch is None, "it waits for those who have something"
+            returned = await lab.join("trainer", folder=tmp_path, coordinates=True)
+            fetched = await returned.keeper.resume(timeout_seconds=TIMEOUT_SECONDS)
+            assert fetched is not None
+            with fetched:
+                assert (fetched.epoch, fetched.made_at) == (3, 2)
+                assert same(fetched.tensors(), model(2, 2))
+        assert aux.keeper.kept_epoch == 3
+
+
+@in_virtual_time
+async def test_who_leaves_saves_what_was_not_due(tmp_path: Path) -> None:
+    async with state_lab(backups=BackupConfig(every_epochs=100)) as lab:
+        trainer = await lab.join("trainer", folder=tmp_path, keep="never")
+        for epoch in (1, 2, 3):
+            lab.commit(epoch, trainer)
+            await trainer.publish(model(epoch, 1), epoch)
+        assert trainer.keeper.backups is not None
+        assert trainer.keeper.backups.epochs() == [1]
+        await lab.leave(trainer)
+        assert trainer.keeper.backups.epochs() == [3, 1]

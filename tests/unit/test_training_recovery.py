@@ -1,0 +1,166 @@
+"""What optimizers do about states that differ: real keepers, a run in memory."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from trainlab import PATIENCE_SECONDS, TrainLab, loss_of, make_batch, make_model, parameters_of, together, train_lab
+
+from potluck.optim.diloco import DiLoCo
+from potluck.optim.optimizer import Optimizer
+from potluck.round.codecs import CodecChoice
+from potluck.testing.polling import poll_until_sync
+
+EXACT = CodecChoice.everything("float32")
+
+
+class Trainer:
+    """A peer whose states go by way of the run's keepers."""
+
+    def __init__(self, lab: TrainLab, number: int, *, seed: int = 0, kind: type = Optimizer, **options: Any) -> None:
+        self.number = number
+        self.model = make_model(seed)
+        self.position = 0
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5 if kind is Optimizer else 0.0)
+        if kind is Optimizer:
+            options = {"target_batch_size": 16, "matchmaking_seconds": 10.0, **options}
+        else:
+            options = {"inner_steps": 2, "grace_seconds": 10.0, **options}
+        run = lab.join(f"trainer {number}")
+        self.optimizer = kind(run, inner, codecs=EXACT, num_threads=1, **options)
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        return self.optimizer.statistics()
+
+    @property
+    def deviates(self) -> bool:
+        return self.optimizer.driver._recovery._source.deviates()
+
+    def step(self) -> None:
+        loss_of(self.model, make_batch(1000 * self.number + self.position)).backward()
+        self.position += 1
+        self.optimizer.step(batch_size=4)
+        self.optimizer.zero_grad()
+
+    def train(self, num_epochs: int) -> None:
+        while self.optimizer.epoch < num_epochs:
+            self.step()
+
+
+def train_all(trainers: list[Trainer], num_epochs: int) -> None:
+    together(*(lambda t=t: t.train(num_epochs) for t in trainers))
+
+
+def shared_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """All that peers hold alike."""
+    return {name: tensor.detach().clone() for name, tensor in trainer.optimizer.method.tensors().items()}
+
+
+def assert_alike(trainers: list[Trainer]) -> None:
+    first = shared_of(trainers[0])
+    for trainer in trainers[1:]:
+        other = shared_of(trainer)
+        assert first.keys() == other.keys()
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def until_deviates(trainers: list[Trainer]) -> list[Trainer]:
+    """Those who have found out that they hold something else; others would have by then."""
+    poll_until_sync(lambda: any(t.deviates for t in trainers), PATIENCE_SECONDS, "somebody to find out")
+    return [trainer for trainer in trainers if trainer.deviates]
+
+
+@pytest.mark.parametrize("kind", [Optimizer, DiLoCo])
+def test_a_newcomer_takes_the_runs_weights_before_anything_is_trained(kind: type) -> None:
+    with train_lab() as lab:
+        first = Trainer(lab, 0, seed=1, kind=kind)
+        before = shared_of(first)
+        late = Trainer(lab, 1, seed=2, kind=kind)
+        assert_alike([first, late])
+        assert all(torch.equal(before[name], tensor) for name, tensor in shared_of(late).items())
+        assert late.statistics["resumed"] == 1
+        train_all([first, late], 3)
+        assert_alike([first, late])
+        assert first.statistics.get("mended", 0) == late.statistics.get("mended", 0) == 0
+
+
+@pytest.mark.parametrize("kind", [Optimizer, DiLoCo])
+def test_who_deviates_takes_over_what_the_others_hold(kind: type, caplog: pytest.LogCaptureFixture) -> None:
+    with train_lab() as lab:
+        trainers = [Trainer(lab, number, kind=kind) for number in range(3)]
+        train_all(trainers, 2)
+        victim = trainers[1]
+        tensor = next(iter(victim.optimizer.method.tensors().values()))
+        with torch.no_grad():
+            tensor.view(-1)[0] += 0.25
+        train_all(trainers, 3)
+        assert until_deviates(trainers) == [victim]
+        with caplog.at_level(logging.WARNING):
+            train_all(trainers, 5)
+        assert_alike(trainers)
+        assert [trainer.statistics.get("mended", 0) for trainer in trainers] == [0, 1, 0]
+        assert victim.statistics["mended_chunks"] == 1
+        assert "repaired, by 1 of 1 chunks" in caplog.text
+
+
+def test_another_learning_rate_is_taken_over_and_no_work_is_lost() -> None:
+    with train_lab() as lab:
+        trainers = [Trainer(lab, number) for number in range(3)]
+        train_all(trainers, 1)
+        victim = trainers[2]
+        victim.optimizer.param_groups[0]["lr"] = 0.049
+        train_all(trainers, 2)
+        assert until_deviates(trainers) == [victim]
+        victim.step()
+        # Its parameters differ too by now, since it stepped at another rate: that is repaired, and the rate with it.
+        assert victim.optimizer.param_groups[0]["lr"] == 0.05
+        train_all(trainers, 4)
+        assert_alike(trainers)
+
+
+def test_numbers_alone_cost_no_gradients() -> None:
+    with train_lab() as lab:
+        trainers = [
+            Trainer(lab, number, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 100)) for number in (0, 1, 2)
+        ]
+        train_all(trainers, 1)
+        victim = trainers[2]
+        victim.optimizer.state_of_model.scheduler.last_epoch = 7
+        train_all(trainers, 2)
+        assert until_deviates(trainers) == [victim]
+        before = victim.optimizer.samples
+        victim.step()
+        assert victim.optimizer.samples == before + 4
+        assert victim.optimizer.state_of_model.scheduler.last_epoch == 2
+        assert victim.statistics["mended_numbers"] == 1
+        assert victim.statistics.get("mended", 0) == 0
+        train_all(trainers, 4)
+        assert_alike(trainers)
+
+
+def test_parameters_that_are_not_finite_on_one_peer_are_fetched_from_another(caplog: pytest.LogCaptureFixture) -> None:
+    with train_lab() as lab:
+        trainers = [Trainer(lab, number) for number in range(3)]
+        train_all(trainers, 2)
+        victim = trainers[0]
+        with torch.no_grad():
+            next(victim.model.parameters()).view(-1)[0] = math.nan
+        with caplog.at_level(logging.ERROR):
+            train_all(trainers, 4)
+        assert "rolled back to another peer's state" in caplog.text
+        assert victim.statistics["rolled_back"] == 1
+        assert_alike(trainers)
+        assert all(parameter.isfinite().all() for parameter in parameters_of(victim.model))
+
+
+def test_local_updates_are_never_repaired() -> None:
+    with train_lab() as lab:
+        trainers = [Trainer(lab, number, use_local_updates=True) for number in range(2)]
+        train_all(trainers, 6)
+        assert [trainer.statistics.get("mended", 0) for trainer in trainers] == [0, 0]
+        assert not any(trainer.deviates for trainer in trainers)

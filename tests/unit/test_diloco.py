@@ -14,7 +14,7 @@ from potluck.optim.methods.delayed import DelayedNesterov
 from potluck.optim.methods.outer import Nesterov, OuterSGD
 from potluck.optim.methods.quantised import Quantised
 from potluck.optim.methods.sparseloco import SparseLoCo
-from potluck.round.codecs import CodecChoice
+from potluck.round.codecs import CodecChoice, CodecSpec
 
 EXACT = CodecChoice.everything("float32")
 FOUR_BITS = CodecChoice.everything("e3m0")
@@ -99,6 +99,16 @@ def test_relatives_learn_too(options: dict[str, Any]) -> None:
         assert quality_of(workers[0].model) < 0.7 * before
         for worker in workers:
             worker.optimizer.shutdown()
+
+
+def test_sparseloco_travels_in_its_own_codec() -> None:
+    with train_lab() as lab:
+        workers = [Worker(lab, number, outer=OuterSGD(0.8), transform=SparseLoCo(k=16)) for number in range(2)]
+        train_all(workers, 2)
+        for worker in workers:
+            result = worker.optimizer.driver.last_result
+            assert result is not None
+            assert [run.codec for run in result.commit.runs] == [CodecSpec(name="sparse2", keep=16)]
 
 
 def test_asynchronous_peers_never_wait_and_late_work_counts() -> None:

@@ -165,7 +165,7 @@ class DiLoCo:
             transform=transform,
             weighting=config.weighting,
         )
-        self.collaboration = join_collaboration(run, config)
+        self.collaboration = join_collaboration(run, config, self.method.transform.codec)
         states = source_of_states(run, self.collaboration, source)
         self.driver = Driver(run, self.method, self.collaboration, config.driver(), states)
         self._pace = Pace()

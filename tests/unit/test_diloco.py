@@ -76,12 +76,13 @@ def test_peers_hold_the_same_and_learn() -> None:
         {"num_fragments": 2, "inner_steps": 8},
         {"num_fragments": 2, "inner_steps": 8, "overlap_steps": 2, "mixing": 0.5},
         {"overlap_steps": 1, "mixing": 0.25},
+        {"overlap_steps": 2, "keep_overlap_work": True},
         {"codecs": FOUR_BITS, "transform": lambda: Quantised(FOUR_BITS)},
         {"outer": lambda: OuterSGD(0.8), "transform": lambda: SparseLoCo(k=16)},
         {"weighting": "tokens", "min_peers": 2},
         {"steps_by_speed": True},
     ],
-    ids=["fragments", "streaming", "overlap", "4 bits", "sparseloco", "decoupled", "dylu"],
+    ids=["fragments", "streaming", "overlap", "kept overlap", "4 bits", "sparseloco", "decoupled", "dylu"],
 )
 def test_relatives_learn_too(options: dict[str, Any]) -> None:
     with train_lab() as lab:

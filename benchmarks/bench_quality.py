@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from harness import parser, report, say
 from potluck.optim.localupdates import LocalUpdates
 from potluck.optim.method import Method, Offer
@@ -83,7 +84,7 @@ def sharing(
 def ways() -> dict[str, Way]:
     """All that are compared. Learning rates are the best of a few tried for each kind, not for each way."""
     inner = 1e-2
-    sparse = dict(outer=lambda: OuterSGD(0.7), transform=SparseLoCo)
+    sparse = {"outer": lambda: OuterSGD(0.7), "transform": SparseLoCo}
     return {
         "sync": Way(method=large_batch(), lr=inner),
         "sync_float16": Way(method=large_batch(), lr=inner, codecs=CodecChoice()),

@@ -1,4 +1,4 @@
-"""Seconds to a fixed loss: four peers on lines of 100 Mbit/s and 50 ms, Potluck in four ways against hivemind.Optimizer.
+"""Seconds to a fixed loss: four peers on lines of 100 Mbit/s and 50 ms, Potluck against hivemind.Optimizer.
 
     scripts/bench train [--json] [--only sync,hivemind] [--steps 96]
 

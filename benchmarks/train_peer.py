@@ -6,8 +6,9 @@ import logging
 import sys
 from typing import Any
 
-import potluck
 import torch
+
+import potluck
 from potluck.optim.methods.outer import Nesterov, OuterSGD
 from potluck.optim.methods.sparseloco import SparseLoCo
 from potluck.peer.identity import Identity
@@ -26,9 +27,9 @@ def make_optimizer(run: Any, task: Task, model: ToyLM) -> Any:
         return torch.optim.AdamW(parameters, lr=task.lr)
 
     local = torch.optim.AdamW(model.named_parameters(), lr=task.local_lr)
-    lazy = dict(inner_steps=task.options.get("inner_steps", 20), overlap_steps=task.options.get("overlap_steps", 0))
+    lazy = {"inner_steps": task.options.get("inner_steps", 20), "overlap_steps": task.options.get("overlap_steps", 0)}
     lazy["keep_overlap_work"] = bool(lazy["overlap_steps"])
-    large = dict(target_batch_size=task.target_batch_size, params=list(model.named_parameters()), num_threads=1)
+    large = {"target_batch_size": task.target_batch_size, "params": list(model.named_parameters()), "num_threads": 1}
     match task.kind:
         case "sync":
             return potluck.Optimizer(run, shared, **large)

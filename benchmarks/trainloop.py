@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from toylm import Corpus, ToyLM, loss_of, make_model
 
 EVALUATED = 128

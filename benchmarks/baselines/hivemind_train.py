@@ -42,7 +42,7 @@ def main() -> None:
     task = Task.read()
     torch.set_num_threads(1)
     model = task.model()
-    group = dict(target_group_size=task.num_peers, request_timeout=1.0)
+    group = {"target_group_size": task.num_peers, "request_timeout": 1.0}
     optimizer = Optimizer(
         dht=dht,
         run_id="bench",

@@ -10,7 +10,7 @@ Mixing at α = 0 throws the work of those τ steps away, and at α > 0 keeps som
 been. With `keeps_overlap` it is put on top of the result instead, as late work is: θ_local ← θ_global + (θ_local − what
 θ_local was when the synchronisation began).
 
-Fragments lower the peak of traffic by P, not its sum. Fragments are made of whole layers, and strided: neighbours fall into
+Fragments lower the peak of traffic by P, not its sum. They are made of whole layers, and strided: neighbours fall into
 different fragments, so that each of them has a bit of the whole depth of the model.
 """
 

@@ -172,7 +172,8 @@ def choose(values: Tensor, keep: int) -> Positions:
     wanted = blocks != 0
     if int(wanted.sum(dim=1).max()) > keep:
         sizes = blocks.abs()
-        least = sizes.topk(keep, dim=1).values[:, -1:]  # zero where there are not so many
+        # numpy's partition is five times faster than torch's topk. Zero where there are not so many.
+        least = torch.from_numpy(np.partition(sizes.numpy(), BLOCK - keep, axis=1)[:, BLOCK - keep : BLOCK - keep + 1])
         wanted &= sizes >= least
         for row in torch.nonzero(wanted.sum(dim=1) > keep).flatten().tolist():  # rare: equal to the last one
             larger = sizes[row] > least[row]
@@ -191,38 +192,47 @@ def into_bins(values: Tensor, positions: Positions, blocks: int, keep: int) -> t
     used = torch.zeros(blocks, keep, dtype=torch.bool)
     rows[block, rank] = values.double()
     used[block, rank] = True
-    codes = _bins_of(rows, used, counts)
     tables = torch.zeros(blocks, NUM_BINS, dtype=torch.float64)
-    for code in range(NUM_BINS):
-        inside = used & (codes == code)
-        tables[:, code] = row_sums(rows * inside) / inside.sum(dim=1).clamp_(min=1)
-    few, few_tables, few_codes = _of_few_kinds(rows, used)
-    tables[few], codes[few] = few_tables[few], few_codes[few]
+    codes = torch.zeros(blocks, keep, dtype=torch.int64)
+    as_they_are = _of_few_kinds(rows, used, tables, codes)
+    others = torch.nonzero(~as_they_are).flatten()
+    if len(others):
+        tables[others], codes[others] = _around_the_mean(rows[others], used[others])
     return tables.to(torch.bfloat16), codes[block, rank]
 
 
-def _bins_of(rows: Tensor, used: Tensor, counts: Tensor) -> Tensor:
-    """Four bins around each row's mean."""
+def _around_the_mean(rows: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+    """Four bins around each row's mean, and the means of what falls into them."""
+    counts = used.sum(dim=1)
     mean = (row_sums(rows) / counts.clamp(min=1)).unsqueeze(1)
     centred = (rows - mean) * used
     sigma = (row_sums(centred * centred) / (counts - 1).clamp(min=1)).sqrt().unsqueeze(1)
     width = RANGE_IN_SIGMAS * sigma / NUM_BINS
     bins = torch.where(width > 0, centred / width, 0.0) + NUM_BINS / 2
-    return bins.floor_().clamp_(0, NUM_BINS - 1).long()
+    codes = bins.floor_().clamp_(0, NUM_BINS - 1).long()
+    means = []
+    for code in range(NUM_BINS):
+        inside = used & (codes == code)
+        means.append(row_sums(rows * inside) / inside.sum(dim=1).clamp_(min=1))
+    return torch.stack(means, dim=1), codes
 
 
-def _of_few_kinds(rows: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Which rows are made of at most four values that fit into the table as they are; their tables, and codes."""
-    filled = torch.where(used, rows, rows[:, :1])  # the first is always used, where any is
+def _of_few_kinds(rows: Tensor, used: Tensor, tables: Tensor, codes: Tensor) -> Tensor:
+    """Which rows are made of at most four values that fit into a table as they are; fills in their tables and codes."""
+    few = (rows == rows.to(torch.bfloat16).double()).all(dim=1)  # by far most have one that does not fit
+    candidates = torch.nonzero(few).flatten()
+    if not len(candidates):
+        return few
+    filled = torch.where(used[candidates], rows[candidates], rows[candidates, :1])  # the first is used, where any is
     ordered = filled.sort(dim=1).values
     is_new = ordered[:, 1:] != ordered[:, :-1]
-    few = is_new.sum(dim=1) < NUM_BINS
-    few &= (filled == filled.to(torch.bfloat16).double()).all(dim=1)
+    few[candidates] = is_new.sum(dim=1) < NUM_BINS
     kind = torch.nn.functional.pad(is_new.cumsum(dim=1), (1, 0)).clamp_(max=NUM_BINS - 1)
-    tables = torch.full((len(rows), NUM_BINS), torch.inf, dtype=torch.float64).scatter_(1, kind, ordered)
-    codes = sum((filled >= tables[:, code : code + 1]).long() for code in range(1, NUM_BINS))
-    assert isinstance(codes, Tensor)
-    return few, tables.nan_to_num_(posinf=0.0), codes
+    kinds = torch.full((len(candidates), NUM_BINS), torch.inf, dtype=torch.float64).scatter_(1, kind, ordered)
+    for code in range(1, NUM_BINS):
+        codes[candidates] += filled >= kinds[:, code : code + 1]
+    tables[candidates] = kinds.nan_to_num_(posinf=0.0)
+    return few
 
 
 def _as_blocks(values: Tensor) -> Tensor:

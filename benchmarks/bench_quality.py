@@ -13,7 +13,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,45 +83,51 @@ def sharing(
 
 def ways() -> dict[str, Way]:
     """All that are compared. Learning rates are the best of a few tried for each kind, not for each way."""
-    inner = 1e-2
+    shared, local = 1e-2, 5e-3  # large batches; steps on a peer's own batch
+
+    def calm() -> Nesterov:  # of few outer steps, momentum makes swings
+        return Nesterov(0.7, 0.5)
+
     sparse = {"outer": lambda: OuterSGD(0.7), "transform": SparseLoCo}
     return {
-        "sync": Way(method=large_batch(), lr=inner),
-        "sync_float16": Way(method=large_batch(), lr=inner, codecs=CodecChoice()),
-        "sync_8_bits": Way(method=large_batch(), lr=inner, codecs=CodecChoice.everything("blockwise8")),
-        "powersgd": Way(method=lambda state: TargetBatch(state, transform=PowerSGD(4)), lr=inner),
+        "sync": Way(method=large_batch(), lr=shared),
+        "sync_float16": Way(method=large_batch(), lr=shared, codecs=CodecChoice()),
+        "sync_8_bits": Way(method=large_batch(), lr=shared, codecs=CodecChoice.everything("blockwise8")),
+        "powersgd": Way(method=lambda state: TargetBatch(state, transform=PowerSGD(4)), lr=shared),
         "demo": Way(
             method=lambda state: TargetBatch(state, transform=Demo(lr=1.0)),
             lr=2e-3,
             inner=torch.optim.SGD,
         ),
-        "local_updates": Way(method=LocalUpdates, lr=inner, steps_per_round=10),
-        "diloco_20": Way(method=sharing(20), lr=inner, steps_per_round=20),
-        "diloco_50": Way(method=sharing(50), lr=inner, steps_per_round=50),
-        "diloco_20_float16": Way(method=sharing(20), lr=inner, steps_per_round=20, codecs=CodecChoice()),
-        "diloco_20_half_dropped": Way(method=sharing(20), lr=inner, steps_per_round=20, dropped=0.5),
+        "local_updates": Way(method=LocalUpdates, lr=local, steps_per_round=10),
+        "diloco_20": Way(method=sharing(20), lr=local, steps_per_round=20),
+        "diloco_50": Way(method=sharing(50), lr=local, steps_per_round=50),
+        "diloco_20_calm": Way(method=sharing(20, outer=calm), lr=local, steps_per_round=20),
+        "diloco_50_calm": Way(method=sharing(50, outer=calm), lr=local, steps_per_round=50),
+        "diloco_20_float16": Way(method=sharing(20), lr=local, steps_per_round=20, codecs=CodecChoice()),
+        "diloco_20_half_dropped": Way(method=sharing(20), lr=local, steps_per_round=20, dropped=0.5),
         "diloco_20_4_bits": Way(
-            method=sharing(20, transform=lambda: Quantised(FOUR_BITS)), lr=inner, steps_per_round=20, codecs=FOUR_BITS
+            method=sharing(20, transform=lambda: Quantised(FOUR_BITS)), lr=local, steps_per_round=20, codecs=FOUR_BITS
         ),
         "streaming_20": Way(
             method=sharing(20, num_fragments=2, overlap_steps=3, mixing=0.5, outer=lambda: Nesterov(0.4)),
-            lr=inner,
+            lr=local,
             steps_per_round=10,
             overlap_steps=3,
         ),
         "asynchronous_20": Way(
             method=sharing(20, outer=lambda: DelayedNesterov(delay=NUM_PEERS)),
-            lr=inner,
+            lr=local,
             steps_per_round=20,
             one_by_one=True,
         ),
-        "sparseloco_20": Way(method=sharing(20, **sparse), lr=inner, steps_per_round=20),
+        "sparseloco_20": Way(method=sharing(20, **sparse), lr=local, steps_per_round=20),
         "sparseloco_20_wider": Way(
             method=sharing(20, outer=lambda: OuterSGD(0.7), transform=lambda: SparseLoCo(k=512)),
-            lr=inner,
+            lr=local,
             steps_per_round=20,
         ),
-        "sparseloco_5": Way(method=sharing(5, **sparse), lr=inner, steps_per_round=5),
+        "sparseloco_5": Way(method=sharing(5, **sparse), lr=local, steps_per_round=5),
     }
 
 
@@ -221,13 +227,13 @@ class Peers:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--only", default="", help="some ways, with commas; sync is always among them")
+    options.add_argument("--only", default="", help="some ways, with commas")
     options.add_argument("--seeds", type=int, default=2, help="how often each way is taken, with other batches")
     options.add_argument("--lr", type=float, help="another learning rate, for all")
     arguments = options.parse_args()
     torch.set_num_threads(1)
     texts = Corpus(corpus(2_000_000), LENGTH)
-    chosen = {"sync", *filter(None, arguments.only.split(","))} if arguments.only else ways().keys()
+    chosen = set(arguments.only.split(",")) if arguments.only else ways().keys()
     figures: dict[str, Any] = {
         "parameters": sum(parameter.numel() for parameter in make_model(WIDTH, NUM_LAYERS, LENGTH).parameters()),
         "samples": NUM_STEPS * NUM_PEERS * BATCH_SIZE,
@@ -236,11 +242,14 @@ def main() -> None:
         losses = []
         for seed in range(arguments.seeds):
             way = ways()[name]
+            if arguments.lr is not None:
+                way = replace(way, lr=arguments.lr)
             peers = Peers(way, seed)
             peers.train(texts)
             losses.append(peers.loss(texts))
         figures[f"{name}_loss"] = statistics.mean(losses)
-        figures[f"{name}_worse_percent"] = 100 * (figures[f"{name}_loss"] / figures["sync_loss"] - 1)
+        base = figures.get("sync_loss", math.nan)
+        figures[f"{name}_worse_percent"] = 100 * (figures[f"{name}_loss"] / base - 1)
         figures[f"{name}_bytes_per_step"] = (peers.sent_bytes + peers.received_bytes) / NUM_STEPS
         spread = (max(losses) - min(losses)) if len(losses) > 1 else math.nan
         say(

@@ -40,16 +40,17 @@ TASK: dict[str, Any] = {
     "steps_per_epoch": 4,
     "step_seconds": 0.3,
     "lr": 3e-3,
+    "warm_up_epochs": 10,
     "local_lr": 1e-3,
     "kept_every": 4,
 }
-TARGET_LOSS = 3.05
+TARGET_LOSS = 3.1
 OPTIONS: dict[str, dict[str, Any]] = {
     "sync": {},
-    "delays": {},
-    "diloco": {"inner_steps": 16, "overlap_steps": 12, "outer_lr": 0.7, "outer_momentum": 0.5},
-    "sparseloco": {"inner_steps": 8, "overlap_steps": 7, "outer_lr": 0.7, "k": 256},
     "hivemind": {"matchmaking_seconds": 3.0, "averaging_timeout_seconds": 30.0, "average_state_every": 20},
+    "diloco": {"inner_steps": 16, "overlap_steps": 12, "outer_lr": 0.7, "outer_momentum": 0.5},
+    "sparseloco": {"inner_steps": 12, "overlap_steps": 11, "outer_lr": 0.7, "k": 256},
+    "delays": {},
 }
 
 

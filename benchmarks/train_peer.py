@@ -29,7 +29,12 @@ def make_optimizer(run: Any, task: Task, model: ToyLM) -> Any:
     local = torch.optim.AdamW(model.named_parameters(), lr=task.local_lr)
     lazy = {"inner_steps": task.options.get("inner_steps", 20), "overlap_steps": task.options.get("overlap_steps", 0)}
     lazy["keep_overlap_work"] = bool(lazy["overlap_steps"])
-    large = {"target_batch_size": task.target_batch_size, "params": list(model.named_parameters()), "num_threads": 1}
+    large = {
+        "target_batch_size": task.target_batch_size,
+        "params": list(model.named_parameters()),
+        "scheduler": task.scheduler,
+        "num_threads": 1,
+    }
     match task.kind:
         case "sync":
             return potluck.Optimizer(run, shared, **large)

@@ -49,6 +49,8 @@ class Task:
     """Where each peer takes its own steps."""
     kept_every: int
     """After so many steps the first peer keeps its parameters, to be looked at in the end."""
+    warm_up_epochs: int
+    """Where batches are shared, the learning rate grows to its full size in so many."""
     options: dict[str, Any]
     """Of the contender's own."""
 
@@ -59,6 +61,10 @@ class Task:
     @property
     def target_batch_size(self) -> int:
         return self.batch_size * self.steps_per_epoch * self.num_peers
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        """For shared batches; it counts epochs."""
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: min(1.0, (epoch + 1) / self.warm_up_epochs))
 
     def model(self) -> ToyLM:
         return make_model(self.width, self.num_layers, self.length)

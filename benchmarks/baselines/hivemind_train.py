@@ -50,6 +50,7 @@ def main() -> None:
         batch_size_per_step=task.batch_size,
         params=list(model.parameters()),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=task.lr),
+        scheduler=task.scheduler,
         offload_optimizer=False,
         grad_compression=Float16Compression(),
         state_averaging_compression=Float16Compression(),

@@ -17,6 +17,7 @@ import torch
 
 from potluck.round.chunks import ChunkGrid, Run
 from potluck.round.codecs import CODEC_NAMES, CodecSpec, codec_for
+from potluck.round.codecs.base import Varying
 
 PEERS = 4
 
@@ -41,7 +42,10 @@ def measure(name: str, values: torch.Tensor) -> dict[str, float]:
 
     def encode() -> None:
         for chunk, frame in zip(grid.chunks, frames, strict=True):
-            codec.encode_into(values[chunk.start : chunk.stop], frame)
+            if isinstance(codec, Varying):
+                codec.encode(values[chunk.start : chunk.stop])
+            else:
+                codec.encode_into(values[chunk.start : chunk.stop], frame)
 
     def decode() -> None:
         for chunk, frame in zip(grid.chunks, frames, strict=True):

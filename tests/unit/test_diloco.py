@@ -14,7 +14,7 @@ from potluck.optim.methods.delayed import DelayedNesterov
 from potluck.optim.methods.outer import Nesterov, OuterSGD
 from potluck.optim.methods.quantised import Quantised
 from potluck.optim.methods.sparseloco import SparseLoCo
-from potluck.round.codecs import CodecChoice
+from potluck.round.codecs import CodecChoice, CodecSpec
 
 EXACT = CodecChoice.everything("float32")
 FOUR_BITS = CodecChoice.everything("e3m0")
@@ -120,12 +120,13 @@ def test_peers_hold_the_same_and_learn() -> None:
         {"num_fragments": 2, "inner_steps": 8},
         {"num_fragments": 2, "inner_steps": 8, "overlap_steps": 2, "mixing": 0.5},
         {"overlap_steps": 1, "mixing": 0.25},
+        {"overlap_steps": 2, "keep_overlap_work": True},
         {"codecs": FOUR_BITS, "transform": lambda: Quantised(FOUR_BITS)},
         {"outer": lambda: OuterSGD(0.8), "transform": lambda: SparseLoCo(k=16)},
         {"weighting": "tokens", "min_peers": 2},
         {"steps_by_speed": True},
     ],
-    ids=["fragments", "streaming", "overlap", "4 bits", "sparseloco", "decoupled", "dylu"],
+    ids=["fragments", "streaming", "overlap", "kept overlap", "4 bits", "sparseloco", "decoupled", "dylu"],
 )
 def test_relatives_learn_too(options: dict[str, Any]) -> None:
     with train_lab() as lab:
@@ -143,6 +144,16 @@ def test_relatives_learn_too(options: dict[str, Any]) -> None:
         assert quality_of(workers[0].model) < 0.7 * before
         for worker in workers:
             worker.optimizer.shutdown()
+
+
+def test_sparseloco_travels_in_its_own_codec() -> None:
+    with train_lab() as lab:
+        workers = [Worker(lab, number, outer=OuterSGD(0.8), transform=SparseLoCo(k=16)) for number in range(2)]
+        train_all(workers, 2)
+        for worker in workers:
+            result = worker.optimizer.driver.last_result
+            assert result is not None
+            assert [run.codec for run in result.commit.runs] == [CodecSpec(name="sparse2", keep=16)]
 
 
 def test_asynchronous_peers_never_wait_and_late_work_counts() -> None:

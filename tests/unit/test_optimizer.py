@@ -26,10 +26,11 @@ from trainlab import (
 )
 
 from potluck.errors import ConfigurationError, FatalError, PotluckError
+from potluck.optim.methods.decoupled import Demo
 from potluck.optim.methods.powersgd import PowerSGD
 from potluck.optim.optimizer import Optimizer
 from potluck.optim.options import OptimizerConfig
-from potluck.round.codecs import CodecChoice
+from potluck.round.codecs import CodecChoice, CodecSpec
 from potluck.testing.polling import poll_until
 
 EXACT = CodecChoice.everything("float32")
@@ -620,3 +621,27 @@ def test_trainers_come_and_go_and_whoever_is_there_holds_the_same() -> None:
         for epoch, seen in digests.items():
             assert len(seen) == 1, f"{len(seen)} different states of epoch {epoch}"
         assert quality_of(anchor.model) < quality_of(make_model())
+
+
+def test_demo_travels_as_its_strongest_frequencies() -> None:
+    """Its learning rate is that of the step; gradients never travel as a whole."""
+    with train_lab() as lab:
+        trainers = [
+            Trainer(
+                lab,
+                number,
+                lambda p: torch.optim.SGD(p, lr=0.02),
+                target_batch_size=32,
+                transform=Demo(lr=1.0, decay=0.9, k=16),
+            )
+            for number in range(2)
+        ]
+        before = quality_of(trainers[0].model)
+        train_all(trainers, 30)
+        for trainer in trainers:
+            result = trainer.optimizer.driver.last_result
+            assert result is not None
+            assert [run.codec for run in result.commit.runs] == [CodecSpec(name="sparse16", keep=16)]
+        for one, other in zip(trainers[0].model.parameters(), trainers[1].model.parameters(), strict=True):
+            assert torch.equal(one, other)
+        assert quality_of(trainers[0].model) < 0.7 * before

@@ -189,6 +189,7 @@ def ready(**since: float) -> list[ReadySender]:
 def test_the_grace_window_follows_the_lateness() -> None:
     grace = AdaptiveGrace(least_seconds=0.5, most_seconds=20.0)
     assert grace.seconds == 5.0
+    grace.rounds_are_apart(1.0)
     for _ in range(20):
         grace.observe([0.1, 2.0])
     assert grace.seconds == pytest.approx(2.5)
@@ -206,6 +207,8 @@ def test_a_quorum_waits_as_long_as_it_has_paid_off() -> None:
     assert trigger.due_at(ready(a=1.0, b=2.0), everybody) == 4.0
     assert trigger.due_at(ready(a=1.0, b=2.0, c=3.0), everybody) == -float("inf")
     assert trigger.due_at([], everybody) is None  # the round began; c was one second late
+    assert trigger.due_at(ready(a=3.0, b=4.0), everybody) == 6.0  # one round says nothing yet
+    assert trigger.due_at([], everybody) is None
     assert trigger.grace.seconds == pytest.approx(1.25)
     assert trigger.due_at(ready(a=10.0, b=11.0), everybody) == pytest.approx(12.25)
 
@@ -214,3 +217,14 @@ def test_weights_by_tokens() -> None:
     assert token_weight(1000, 10) == 100_000
     assert token_weight(1000, 20) == 50_000
     assert token_weight(0, 0) == 0
+
+
+def test_the_window_is_a_share_of_the_time_between_rounds_however_punctual_all_are() -> None:
+    trigger = AdaptiveQuorum(grace=AdaptiveGrace(least_seconds=0.5, most_seconds=30.0))
+    trainers = frozenset("abc")
+    for number in range(6):
+        began = 40.0 * number
+        trigger.due_at([ReadySender(peer=peer, weight=1.0, since=began) for peer in "abc"], trainers)
+    assert trigger.grace.seconds == pytest.approx(10.0)
+    due_at = trigger.due_at([ReadySender(peer="a", weight=1.0, since=240.0)], trainers)
+    assert due_at == pytest.approx(250.0)

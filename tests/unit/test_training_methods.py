@@ -279,6 +279,32 @@ def test_one_fragment_without_overlap_and_mixing_is_diloco() -> None:
     assert_equal(workers[0].model, workers[1].model)
 
 
+def test_work_done_during_an_exchange_is_put_on_top_of_its_result() -> None:
+    """Plain averaging among equals: nothing is lost, and nothing counts twice."""
+    schedule = {"inner_steps": 4, "overlap_steps": 2, "keeps_overlap": True}
+    worker, undisturbed = Worker(outer_loop(OuterSGD(1.0), **schedule), sgd), Worker(outer_loop(OuterSGD(1.0)), sgd)
+    for epoch in range(1, 6):
+        for step in range(2):
+            for each in (worker, undisturbed):
+                each.inner_step(10 * epoch + step)
+        offer = worker.method.offer(epoch)
+        for step in range(2, 4):
+            for each in (worker, undisturbed):
+                each.inner_step(10 * epoch + step)
+        before = parameters_of(worker.model)
+        worker.method.accept(offer, epoch=epoch, alone=True)
+        worker.method.land()
+        for got, wanted in zip(parameters_of(worker.model), before, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+        assert not torch.equal(worker.method.shared["0.weight"], parameters_of(worker.model)[0])
+    assert_close(worker.model, undisturbed.model, 1e-5)
+
+
+def test_overlapping_work_is_either_kept_or_mixed() -> None:
+    with pytest.raises(ConfigurationError, match="mixing"):
+        Schedule(inner_steps=4, overlap_steps=2, keeps_overlap=True, mixing=0.5)
+
+
 def test_full_mixing_leaves_local_weights_unchanged() -> None:
     workers = [Worker(outer_loop(Nesterov(), inner_steps=2, mixing=1.0)) for _ in range(2)]
     for number, worker in enumerate(workers):

@@ -43,6 +43,7 @@ class GradientAccumulator:
         self._unit = 1  # samples that count as 1 in the sums
         self._units = 0.0  # how many of them there are
 
+    @torch.no_grad()
     def add(self, batch_size: int) -> bool:
         """Take in the gradients of one batch; False when they are not finite, and then nothing of them counts."""
         if batch_size < 1:
@@ -128,25 +129,29 @@ class GradientAccumulator:
     def _gradients(self) -> dict[str, Tensor]:
         found = {}
         for name, parameter in self._parameters.items():
-            if parameter.grad is None:
+            gradient = parameter.grad
+            if gradient is None:
                 continue
-            if parameter.grad.is_sparse:
+            if gradient.is_sparse:
                 raise ConfigurationError(
                     f"parameter {name!r} has a sparse gradient, which cannot be averaged: use a dense embedding"
                 )
-            found[name] = parameter.grad.detach()
+            found[name] = gradient.detach() if gradient.requires_grad else gradient
         return found
 
     def _add(self, gradients: Mapping[str, Tensor], batch_size: int) -> None:
         if not self.samples:
             self._unit = batch_size
         ratio = batch_size / self._unit
+        # Between rounds this is all that a step does: whole lists at a time, and little for each parameter.
         known = [name for name in gradients if name in self._sums]
         if known:
             torch._foreach_add_([self._sums[name] for name in known], [gradients[name] for name in known], alpha=ratio)
-        for name in gradients.keys() - self._sums.keys():
-            first = gradients[name].to(_sum_dtype(gradients[name]))  # the tensor itself, where it is float32
-            self._sums[name] = first if ratio == 1.0 else first * ratio
+        if len(known) < len(gradients):
+            for name, gradient in gradients.items():
+                if name not in self._sums:
+                    first = gradient.to(_sum_dtype(gradient))  # the tensor itself, where it is float32
+                    self._sums[name] = first if ratio == 1.0 else first * ratio
         for name in gradients:
             self._parameters[name].grad = None
         self._units += ratio

@@ -14,7 +14,7 @@ from potluck.optim.parameters import RolesByPrefix
 from potluck.optim.progress.keeper import ProgressKeeper
 from potluck.optim.progress.tracker import RunProgress
 from potluck.round.averager import Averager, AveragerConfig, RoundPeer
-from potluck.round.codecs import CodecChoice
+from potluck.round.codecs import CodecChoice, CodecSpec
 from potluck.round.coordinator import CoordinatorConfig
 from potluck.round.outcome import RoundResult
 from potluck.round.plan import Commit
@@ -104,15 +104,15 @@ class Collaboration:
         self.progress.committed()
 
 
-def join_collaboration(run: Joined, config: CollaborationConfig) -> Collaboration:
-    """Start averaging and progress on the run's loop; they end with the run."""
+def join_collaboration(run: Joined, config: CollaborationConfig, codec: CodecSpec | None = None) -> Collaboration:
+    """Start averaging and progress on the run's loop; they end with the run. `codec` is for gradients, if not None."""
     run.claim("an optimizer")
 
     async def start() -> Collaboration:
         collaboration = Collaboration(
             run.peer,
             target=config.target_batch_size,
-            codecs=config.codecs,
+            codecs=config.codecs if codec is None else config.codecs.with_gradients_in(codec),
             coordinator=config.coordinator(),
             num_threads=config.num_threads,
         )

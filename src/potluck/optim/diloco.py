@@ -8,7 +8,7 @@
 
 Relatives are options of the same loop (outerloop.py):
 
-    streaming        num_fragments, overlap_steps, mixing
+    streaming        num_fragments, overlap_steps, mixing or keep_overlap_work
     quantised        codecs=CodecChoice.everything("e3m0"), transform=Quantised(…)
     SparseLoCo       transform=SparseLoCo(), outer=OuterSGD(0.4), inner_steps=30
     asynchronous     asynchronous=True, outer=DelayedNesterov(delay=number of peers)
@@ -69,6 +69,9 @@ class DiLoCoConfig:
     mixing: float = 0.0
     """*run* How much of the local values stays when the result comes."""
 
+    keep_overlap_work: bool = False
+    """*run* Put the steps of an overlap on top of the result, rather than mix them with it."""
+
     asynchronous: bool = False
     """*run* Nobody waits for anybody: each peer's change is an epoch of its own."""
 
@@ -128,6 +131,7 @@ class DiLoCoConfig:
             num_fragments=self.num_fragments,
             overlap_steps=self.overlap_steps,
             mixing=self.mixing,
+            keeps_overlap=self.keep_overlap_work,
         )
 
     def driver(self) -> DriverConfig:
@@ -174,7 +178,7 @@ class DiLoCo:
             transform=transform,
             weighting=config.weighting,
         )
-        self.collaboration = join_collaboration(run, config)
+        self.collaboration = join_collaboration(run, config, self.method.transform.codec)
         states = source_of_states(run, self.collaboration, source, config.state)
         self.driver = Driver(run, self.method, self.collaboration, config.driver(), states)
         self._unscaler = Unscaler(self.method.state.model.values(), cast(torch.optim.Optimizer, self))

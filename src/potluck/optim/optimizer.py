@@ -79,7 +79,7 @@ class Optimizer(torch.optim.Optimizer):
             inner, scheduler=scheduler, extra_tensors=extra_tensors, offload=config.offload_optimizer
         )
         self.method = self._make_method(transform)
-        self.collaboration = join_collaboration(run, config)
+        self.collaboration = join_collaboration(run, config, transform.codec if transform is not None else None)
         states = source_of_states(run, self.collaboration, source, config.state)
         self.driver = Driver(run, self.method, self.collaboration, config.driver(), states)
         self._unscaler = Unscaler(self.state_of_model.model.values(), self)

@@ -56,6 +56,7 @@ class OuterLoop(Method):
         self._weighting: Weighting = weighting
         self._shared = {name: _float32(parameter) for name, parameter in state.parameters.items()}
         self._fresh: set[str] = set()  # parameters whose shared values have not been brought into the model
+        self._offered: dict[str, Tensor] = {}  # parameters as they were offered, where overlapping work is kept
 
     @property
     def shared(self) -> Mapping[str, Tensor]:
@@ -83,6 +84,8 @@ class OuterLoop(Method):
         """How far this peer got in the fragment whose turn it is."""
         names = self.fragments[self.schedule.fragment_of_epoch(epoch)]
         change = {name: self._shared[name] - self.state.parameters[name].float() for name in names}
+        if self.schedule.keeps_overlap:
+            self._offered = {name: _float32(self.state.parameters[name]) for name in names}
         tensors = prefixed(GRADIENT, self.transform.encode(change))
         tensors |= {name: tensor.detach().clone() for name, tensor in prefixed(EXTRA, self.state.extra).items()}
         offer = Offer(tensors, self._weight(), (self.samples, self.steps))
@@ -113,13 +116,25 @@ class OuterLoop(Method):
 
     def land(self) -> None:
         """Mix what is new into this peer's parameters."""
+        self._keep_overlap()
         mix(self.state.parameters, self._shared, sorted(self._fresh), self.schedule.mixing)
         self._fresh = set()
         self.state.land()
 
+    @torch.no_grad()
+    def _keep_overlap(self) -> None:
+        """Put what was done since the offer on top of what came of it."""
+        for name in self._fresh & self._offered.keys():
+            parameter = self.state.parameters[name]
+            done_since = parameter.float().sub(self._offered[name])
+            parameter.copy_(done_since.add_(self._shared[name]))
+        self._fresh -= self._offered.keys()
+        self._offered = {}
+
     def withdraw(self, offer: Offer) -> None:
         """The change is still there, and counts again."""
         self.transform.abandon()
+        self._offered = {}
         samples, steps = offer.detail
         self.samples += samples
         self.steps += steps
@@ -167,7 +182,7 @@ class OuterLoop(Method):
         self.outer.load_numbers(metadata.get("outer", {}))
         self.transform.load_shared(without_prefix(TRANSFORM, tensors), metadata.get("transform", {}))
         self.state.load_numbers(metadata)
-        self._fresh = set()
+        self._fresh, self._offered = set(), {}
         self.state.land()
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ the same for all. They are the optimizer's own (`param_names`, when it was made 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -74,15 +75,17 @@ def named_parameters(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]] |
     return found
 
 
+@torch.no_grad()
 def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether there is no NaN and no infinity in any of them."""
-    floating = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-    if not floating:
-        return True
-    # Lengths are ten times cheaper than a look at each value, and finite only if all values are. They may overflow
-    # where no value does: then each value is looked at.
-    lengths = torch._foreach_norm(floating, 2)
-    device = lengths[0].device
-    if torch.stack([length.to(device, torch.float32) for length in lengths]).isfinite().all():
-        return True
-    return all(bool(tensor.isfinite().all()) for tensor in floating)
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel():
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    # Lengths are ten times cheaper than a look at each value, and finite only if all values are; so is their sum. They
+    # may overflow where no value does: then each value is looked at.
+    return all(
+        math.isfinite(torch.stack(torch._foreach_norm(alike, 2)).sum().item())
+        or all(bool(tensor.isfinite().all()) for tensor in alike)
+        for alike in by_kind.values()
+    )

@@ -62,8 +62,13 @@ class Chunk:
 
     @property
     def encoded_bytes(self) -> int:
-        """The size of its frame."""
+        """The size of a contribution's frame; where sizes vary, the largest."""
         return self.codec.encoded_bytes(self.elements)
+
+    @property
+    def reply(self) -> Codec:
+        """How its average is encoded."""
+        return self.codec.reply
 
 
 class ChunkGrid:
@@ -109,6 +114,22 @@ def elements_per_chunk(codec: Codec, chunk_bytes: int) -> int:
 def encoded_bytes(runs: Sequence[Run]) -> int:
     """About how many bytes one peer's whole contribution has on the wire (headers that each chunk has left out)."""
     return sum(codec_for(run.codec).encoded_bytes(run.elements) for run in runs)
+
+
+def traffic_bytes(runs: Sequence[Run], num_senders: int) -> int:
+    """About how many bytes a whole contribution and the whole average of so many have, in the mean of both.
+
+    Where every member reduces as much as any other, each moves as many of the one as of the other (shares.py), so that
+    a round with different sizes takes as long as one where both are of this size.
+    """
+    replies = sum(codec_for(run.codec).reply_bytes(run.elements, num_senders) for run in runs)
+    return (encoded_bytes(runs) + replies) // 2
+
+
+def largest_reply_bytes(runs: Sequence[Run], chunk_bytes: int, num_senders: int) -> int:
+    """About the size of the largest average of a chunk."""
+    codecs = [codec_for(run.codec) for run in runs]
+    return max((codec.reply_bytes(elements_per_chunk(codec, chunk_bytes), num_senders) for codec in codecs), default=0)
 
 
 def fitting_chunk_bytes(runs: Sequence[Run], num_reducers: int, slowest_bytes_per_second: float) -> int:

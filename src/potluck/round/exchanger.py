@@ -20,6 +20,7 @@ from potluck.link.carrier import Buffer
 from potluck.link.links import Links
 from potluck.round.aggregators import aggregator_for
 from potluck.round.chunks import Chunk, ChunkGrid
+from potluck.round.codecs import Codec
 from potluck.round.exchange import Action, Complete, Discard, Exchange, Reduce, SendAverage, SendContribution
 from potluck.round.held import HeldAverages
 from potluck.round.lane import Lane, Letter, close_lanes
@@ -155,7 +156,7 @@ class Exchanger:
             return
         self._heard(frames)
         chunk = self.grid.chunks[number]
-        if not _fits(chunk, frames):
+        if not _fits(chunk.codec, chunk, frames):
             self._refuse(sender, f"its values of chunk {number} do not have {chunk.encoded_bytes} bytes")
             self._carry_out(self.exchange.contribution_refused(sender, number, generation))
             return
@@ -176,8 +177,9 @@ class Exchanger:
             return
         self._heard(frames)
         chunk = self.grid.chunks[number]
-        if not _fits(chunk, frames):
-            self._reject_average(sender, number, f"it does not have {chunk.encoded_bytes} bytes")
+        if not _fits(chunk.reply, chunk, frames):
+            expected = chunk.reply.encoded_bytes(chunk.elements)
+            self._reject_average(sender, number, f"it does not have {expected} bytes")
             return
         self._in_check.add((number, generation))
         self._unchecked.append(_Arrival(sender, chunk, generation, frames[0], seal))
@@ -371,5 +373,5 @@ class Exchanger:
             self._on_broken(error)
 
 
-def _fits(chunk: Chunk, frames: Sequence[Buffer]) -> bool:
-    return len(frames) == 1 and len(frames[0]) == chunk.encoded_bytes
+def _fits(codec: Codec, chunk: Chunk, frames: Sequence[Buffer]) -> bool:
+    return len(frames) == 1 and codec.fits(len(frames[0]), chunk.elements)

@@ -16,7 +16,7 @@ from potluck.errors import ConfigurationError, RetryableError
 from potluck.hub.presence import Presence
 from potluck.round.aggregators import AggregatorSpec, cap_weights
 from potluck.round.audit import AuditConfig
-from potluck.round.chunks import ChunkGrid, Run, encoded_bytes, fitting_chunk_bytes
+from potluck.round.chunks import ChunkGrid, Run, fitting_chunk_bytes, largest_reply_bytes, traffic_bytes
 from potluck.round.partition import Partition, PartitionConfig, partition, round_shares
 from potluck.round.plan import MAX_MEMBERS, MEAN, Part, Participant, Plan, Ready, RoundKey
 from potluck.round.shares import Member, known_speeds
@@ -177,7 +177,7 @@ class Gathering:
             plan=plan,
             predicted_seconds=predicted_seconds,
             is_measured=any(member.upload_bytes_per_second for member in members),
-            chunk_seconds=self._chunk_seconds(chunk_bytes, members, {part.reducer for part in parts}),
+            chunk_seconds=self._chunk_seconds(plan, members, {part.reducer for part in parts}),
         )
 
     def _members(self, candidates: list[Candidate]) -> list[Member]:
@@ -222,7 +222,8 @@ class Gathering:
 
     def _cut(self, members: list[Member], runs: tuple[Run, ...]) -> tuple[int, tuple[Part, ...], float]:
         """The size of a chunk, who reduces which, and how long it should take."""
-        shared = _shares(tuple(members), encoded_bytes(runs), self.config.partition)
+        num_senders = sum(1 for member in members if member.sends)
+        shared = _shares(tuple(members), traffic_bytes(runs, num_senders), self.config.partition)
         used = sum(1 for share in shared.shares if share > 0)
         chunk_bytes = fitting_chunk_bytes(runs, used, self._slowest_upload(members))
         grid = ChunkGrid(runs=runs, chunk_bytes=chunk_bytes)
@@ -234,12 +235,14 @@ class Gathering:
         )
         return chunk_bytes, parts, shared.predicted_seconds
 
-    def _chunk_seconds(self, chunk_bytes: int, members: list[Member], reducers: set[int]) -> float:
+    def _chunk_seconds(self, plan: Plan, members: list[Member], reducers: set[int]) -> float:
         """How long the busiest member takes to send one chunk to everybody it sends to."""
+        num_senders = sum(1 for member in members if member.sends)
+        frame_bytes = max(plan.chunk_bytes, largest_reply_bytes(plan.runs, plan.chunk_bytes, num_senders))
         speeds = [member.upload_bytes_per_second for member in members]
         uploads = known_speeds(speeds, self.config.partition.default_bytes_per_second)
         copies = [len(members) - 1 if index in reducers else len(reducers) for index in range(len(members))]
-        return max(chunk_bytes * num_copies / upload for num_copies, upload in zip(copies, uploads, strict=True))
+        return max(frame_bytes * num_copies / upload for num_copies, upload in zip(copies, uploads, strict=True))
 
     def _slowest_upload(self, members: list[Member]) -> float:
         speeds = [member.upload_bytes_per_second for member in members if member.sends]

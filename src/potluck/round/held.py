@@ -55,12 +55,12 @@ class HeldAverages:
         """Decode these chunks into the tensors."""
         for index in chunks:
             chunk = self.grid.chunks[index]
-            tensors.write_encoded(chunk.start, chunk.stop, EncodedChunk(chunk.codec, self.frame(index)))
+            tensors.write_encoded(chunk.start, chunk.stop, EncodedChunk(chunk.reply, self.frame(index)))
 
 
 def check_average(chunk: Chunk, frame: Buffer) -> bytes:
     """The hash of an average that arrived; ProtocolError or NotFiniteError where it could not be decoded."""
-    chunk.codec.check(frame, chunk.elements)
+    chunk.reply.check(frame, chunk.elements)
     return hash_of(frame)
 
 

@@ -15,6 +15,7 @@ from potluck.errors import NotFiniteError, PeerError
 from potluck.round.aggregators import Aggregator
 from potluck.round.chunks import Chunk
 from potluck.round.codecs import EncodedChunk
+from potluck.round.codecs.base import Varying
 from potluck.round.codecs.memory import Buffer, scratch
 from potluck.round.held import hash_of
 from potluck.round.layout import FlatTensors
@@ -61,11 +62,13 @@ def reduce_chunk(
         outcome = aggregator.aggregate(contributions, {peer: weights[peer] for peer in contributions}, average)
     except PeerError as error:
         return Reduced(refused={peer: str(error) for peer in contributions} | refused)
-    frame = chunk.codec.encode(average)
+    frame = chunk.reply.encode(average)
     return Reduced(frame=frame, frame_hash=hash_of(frame), refused=refused | dict(outcome.rejected))
 
 
 def _encode_in_scratch(chunk: Chunk, tensors: FlatTensors) -> Buffer:
+    if isinstance(chunk.codec, Varying):
+        return encode_values(chunk, tensors)  # much smaller than the values, and who knows by how much
     frame = scratch("own contribution", chunk.encoded_bytes, torch.uint8).numpy().data
     chunk.codec.encode_into(tensors.read(chunk.start, chunk.stop), frame)
     return frame

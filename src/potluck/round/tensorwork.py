@@ -136,7 +136,7 @@ class SealedWork(TensorWork):
 
     def check(self, chunk: Chunk, generation: int, reducer: str, frame: Buffer, seal: bytes) -> bytes:
         """The hash of an average whose seal is good."""
-        chunk.codec.check(frame, chunk.elements)
+        chunk.reply.check(frame, chunk.elements)
         frame_hash = sealed_hash(frame)
         self._notary.require_average(reducer, chunk.index, generation, frame_hash, seal)
         self.average_seals[chunk.index, generation] = seal

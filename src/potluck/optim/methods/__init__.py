@@ -9,6 +9,7 @@ Transforms: codecs with a memory, before and after the average.
     quantised.py   any of the round's codecs, down to 4 bits
     sparseloco.py  the largest values of each block in 2 bits
     decoupled.py   DeMo: the strongest frequencies of a decoupled momentum
+    blocks.py      tensors in blocks of 64 × 64, for both
     powersgd.py    low rank, one factor a round
 
 When and what:

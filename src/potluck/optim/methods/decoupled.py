@@ -4,7 +4,10 @@
     q = the k largest of the 2-D discrete cosine transform of δ, in chunks of 64;  δ ← δ − IDCT(q)
     θ ← θ − lr·sign(IDCT(mean q))
 
-The transform is linear, so the mean of what each peer sends, back in the domain of the parameters, is IDCT(mean q).
+What travels is q, in the round's codec `sparse16`: 32 of 4,096 frequencies, 164 times less than float32. Matrices are
+cut into tiles of 64 × 64, those at the edge filled up with zeros; everything else into rows of 64, which are
+transformed one by one, and of which 64 together keep their k strongest.
+
 `Demo.decode` returns the sign: used with plain SGD, its learning rate is that of the step.
 """
 
@@ -18,7 +21,9 @@ import torch
 from torch import Tensor
 
 from potluck.errors import ConfigurationError
-from potluck.optim.methods.transform import ErrorFeedback, Tensors
+from potluck.optim.methods.blocks import BLOCK, SIDE, from_blocks, is_tiled, through, to_blocks
+from potluck.optim.methods.transform import BlockFeedback, Tensors
+from potluck.round.codecs import CodecSpec, codec_for
 
 
 @lru_cache(maxsize=64)
@@ -31,43 +36,38 @@ def dct_matrix(size: int) -> Tensor:
     return matrix.float()
 
 
-def fitting_chunk(size: int, most: int) -> int:
-    """The largest divisor of `size` that is at most `most`."""
-    return next(chunk for chunk in range(min(size, most), 0, -1) if size % chunk == 0)
+def to_frequencies(values: Tensor) -> Tensor:
+    """A tensor's blocks, in the domain of frequencies."""
+    cosines = dct_matrix(SIDE).to(values.device)
+    tiles = to_blocks(values.float()).view(-1, SIDE, SIDE) @ cosines.T
+    return (cosines @ tiles if is_tiled(tuple(values.shape)) else tiles).reshape(-1, BLOCK)
 
 
-def strongest(values: Tensor, k: int, chunk: int) -> Tensor:
-    """What is left of the values when each chunk keeps its k strongest frequencies."""
-    if not values.numel():
-        return values.clone()
-    matrix = values.reshape(1, -1) if values.dim() < 2 else values.reshape(values.shape[0], -1)
-    height, width = (fitting_chunk(size, chunk) for size in matrix.shape)
-    rows, columns = matrix.shape[0] // height, matrix.shape[1] // width
-    tiles = matrix.view(rows, height, columns, width).transpose(1, 2)  # rows × columns × height × width
-    vertical, horizontal = dct_matrix(height).to(values), dct_matrix(width).to(values)
-    frequencies = (vertical @ tiles @ horizontal.T).reshape(rows * columns, height * width)
-    kept = frequencies.abs().topk(min(k, frequencies.shape[1]), dim=1).indices
-    sparse = torch.zeros_like(frequencies).scatter_(1, kept, frequencies.gather(1, kept))
-    back = vertical.T @ sparse.view(rows, columns, height, width) @ horizontal
-    return back.transpose(1, 2).reshape(matrix.shape).reshape(values.shape).contiguous()
+def from_frequencies(frequencies: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The other way round."""
+    cosines = dct_matrix(SIDE).to(frequencies.device)
+    tiles = frequencies.view(-1, SIDE, SIDE) @ cosines
+    return from_blocks((cosines.T @ tiles if is_tiled(shape) else tiles).reshape(-1, BLOCK), shape)
 
 
-class Demo(ErrorFeedback):
+class Demo(BlockFeedback):
     """The strongest frequencies of a momentum that is never shared as a whole."""
 
-    def __init__(self, *, lr: float, decay: float = 0.999, k: int = 32, chunk: int = 64, sign: bool = True) -> None:
-        super().__init__()
-        if not (lr > 0 and 0.0 <= decay <= 1.0 and k >= 1 and chunk >= 1):
-            raise ConfigurationError("DeMo needs lr > 0, 0 ≤ decay ≤ 1, k ≥ 1 and chunk ≥ 1")
+    def __init__(self, *, lr: float, decay: float = 0.999, k: int = 32, sign: bool = True) -> None:
+        if not (lr > 0 and 0.0 <= decay <= 1.0 and 1 <= k <= BLOCK):
+            raise ConfigurationError(f"DeMo needs lr > 0, 0 ≤ decay ≤ 1, and 1 ≤ k ≤ {BLOCK}")
+        super().__init__(CodecSpec(name="sparse16", keep=k))
         self.lr = lr
         self.decay = decay
-        self._k = k
-        self._chunk = chunk
         self._sign = sign
 
-    def send(self, name: str, values: Tensor) -> Tensor:
+    def to_travel(self, values: Tensor) -> Tensor:
+        """The strongest frequencies."""
+        return through(codec_for(self.codec), to_frequencies(values))
+
+    def from_travel(self, blocks: Tensor, shape: tuple[int, ...]) -> Tensor:
         """IDCT(q)."""
-        return strongest(values, self._k, self._chunk)
+        return from_frequencies(blocks, shape)
 
     def encode(self, values: Mapping[str, Tensor]) -> Tensors:
         """Momentum from the gradients, and what is sent of it."""

@@ -1,8 +1,10 @@
 """Merging at a quorum: who is late is waited for, but only as long as waiting has paid off (pure).
 
 A round starts when K trainers are ready and the others have had their grace. The grace window follows the lateness that
-was seen in the rounds before: long enough for a peer that is usually a little late, and no longer. A peer that is out
-of reach costs one window, which then shrinks back.
+was seen in the rounds before: long enough for a peer that is usually a little late, and no longer. Lateness is seen
+only of those who came in time, so that by this alone the window would shrink until ordinary jitter shuts peers out, and
+who is shut out has to fetch the state. So it is never less than a quarter of the time from one round to the next: a
+peer that is out of reach costs the others that much, and one that is shut out would lose four times as much.
 
 A peer's contribution weighs tokens · (tokens/steps): the more it has seen, and the larger its batches, the more.
 """
@@ -11,11 +13,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 from potluck.errors import ConfigurationError
 from potluck.round.trigger import Quorum, ReadySender
 
 KEPT_ROUNDS = 16
+LEAST_SHARE = 0.25  # of the time from one round to the next
 
 
 class AdaptiveGrace:
@@ -28,15 +32,24 @@ class AdaptiveGrace:
         self._most_seconds = most_seconds
         self._margin = margin
         self._lateness: deque[float] = deque(maxlen=KEPT_ROUNDS)
+        self._intervals: deque[float] = deque(maxlen=KEPT_ROUNDS)
 
     @property
     def seconds(self) -> float:
-        """The window: nine in ten of the lateness seen lately, and a margin."""
-        if not self._lateness:
+        """The window: nine in ten of the lateness seen lately, and a margin; and a share of a round's time.
+
+        Nothing is known before the second round.
+        """
+        if not (self._lateness and self._intervals):
             return self._most_seconds / 4
         ordered = sorted(self._lateness)
         typical = ordered[(9 * (len(ordered) - 1)) // 10]
-        return min(max(self._margin * typical, self._least_seconds), self._most_seconds)
+        share = LEAST_SHARE * median(self._intervals)
+        return min(max(self._margin * typical, share, self._least_seconds), self._most_seconds)
+
+    def rounds_are_apart(self, seconds: float) -> None:
+        """So long after the one before a quorum was there again."""
+        self._intervals.append(seconds)
 
     def observe(self, lateness_seconds: Sequence[float]) -> None:
         """A round is over: how long after the quorum each of the others was ready, as far as they came."""
@@ -52,6 +65,7 @@ class AdaptiveQuorum:
         self.grace = grace or AdaptiveGrace()
         self._min_senders = min_senders
         self._seen: dict[str, float] = {}
+        self._reached_at: float | None = None
 
     def due_at(self, ready: Sequence[ReadySender], trainers: frozenset[str]) -> float | None:
         """As Quorum, with the window as it is now."""
@@ -65,7 +79,10 @@ class AdaptiveQuorum:
     def _learn(self, since: Mapping[str, float]) -> None:
         if len(since) >= self._min_senders:
             times = sorted(since.values())
-            reached_at = times[self._min_senders - 1]
+            reached_at, before = times[self._min_senders - 1], self._reached_at
+            self._reached_at = reached_at
+            if before is not None and reached_at > before:
+                self.grace.rounds_are_apart(reached_at - before)
             self.grace.observe([time - reached_at for time in times[self._min_senders :]])
 
 

@@ -6,7 +6,11 @@ result is applied τ steps later, mixed with what the peer has done since:
 
     θ_local ← α·θ_local + (1 − α)·θ_global          α = 0: take the result; α = 1: keep the local values
 
-This lowers the peak of traffic by P, not its sum. Fragments are made of whole layers, and strided: neighbours fall into
+Mixing at α = 0 throws the work of those τ steps away, and at α > 0 keeps some of what was just shared as if it had not
+been. With `keeps_overlap` it is put on top of the result instead, as late work is: θ_local ← θ_global + (θ_local − what
+θ_local was when the synchronisation began).
+
+Fragments lower the peak of traffic by P, not its sum. They are made of whole layers, and strided: neighbours fall into
 different fragments, so that each of them has a bit of the whole depth of the model.
 """
 
@@ -38,6 +42,9 @@ class Schedule:
     mixing: float = 0.0
     """How much of the local values stays when a result is applied."""
 
+    keeps_overlap: bool = False
+    """What was done in the τ steps is put on top of the result, rather than mixed with it."""
+
     def __post_init__(self) -> None:
         if self.inner_steps < 1 or self.num_fragments < 1:
             raise ConfigurationError("inner_steps and num_fragments must be 1 or more")
@@ -48,6 +55,8 @@ class Schedule:
             )
         if not 0.0 <= self.mixing <= 1.0:
             raise ConfigurationError(f"mixing={self.mixing}: it must be from 0 to 1")
+        if self.keeps_overlap and self.mixing:
+            raise ConfigurationError("keep_overlap_work puts local steps on top of the result: leave mixing at 0")
 
     @property
     def steps_per_round(self) -> int:

@@ -13,7 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from potluck.round.codecs import CodecSpec
 
 Tensors = dict[str, Tensor]
 
@@ -28,6 +31,11 @@ class Transform(ABC):
     @abstractmethod
     def decode(self, averages: Mapping[str, Tensor]) -> Tensors:
         """What the step uses, from the averages of what travelled. The epoch stands: the memory moves on."""
+
+    @property
+    def codec(self) -> CodecSpec | None:
+        """The codec that a round must use for what travels; None: any will do."""
+        return None
 
     def abandon(self) -> None:  # noqa: B027 - without a memory there is nothing to undo
         """What was encoded last was not used."""
@@ -66,7 +74,8 @@ class Plain(Transform):
 class ErrorFeedback(Transform):
     """What an encoding leaves out is added to the next epoch's values. Subclasses say what is sent of a tensor.
 
-    x = decay·e + value;  sent = send(x);  e ← x − sent    (so sent + e = decay·e + value, exactly what came in)
+    x = decay·e + value;  sent = received(send(x));  e ← x − sent
+    (so sent + e = decay·e + value, exactly what came in)
     """
 
     decay: float = 1.0
@@ -77,7 +86,11 @@ class ErrorFeedback(Transform):
 
     @abstractmethod
     def send(self, name: str, values: Tensor) -> Tensor:
-        """What the others will get of these values: a new tensor of the same shape."""
+        """What travels of these values: a new tensor."""
+
+    def received(self, name: str, sent: Tensor) -> Tensor:
+        """What the others make of it, in the shape of the values."""
+        return sent
 
     def encode(self, values: Mapping[str, Tensor]) -> Tensors:
         """What is sent; what is left out becomes the next error when the epoch stands."""
@@ -86,7 +99,7 @@ class ErrorFeedback(Transform):
             error = self._error.get(name)
             whole = value.clone() if error is None else value.add(error, alpha=self.decay)
             sent[name] = self.send(name, whole)
-            self._pending[name] = whole.sub_(sent[name])
+            self._pending[name] = whole.sub_(self.received(name, sent[name]))
         return sent
 
     def decode(self, averages: Mapping[str, Tensor]) -> Tensors:
@@ -118,3 +131,39 @@ class ErrorFeedback(Transform):
     def _commit(self) -> None:
         self._error.update(self._pending)
         self._pending = {}
+
+
+class BlockFeedback(ErrorFeedback):
+    """Error feedback around a sparse codec: what travels are blocks of the tensors, in whatever domain."""
+
+    def __init__(self, codec: CodecSpec) -> None:
+        super().__init__()
+        self._codec = codec
+        self._places: dict[str, tuple[tuple[int, ...], torch.dtype, torch.device]] = {}
+
+    @property
+    def codec(self) -> CodecSpec:
+        """The sparse one: it would be no use to send the zeros."""
+        return self._codec
+
+    @abstractmethod
+    def to_travel(self, values: Tensor) -> Tensor:
+        """What travels of a tensor: blocks that the codec sends as they are."""
+
+    @abstractmethod
+    def from_travel(self, blocks: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """What such blocks amount to, in the shape of the tensor."""
+
+    def send(self, name: str, values: Tensor) -> Tensor:
+        """Blocks."""
+        self._places[name] = (tuple(values.shape), values.dtype, values.device)
+        return self.to_travel(values)
+
+    def received(self, name: str, sent: Tensor) -> Tensor:
+        """The tensor that blocks stand for."""
+        shape, dtype, device = self._places[name]
+        return self.from_travel(sent, shape).to(device, dtype)
+
+    def decode(self, averages: Mapping[str, Tensor]) -> Tensors:
+        """The averages, dense; the error moves on."""
+        return {name: self.received(name, average) for name, average in super().decode(averages).items()}

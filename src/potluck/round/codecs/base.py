@@ -1,8 +1,9 @@
 """What a codec is: one chunk of float32 values into one frame of bytes of a known size, and back.
 
-A chunk is a contiguous one-dimensional float32 CPU tensor; a frame is any buffer of bytes. A frame carries no length
-and no name: the plan says which codec and how many values, so that a frame can be checked against what was agreed
-before a byte of it is used, and nothing in it can make a reader allocate.
+A chunk is a contiguous one-dimensional float32 CPU tensor; a frame is any buffer of bytes. A frame carries no name: the
+plan says which codec and how many values, so that a frame can be checked against what was agreed before a byte of it
+is used, and nothing in it can make a reader allocate. Most codecs have one size for so many values; frames of those
+that `Varying` is for may be shorter.
 
 What is not finite cannot be averaged. Encoding refuses it, so that a peer finds its own NaN before it sends;
 decoding refuses it again, since the bytes are a stranger's. Both raise NotFiniteError, and the caller, who knows
@@ -13,8 +14,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +24,8 @@ from potluck.errors import NotFiniteError, ProtocolError
 from potluck.messages import Message
 from potluck.round.codecs.memory import Buffer, empty_frame, num_bytes, scratch, tensor_over
 from potluck.round.codecs.reductions import MAX_FLOAT32, is_finite, magnitude
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 LARGEST = 2.0**100
 """Codecs with a scale clip magnitudes above this (1.27e30), so that no scale and no weighted sum overflows."""
@@ -35,6 +39,7 @@ class CodecSpec(Message, frozen=True, kw_only=True, order=True):
 
     name: str
     block: int = 0  # values that share a scale, for codecs with blocks; 0: the codec's own default
+    keep: int = 0  # values that are sent of each block, for codecs that leave some out; 0: the codec's own default
 
 
 class Codec(ABC):
@@ -47,13 +52,26 @@ class Codec(ABC):
     def __init__(self, spec: CodecSpec) -> None:
         self.spec = spec
 
-    @abstractmethod
-    def encoded_bytes(self, count: int) -> int:
-        """The exact size of the frame of `count` values."""
+    @property
+    def reply(self) -> Codec:
+        """The codec in which the average of such contributions goes back."""
+        return self
+
+    def reply_bytes(self, count: int, num_senders: int) -> int:
+        """About the size of the average of so many contributions."""
+        return self.encoded_bytes(count)
 
     @abstractmethod
+    def encoded_bytes(self, count: int) -> int:
+        """The size of the frame of `count` values; the largest there can be, where sizes vary."""
+
+    def fits(self, size_bytes: int, count: int) -> bool:
+        """Whether a frame of `count` values may have this size."""
+        return size_bytes == self.encoded_bytes(count)
+
     def _encode(self, values: Tensor, frame: Buffer) -> None:
         """Fill the frame; NotFiniteError where the values hold NaN or infinity."""
+        raise NotImplementedError
 
     @abstractmethod
     def _decode(self, frame: Buffer, out: Tensor) -> None:
@@ -94,14 +112,42 @@ class Codec(ABC):
         add_weighted(decoded, weight, out)
 
     def _check_length(self, frame: Buffer, count: int) -> None:
-        if num_bytes(frame) != (expected := self.encoded_bytes(count)):
+        if not self.fits(num_bytes(frame), count):
             raise ProtocolError(
-                f"a {self.name} frame of {count} values has {expected} bytes, but {num_bytes(frame)} came: dropped"
+                f"a {self.name} frame of {count} values has {self.encoded_bytes(count)} bytes, "
+                f"but {num_bytes(frame)} came: dropped"
             )
 
     def check(self, frame: Buffer, count: int) -> None:
         """Raise what decoding the frame would raise: ProtocolError or NotFiniteError."""
         self.decode_into(frame, scratch("decoded", count))
+
+
+class Varying(Codec):
+    """A codec whose frames are as long as the values need, up to `encoded_bytes`."""
+
+    @abstractmethod
+    def _encode_varying(self, values: Tensor) -> list[Bytes]:
+        """The frame of at least one value, in pieces; NotFiniteError where they hold NaN or infinity."""
+
+    def fits(self, size_bytes: int, count: int) -> bool:
+        """Whether a frame of `count` values may have this size; decoding looks closer."""
+        return size_bytes <= self.encoded_bytes(count)
+
+    def encode_into(self, values: Tensor, frame: Buffer) -> None:
+        """Nobody knows beforehand how long the frame will be."""
+        raise ValueError(f"frames of {self.name} vary in length: let encode make them")
+
+    def encode(self, values: Tensor) -> memoryview:
+        """The values in a new frame."""
+        _check_chunk(values)
+        pieces = self._encode_varying(values) if values.numel() else []
+        frame = empty_frame(sum(piece.nbytes for piece in pieces))
+        at = 0
+        for piece in pieces:
+            frame[at : at + piece.nbytes] = piece.data
+            at += piece.nbytes
+        return frame
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,24 @@ from potluck.round.codecs.base import Codec, CodecSpec
 from potluck.round.codecs.blockwise import Blocked, Blockwise8
 from potluck.round.codecs.e3m0 import E3M0
 from potluck.round.codecs.floats import BFloat16, Float16, Float32, ScaledFloat16
+from potluck.round.codecs.sparse import Sparse2, Sparse16, TopK
+from potluck.round.codecs.sparsereply import Sparse8
 from potluck.round.codecs.uniform import Uniform8
 
 _CODECS: dict[str, type[Codec]] = {
-    codec.name: codec for codec in (Float32, Float16, BFloat16, ScaledFloat16, Uniform8, Blockwise8, E3M0)
+    codec.name: codec
+    for codec in (
+        Float32,
+        Float16,
+        BFloat16,
+        ScaledFloat16,
+        Uniform8,
+        Blockwise8,
+        E3M0,
+        Sparse2,
+        Sparse8,
+        Sparse16,
+    )
 }
 CODEC_NAMES = tuple(_CODECS)
 
@@ -25,4 +39,6 @@ def codec_for(spec: CodecSpec) -> Codec:
         raise ConfigurationError(f"there is no codec {spec.name!r}: choose one of {', '.join(CODEC_NAMES)}")
     if spec.block and not issubclass(kind, Blocked):
         raise ConfigurationError(f"{spec.name} has no blocks: leave out block={spec.block}")
+    if spec.keep and not issubclass(kind, TopK):
+        raise ConfigurationError(f"{spec.name} leaves nothing out: leave out keep={spec.keep}")
     return kind(spec)

@@ -74,6 +74,10 @@ class CodecChoice(Message, frozen=True, kw_only=True):
         rules += [CodecRule(codec=CodecSpec(name=codecs[role]), role=role) for role in sorted(codecs)]
         return cls(rules=tuple(rules))
 
+    def with_gradients_in(self, codec: CodecSpec) -> CodecChoice:
+        """The same, but for gradients of any size."""
+        return CodecChoice(rules=(CodecRule(codec=codec, role="gradient"), *self.rules))
+
     def codec_of(self, name: str, role: Role, elements: int, *, integer: bool = False) -> CodecSpec:
         """The codec of one tensor. Integers are counters more often than not, and always travel in float32."""
         if integer:

@@ -1,0 +1,263 @@
+"""Loss that each way of training together reaches with the same samples: a small language model, four peers.
+
+    scripts/bench quality [--json] [--only diloco_20,sparseloco] [--seeds 3]
+
+The numbers alone: the methods, codecs and aggregators of a run, without hub, links and time. Peers stand still while
+values are averaged, or go on where a method overlaps. Each loss is that of what the peers share, on text that nobody
+trained on; the mean over the seeds, which change the batches.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from harness import parser, report, say
+from potluck.optim.localupdates import LocalUpdates
+from potluck.optim.method import Method, Offer
+from potluck.optim.methods.decoupled import Demo
+from potluck.optim.methods.delayed import DelayedNesterov
+from potluck.optim.methods.outer import Nesterov, OuterSGD
+from potluck.optim.methods.powersgd import PowerSGD
+from potluck.optim.methods.quantised import Quantised
+from potluck.optim.methods.sparseloco import SparseLoCo
+from potluck.optim.methods.streaming import Schedule
+from potluck.optim.methods.transform import Transform
+from potluck.optim.modelstate import ModelState
+from potluck.optim.outerloop import OuterLoop
+from potluck.optim.parameters import RolesByPrefix
+from potluck.optim.targetbatch import TargetBatch
+from potluck.round.aggregators import AggregatorSpec, aggregator_for
+from potluck.round.chunks import ChunkGrid
+from potluck.round.codecs import CodecChoice, EncodedChunk
+from potluck.round.layout import Layout
+from potluck.round.reduction import encode_values, reduce_chunk
+from toylm import Corpus, corpus, loss_of, make_model
+
+NUM_PEERS = 4
+WIDTH, NUM_LAYERS, LENGTH = 64, 2, 32
+BATCH_SIZE = 4
+NUM_STEPS = 300  # of each peer
+WARM_UP_STEPS = 30
+EVALUATED = 256
+MEAN = aggregator_for(AggregatorSpec())
+EXACT = CodecChoice.everything("float32")
+FOUR_BITS = CodecChoice.everything("e3m0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way of training together."""
+
+    method: Callable[[ModelState], Method]
+    lr: float
+    inner: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    steps_per_round: int = 1
+    overlap_steps: int = 0
+    codecs: CodecChoice = EXACT
+    dropped: float = 0.0
+    """The share of contributions that are lost at random."""
+    one_by_one: bool = False
+    """Peers come to their rounds in turn, each alone."""
+
+
+def large_batch(transform: Transform | None = None) -> Callable[[ModelState], Method]:
+    return lambda state: TargetBatch(state, transform=transform)
+
+
+def sharing(
+    inner_steps: int, outer: Any = Nesterov, transform: Callable[[], Transform] | None = None, **schedule: Any
+) -> Callable[[ModelState], Method]:
+    def make(state: ModelState) -> Method:
+        plan = Schedule(inner_steps=inner_steps, **schedule)
+        return OuterLoop(state, outer(), plan, transform=transform() if transform is not None else None)
+
+    return make
+
+
+def ways() -> dict[str, Way]:
+    """All that are compared. Learning rates are the best of a few tried for each kind, not for each way."""
+    shared, local = 1e-2, 5e-3  # large batches; steps on a peer's own batch
+
+    def calm() -> Nesterov:  # of few outer steps, momentum makes swings
+        return Nesterov(0.7, 0.5)
+
+    sparse = {"outer": lambda: OuterSGD(0.7), "transform": SparseLoCo}
+    return {
+        "sync": Way(method=large_batch(), lr=shared),
+        "sync_float16": Way(method=large_batch(), lr=shared, codecs=CodecChoice()),
+        "sync_8_bits": Way(method=large_batch(), lr=shared, codecs=CodecChoice.everything("blockwise8")),
+        "powersgd": Way(method=lambda state: TargetBatch(state, transform=PowerSGD(4)), lr=shared),
+        "demo": Way(
+            method=lambda state: TargetBatch(state, transform=Demo(lr=1.0)),
+            lr=2e-3,
+            inner=torch.optim.SGD,
+        ),
+        "local_updates": Way(method=LocalUpdates, lr=local, steps_per_round=10),
+        "diloco_20": Way(method=sharing(20), lr=local, steps_per_round=20),
+        "diloco_50": Way(method=sharing(50), lr=local, steps_per_round=50),
+        "diloco_20_calm": Way(method=sharing(20, outer=calm), lr=local, steps_per_round=20),
+        "diloco_50_calm": Way(method=sharing(50, outer=calm), lr=local, steps_per_round=50),
+        "diloco_20_float16": Way(method=sharing(20), lr=local, steps_per_round=20, codecs=CodecChoice()),
+        "diloco_20_half_dropped": Way(method=sharing(20), lr=local, steps_per_round=20, dropped=0.5),
+        "diloco_20_4_bits": Way(
+            method=sharing(20, transform=lambda: Quantised(FOUR_BITS)), lr=local, steps_per_round=20, codecs=FOUR_BITS
+        ),
+        "streaming_20": Way(
+            method=sharing(20, num_fragments=2, overlap_steps=3, mixing=0.5, outer=lambda: Nesterov(0.4)),
+            lr=local,
+            steps_per_round=10,
+            overlap_steps=3,
+        ),
+        "asynchronous_20": Way(
+            method=sharing(20, outer=lambda: DelayedNesterov(delay=NUM_PEERS)),
+            lr=local,
+            steps_per_round=20,
+            one_by_one=True,
+        ),
+        "sparseloco_20": Way(method=sharing(20, **sparse), lr=local, steps_per_round=20),
+        "sparseloco_20_wider": Way(
+            method=sharing(20, outer=lambda: OuterSGD(0.7), transform=lambda: SparseLoCo(k=512)),
+            lr=local,
+            steps_per_round=20,
+        ),
+        "sparseloco_5": Way(method=sharing(5, **sparse), lr=local, steps_per_round=5),
+    }
+
+
+class Peers:
+    """Four peers, trained in turn."""
+
+    def __init__(self, way: Way, seed: int) -> None:
+        self.way = way
+        self.models = [make_model(WIDTH, NUM_LAYERS, LENGTH) for _ in range(NUM_PEERS)]
+        warm_up = lambda done: min(1.0, (done + 1) / max(1, WARM_UP_STEPS))  # noqa: E731
+        self.methods: list[Method] = []
+        for model in self.models:
+            optimizer = way.inner(model.named_parameters(), lr=way.lr)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
+            self.methods.append(way.method(ModelState(optimizer, scheduler=scheduler)))
+        self.epoch = 0
+        self.sent_bytes = self.received_bytes = 0
+        self._seed = seed
+        self._random = random.Random(seed)
+        self._under_way: list[Offer] = []
+
+    def train(self, texts: Corpus) -> None:
+        """All steps, with the rounds between them."""
+        for step in range(1, NUM_STEPS + 1):
+            for number, (model, method) in enumerate(zip(self.models, self.methods, strict=True)):
+                text = texts.batch(((self._seed * NUM_PEERS + number) << 32) + step, BATCH_SIZE)
+                loss_of(model, text).backward()
+                if isinstance(method, TargetBatch):
+                    assert method.gradients.add(BATCH_SIZE)
+                elif isinstance(method, LocalUpdates):
+                    method.local_step(BATCH_SIZE, True)
+                elif isinstance(method, OuterLoop):
+                    assert method.local_step(BATCH_SIZE)
+            since_round = step % self.way.steps_per_round
+            if self._under_way and since_round == self.way.overlap_steps:
+                self._end_round()
+            if since_round == 0:
+                self._begin_round()
+                if self._under_way and not self.way.overlap_steps:
+                    self._end_round()
+        if self._under_way:
+            self._end_round()
+
+    def _begin_round(self) -> None:
+        self.epoch += 1
+        if self.way.one_by_one:
+            self._each_alone()
+            return
+        offers = [method.offer(self.epoch) for method in self.methods]
+        present = [offer for offer in offers if self._random.random() >= self.way.dropped] or offers[:1]
+        self._average(offers, present)
+        self._under_way = offers
+
+    def _end_round(self) -> None:
+        for method, offer in zip(self.methods, self._under_way, strict=True):
+            method.accept(offer, epoch=self.epoch, alone=False)
+            method.land()
+        self._under_way = []
+
+    def _each_alone(self) -> None:
+        """Every peer's change is an epoch of its own; the others take over the new state, and keep their own work."""
+        for number, method in enumerate(self.methods):
+            offer = method.offer(self.epoch)
+            method.accept(offer, epoch=self.epoch, alone=True)
+            method.land()
+            for other in self.methods[:number] + self.methods[number + 1 :]:
+                other.load({name: tensor.clone() for name, tensor in method.tensors().items()}, method.metadata())
+            self.epoch += 1
+
+    def _average(self, offers: list[Offer], present: list[Offer]) -> None:
+        """As a round does it, chunk by chunk."""
+        transform = getattr(self.methods[0], "transform", None)
+        codec = transform.codec if transform is not None else None
+        codecs = self.way.codecs if codec is None else self.way.codecs.with_gradients_in(codec)
+        layout = Layout.of(offers[0].tensors, codecs, RolesByPrefix())
+        givers = {f"peer {number}": layout.bind(offer.tensors) for number, offer in enumerate(present)}
+        takers = [layout.bind(offer.tensors) for offer in offers]
+        weights = {name: offer.weight for name, offer in zip(givers, present, strict=True)}
+        for chunk in ChunkGrid(runs=layout.runs).chunks:
+            frames = {name: encode_values(chunk, tensors) for name, tensors in givers.items()}
+            average = reduce_chunk(chunk, MEAN, frames, weights, None).frame
+            assert average is not None
+            self.sent_bytes += sum(map(len, frames.values())) // len(frames)
+            self.received_bytes += len(average)
+            for tensors in takers:
+                tensors.write_encoded(chunk.start, chunk.stop, EncodedChunk(chunk.reply, average))
+
+    @torch.no_grad()
+    def loss(self, texts: Corpus) -> float:
+        """Of what the peers share."""
+        shared = self.methods[0].tensors()
+        model = make_model(WIDTH, NUM_LAYERS, LENGTH)
+        for name, parameter in model.named_parameters():
+            parameter.copy_(shared[f"parameter/{name}"])
+        return float(loss_of(model, texts.held_out(EVALUATED)))
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--only", default="", help="some ways, with commas")
+    options.add_argument("--seeds", type=int, default=2, help="how often each way is taken, with other batches")
+    options.add_argument("--lr", type=float, help="another learning rate, for all")
+    arguments = options.parse_args()
+    torch.set_num_threads(1)
+    texts = Corpus(corpus(2_000_000), LENGTH)
+    chosen = set(arguments.only.split(",")) if arguments.only else ways().keys()
+    figures: dict[str, Any] = {
+        "parameters": sum(parameter.numel() for parameter in make_model(WIDTH, NUM_LAYERS, LENGTH).parameters()),
+        "samples": NUM_STEPS * NUM_PEERS * BATCH_SIZE,
+    }
+    for name in (name for name in ways() if name in chosen):
+        losses = []
+        for seed in range(arguments.seeds):
+            way = ways()[name]
+            if arguments.lr is not None:
+                way = replace(way, lr=arguments.lr)
+            peers = Peers(way, seed)
+            peers.train(texts)
+            losses.append(peers.loss(texts))
+        figures[f"{name}_loss"] = statistics.mean(losses)
+        base = figures.get("sync_loss", math.nan)
+        figures[f"{name}_worse_percent"] = 100 * (figures[f"{name}_loss"] / base - 1)
+        figures[f"{name}_bytes_per_step"] = (peers.sent_bytes + peers.received_bytes) / NUM_STEPS
+        spread = (max(losses) - min(losses)) if len(losses) > 1 else math.nan
+        say(
+            f"{name:24} {figures[f'{name}_loss']:.3f} ({figures[f'{name}_worse_percent']:+.1f}%, seeds differ by "
+            f"{spread:.3f}) {figures[f'{name}_bytes_per_step']:12.0f} bytes a step"
+        )
+    report(figures, as_json=arguments.json, title="loss with the same samples, nats per byte")
+
+
+if __name__ == "__main__":
+    main()

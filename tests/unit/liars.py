@@ -197,8 +197,8 @@ class Deluded(LyingWork):
         return sealed_hash(frame_hash)
 
 
-def partial_to(reducer: Member, victim: Member, lies: list[int]) -> None:
-    """A reducer that seals and sends other averages to one member than to the rest."""
+def partial_to(reducer: Member, victim: Member, lies: list[int], *, seals: bool = True) -> None:
+    """A reducer that sends other averages to one member than to the rest, sealed or not."""
     identity, run = reducer.peer.identity, reducer.peer.session.subjects.run
     send: Any = reducer.peer.links.send
 
@@ -207,7 +207,7 @@ def partial_to(reducer: Member, victim: Member, lies: list[int]) -> None:
             frames = [altered(frames[0])]
             sealer = Sealer(identity, run, message.key)
             seal = sealer.seal_average(message.chunk, message.generation, sealed_hash(frames[0]))
-            message = msgspec.structs.replace(message, seal=seal)
+            message = msgspec.structs.replace(message, seal=seal if seals else bytes(64))
             lies.append(message.chunk)
         return await send(peer, message, frames, **options)
 

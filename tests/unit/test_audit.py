@@ -35,6 +35,7 @@ hashes = st.binary(min_size=32, max_size=32)
 # One hash for many
 
 
+@settings(deadline=None)
 @given(leaves=st.lists(hashes, min_size=1, max_size=40), data=st.data())
 def test_every_leaf_can_be_shown_and_no_other(leaves: list[bytes], data: st.DataObject) -> None:
     root = merkle_root(leaves)
@@ -53,6 +54,7 @@ def test_every_leaf_can_be_shown_and_no_other(leaves: list[bytes], data: st.Data
         assert not is_under(root, len(leaves), index, leaves[index], path[:-1])
 
 
+@settings(deadline=None)
 @given(leaves=st.lists(hashes, max_size=20), data=st.data())
 def test_roots_differ_where_leaves_do(leaves: list[bytes], data: st.DataObject) -> None:
     others = data.draw(st.lists(hashes, max_size=20))

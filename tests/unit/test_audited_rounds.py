@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from liars import LIES, Altering, BadlySealed, Deluded, Liar, LyingWork, TwoFaced, partial_to
 from roundlab import SMALL_CHUNKS, Lab, Member, assert_same_average, at_point, lab, mean_of
@@ -452,6 +453,42 @@ async def test_an_auditor_that_dies_is_replaced_and_what_it_had_not_audited_is_d
         await asyncio.gather(*deaths)
         assert all(result.holds and result.commit.audited > 0 for result in results)
         assert_same_average(survivors, mean_of(survivors))
+
+
+@in_virtual_time
+async def test_a_reducer_cannot_have_a_member_excluded_by_giving_it_averages_without_a_seal() -> None:
+    async with strangers(3) as there:
+        guilty, victim = there.members[1], there.members[2]
+        lies: list[int] = []
+        partial_to(guilty, victim, lies, seals=False)
+        results = await there.average()
+        assert lies
+        commit = results[0].commit
+        assert victim.id not in commit.excluded, "it would hold what it cannot show to be given"
+        holders = [member for member, result in zip(there.members, results, strict=True) if result.holds]
+        assert_same_average(holders)
+
+
+@in_virtual_time
+async def test_nobody_testifies_to_another_round_than_it_is_in() -> None:
+    async with strangers(2) as there:
+        auditor, asked = there.members[0], there.members[1]
+        answers: list[asyncio.Task[Any]] = []
+
+        def ask() -> None:
+            key = asked.averager._participation._round.exchanger.key  # type: ignore[union-attr]
+            other = testimony.Challenge(
+                key=msgspec.structs.replace(key, attempt=key.attempt + 1), chunk=0, generation=0
+            )
+            request = auditor.peer.links.request(asked.id, other, reply=testimony.Testimony, timeout_seconds=5)
+            answers.append(asyncio.create_task(request))
+
+        with at_point("round.auditing", ask) as reached:
+            results = await there.average()
+        assert reached
+        with pytest.raises(ProtocolError, match="not a round in which"):
+            await answers[0]
+        assert results[0].commit.excluded == {}
 
 
 @in_virtual_time

@@ -199,6 +199,7 @@ async def test_whoever_answers_with_another_key_is_not_the_peer(plain):
         await poll_until(lambda: a.stat("dials_failed") >= 2, DEADLINE_SECONDS, "dials to fail")
         assert not a.events.is_open("b")
         assert "tcp://127.0.0.1" in a.carrier.why_no_path("b")
+        assert "the handshake failed: another peer may be there" in a.carrier.why_no_path("b")
 
 
 async def test_an_unknown_key_is_refused_and_let_in_once_the_roster_names_it(plain):
@@ -206,6 +207,8 @@ async def test_an_unknown_key_is_refused_and_let_in_once_the_roster_names_it(pla
         a.carrier.update_peer(a.presence())
         a.carrier.update_peer(b.presence())
         await poll_until(lambda: b.stat("refused_unknown_key") >= 2, DEADLINE_SECONDS, "b to refuse a stranger")
+        await poll_until(lambda: a.stat("dials_failed") >= 1, DEADLINE_SECONDS, "a to be told")
+        assert "it does not admit this peer (yet)" in a.carrier.why_no_path("b")
         assert a.events.paths == []
         assert b.events.paths == []
         introduce(a, b)
@@ -331,7 +334,53 @@ async def test_encrypted_and_plain_peers_do_not_mix():
     async with open_peer("a", direct_config(plain=True)) as a, open_peer("b", direct_config(plain=False)) as b:
         introduce(a, b)
         await poll_until(lambda: a.stat("dials_failed") >= 2, DEADLINE_SECONDS, "dials to fail")
+        assert "trusted-LAN" in a.carrier.why_no_path("b")
         assert a.events.paths == b.events.paths == []
+
+
+async def test_why_there_is_no_path_is_said(unused_tcp_port):
+    """Nobody there, somebody silent, another service, one that hangs up."""
+    answers = {"silent": None, "another service": b"SSH-2.0-x", "hangs up": b""}
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10)
+        if answers[what] is not None:
+            writer.write(answers[what])
+            await writer.drain()
+        else:
+            await reader.read()
+        writer.close()
+
+    expected = {
+        "nobody": "cannot connect: ",
+        "silent": "no answer within 0.5 s",
+        "another service": "the handshake failed: another peer or service may be there",
+        "hangs up": "disconnected",
+    }
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    impatient = direct_config(paths={"dial_timeout_seconds": 0.5})
+    async with server:
+        for what, reason in expected.items():
+            async with open_peer("a", impatient) as a, open_peer("b") as b:
+                address = f"tcp://127.0.0.1:{unused_tcp_port if what == 'nobody' else port}"
+                a.carrier.update_peer(a.presence())
+                a.carrier.update_peer(b.presence(addresses=[address]))
+                await poll_until(lambda: a.stat("dials_failed") >= 1, DEADLINE_SECONDS, "the dial to fail")
+                assert reason in a.carrier.why_no_path("b")
+                assert a.stat("connections") <= 1  # of the next dial
+
+
+async def test_what_was_sent_just_before_closing_still_leaves(plain):
+    async with open_peer("b", direct_config(plain=plain)) as b:
+        async with open_peer("a", direct_config(plain=plain, linger_seconds=30.0)) as a:
+            introduce(a, b)
+            await a.until_open("b")
+            num_sent = 0
+            while num_sent < 100 and a.carrier.send("b", b"last words", bytes(500_000)):
+                num_sent += 1
+        await b.until_received(num_sent)
+        assert len(b.events.packets) == num_sent > 0
 
 
 async def test_close_leaves_no_thread_or_descriptor_and_may_be_repeated():

@@ -34,6 +34,7 @@ RUN = "bench"
 START_SECONDS = 180.0
 ROUND_SECONDS = 180.0
 WARM_UP_ROUNDS = 2
+SETTLE_SECONDS = 1.0
 FLOAT32_BYTES = 4
 SIZES = {"large": (4, 25_000_000), "small": (8, 1_000_000)}
 
@@ -166,6 +167,7 @@ async def measure(members: int, elements: int, repeats: int) -> dict[str, Conten
             contenders.append(await start_hivemind(members, elements))
             for number in range(repeats + WARM_UP_ROUNDS):
                 for contender in contenders:
+                    await asyncio.sleep(SETTLE_SECONDS)  # what the one before still has to do is not ours to pay
                     await contender.round()
                 times = ", ".join(f"{contender.name} {contender.seconds[-1]:.3f} s" for contender in contenders)
                 say(f"{members} peers, {elements / 1e6:g} M each, round {number + 1}: {times}")

@@ -155,3 +155,22 @@ def test_the_first_of_three_hosts_is_killed_for_good_and_the_run_goes_on(termina
     until_epoch(edsger, seen + 4)
     for process in (ada, grace, edsger):
         end(process)
+
+
+@pytest.mark.timeout(400)
+def test_all_stop_and_the_run_goes_on_from_the_hosts_backup(terminal: Terminal) -> None:
+    organiser = Organiser(terminal)
+    host, link = organiser.host()
+    ada = organiser.join(link, "Ada", "--batch-size", "64")
+    until_epoch(ada, 12)  # the host takes a state over every ten epochs
+    end(ada)
+    end(host)
+    assert list((terminal.folder / "hub" / "states").rglob("*.safetensors"))
+    host, again = organiser.host()
+    assert again == link
+    grace = organiser.join(link, "Grace", "--batch-size", "64")  # who has never seen this run
+    reached = until_event(ada, "trained")["epoch"]
+    assert until_epoch(grace, 0)["epoch"] >= 12
+    until_epoch(grace, reached + 2)
+    end(grace)
+    end(host)

@@ -161,7 +161,7 @@ async def _help(host: Host, manifest: Manifest | None) -> None:
 
     module = await console.import_slowly("potluck.training.helping")
     assert host.peer is not None
-    helper: AuxiliaryWork = await module.AuxiliaryWork.start(host.peer, manifest)
+    helper: AuxiliaryWork = await module.AuxiliaryWork.start(host.peer, manifest, host.config.hub.folder / "states")
     try:
         await host.failed()
     finally:

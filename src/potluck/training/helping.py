@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Self
 
 from potluck.optim.helper import Helper
 from potluck.round.averager import Averager, RoundPeer
+from potluck.state.keeper import StateConfig
 from potluck.training.contributions import ContributionDesk
 from potluck.training.manifest import Manifest
 from potluck.training.optimizers import coordinating
@@ -32,9 +34,13 @@ class AuxiliaryWork:
         self._desks = desks
 
     @classmethod
-    async def start(cls, peer: RoundPeer, manifest: Manifest | None = None) -> Self:
-        """Help with what the manifest says; without one, with whatever the trainers do."""
-        helper = await Helper.of(peer, coordinator=coordinating(manifest) if manifest is not None else None)
+    async def start(cls, peer: RoundPeer, manifest: Manifest | None = None, folder: Path | None = None) -> Self:
+        """Help with what the manifest says; without one, with whatever the trainers do. Backups go to the folder."""
+        helper = await Helper.of(
+            peer,
+            coordinator=coordinating(manifest) if manifest is not None else None,
+            state=StateConfig(folder=folder),
+        )
         return cls(helper, Desks(peer, helper.collaboration.averager))
 
     async def close(self) -> None:

@@ -47,7 +47,7 @@ def _show(book: ContributionBook, top: int, as_json: bool) -> None:
 
     ranked = book.ranked()[: max(top, 0)]
     if as_json:
-        peers = [{"peer": peer, **msgspec.to_builtins(given)} for peer, given in ranked]
+        peers = [{"peer": peer, **msgspec.structs.asdict(given)} for peer, given in ranked]
         console.print_json({"epoch": book.epoch, "missed": book.missed, "peers": peers})
         return
     table = Table("", "who", "samples", "epochs", "last seen in epoch")

@@ -76,7 +76,8 @@ async def _first_manifest(peer: Peer, board: NoticeBoard, stop: asyncio.Event, a
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             return coming.result() if coming.done() else peer.session.ended.result()
         finally:
-            await tasks.end(coming)
+            if not coming.done():  # else its error, if any, is raised above
+                await tasks.end(coming)
 
     return await console.unless_stopped(first(), stop)
 

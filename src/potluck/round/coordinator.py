@@ -29,7 +29,7 @@ from potluck.peer.session import HubChange, Session
 from potluck.round.adoption import Adoption, Claim, find_adoption, read_claim
 from potluck.round.audit import Verdict
 from potluck.round.auditor import Auditor
-from potluck.round.commitment import make_commit
+from potluck.round.commitment import make_commit, make_restoration
 from potluck.round.director import Decision, Director, Finish, GiveUp, Patience, Publish
 from potluck.round.exclusions import Absences
 from potluck.round.gathering import (
@@ -42,7 +42,7 @@ from potluck.round.gathering import (
     senders,
 )
 from potluck.round.lineage import Lineage
-from potluck.round.plan import Abort, Commit, Plan, Ready, Report, RoundKey
+from potluck.round.plan import Abort, Commit, Plan, Ready, Report, Restoration, RoundKey
 from potluck.round.signing import Word, sign_word
 from potluck.round.trigger import Quorum, ReadySender, Trigger
 from potluck.round.workers import Workers
@@ -397,6 +397,7 @@ class Coordinator:
             seconds=self._clock.monotonic() - director.started_at if director is not None else 0.0,
             audited=audited,
             excluded=self._auditor.excluded(self._lineage.head),
+            num_restored=self._lineage.head.num_restored if self._lineage.head is not None else 0,
         )
         reach("round.committing", **self._labels(plan))
         while self._lease.token == commit.term:
@@ -414,6 +415,29 @@ class Coordinator:
                 reach("round.committed", **self._labels(plan))
                 break
         self._end_round()
+
+    async def restore(self, restored: Restoration) -> Commit:
+        """Make an earlier state that of the next epoch; a round that is under way comes to nothing.
+
+        RetryableError when this peer does not coordinate now, or another epoch was committed first.
+        """
+        office = self._office
+        if office is None or self._lease.token != office.token:
+            raise RetryableError("this peer does not coordinate (any more): whoever does carries the order out")
+        key = RoundKey(epoch=self._lineage.epoch + 1, token=office.token, attempt=office.attempt)
+        office.attempt += 1  # no other round has this key
+        commit = make_restoration(
+            restored,
+            self._lineage.head,
+            key=key,
+            coordinator=self._session.peer_id,
+            parent=self._lineage.parent_digest(),
+            committed_at=self._session.now(),
+            excluded=self._auditor.excluded(self._lineage.head),
+        )
+        await self._lineage.commit(commit, self._session.identity)
+        self.counts["restorations"] += 1
+        return commit
 
     async def _say(self, word: Word) -> None:
         session = self._session

@@ -155,6 +155,10 @@ class Averager:
         logger.info("%s", result.describe())
         return result
 
+    def coordinate_by(self, config: CoordinatorConfig) -> None:
+        """Where this peer coordinates, start and plan the next rounds by this."""
+        self._coordinator.configure(config)
+
     async def restore(self, restored: Restoration) -> Commit:
         """Make an earlier state that of the next epoch. RetryableError unless this peer coordinates, and is first."""
         return await self._coordinator.restore(restored)

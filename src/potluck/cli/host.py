@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
-    from potluck.run.host import Host
+    from potluck.cli.dashboardchild import DashboardOptions
+    from potluck.run.host import Host, HostConfig
     from potluck.training.helping import AuxiliaryWork
     from potluck.training.manifest import Manifest
 
@@ -54,10 +55,18 @@ def host(
     organisations: Annotated[
         list[str] | None, typer.Option("--organisation", help="Hugging Face organisation whose members to let in.")
     ] = None,
+    dashboard: Annotated[bool, typer.Option(help="Serve the live dashboard, where it is installed.")] = True,
+    dashboard_port: Annotated[
+        int | None,
+        typer.Option(help="Its port; 0 picks a free one. Unless given: 8484, if that is free."),
+    ] = None,
+    dashboard_listen: Annotated[
+        str, typer.Option(help="Its address, if not that of the hub: 127.0.0.1 shows it to this machine alone.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a line.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
 ) -> None:
-    """Start a run: a hub that everybody can reach, its guard, and an aux peer. Prints the join link.
+    """Start a run: a hub that everybody can reach, its guard, an aux peer, a dashboard. Prints the join link.
 
     Example: [bold]potluck init my-run && potluck host my-run --announce my-server.example.org[/bold]
     """
@@ -107,7 +116,26 @@ def host(
         hub_url=hub,
         hub_ca=hub_ca,
     )
-    console.run(console.until_interrupted(lambda stop: _serve(Host(config), manifest, stop, as_json)))
+    shown = _dashboard_options(config, dashboard, dashboard_listen or listen, dashboard_port)
+    console.run(console.until_interrupted(lambda stop: _serve(Host(config), manifest, shown, stop, as_json)))
+
+
+def _dashboard_options(config: HostConfig, wanted: bool, listen: str, port: int | None) -> DashboardOptions | None:
+    """How to serve the dashboard; None where it is not wanted or not installed."""
+    from potluck.cli.dashboard import is_installed
+    from potluck.cli.dashboardchild import DashboardOptions
+    from potluck.peer import environment
+
+    if not wanted or environment.wants_no_dashboard() or not is_installed():
+        return None
+    hosts = config.hub.advertised_hosts
+    return DashboardOptions(
+        run=config.hub.run,
+        folder=config.hub.folder,
+        listen=listen,
+        port=port,
+        shown_host=hosts[0] if hosts and listen in ("0.0.0.0", "::") else "",
+    )
 
 
 def _manifest(run_file: Path | None) -> Manifest | None:
@@ -120,8 +148,11 @@ def _manifest(run_file: Path | None) -> Manifest | None:
     return manifest_of(read_run_file(path), path if path.is_dir() else path.parent)
 
 
-async def _serve(host: Host, manifest: Manifest | None, stop: asyncio.Event, as_json: bool) -> None:
+async def _serve(
+    host: Host, manifest: Manifest | None, shown: DashboardOptions | None, stop: asyncio.Event, as_json: bool
+) -> None:
     from potluck.cli import console
+    from potluck.cli.dashboardchild import DashboardChild
 
     async def start() -> bool:
         if host.config.hub.cluster is not None and not as_json:
@@ -135,10 +166,15 @@ async def _serve(host: Host, manifest: Manifest | None, stop: asyncio.Event, as_
 
     if not await console.unless_stopped(start(), stop):
         return
+    child = None
     try:
         _announce(host, as_json)
+        if shown is not None:
+            child = DashboardChild(shown, as_json)
         await _watch(host, manifest, stop, as_json)
     finally:
+        if child is not None:
+            await child.close()
         await host.stop()
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 import potluck
+from potluck.cli.dashboard import dashboard
 from potluck.cli.demo import demo
 from potluck.cli.doctor import doctor
 from potluck.cli.host import host
@@ -19,6 +20,7 @@ from potluck.cli.join import join
 from potluck.cli.leaderboard import leaderboard
 from potluck.cli.members import app as members
 from potluck.cli.monitor import monitor
+from potluck.cli.vote import vote
 from potluck.errors import ConfigurationError, PotluckError
 
 app = typer.Typer(
@@ -35,7 +37,9 @@ app.command("init")(init)
 app.command("host")(host)
 app.command("join")(join)
 app.command("monitor")(monitor)
+app.command("dashboard")(dashboard)
 app.command("leaderboard")(leaderboard)
+app.command("vote")(vote)
 app.command("doctor")(doctor)
 app.add_typer(members, name="members")
 

@@ -14,6 +14,8 @@ from potluck.peer.lease import LeaseView
 from potluck.peer.roster import RosterEvent
 from potluck.peer.session import Session
 from potluck.round.lineage import Lineage
+from potluck.run.linknews import MAX_NEWS_BYTES, LinkNews
+from potluck.run.linknews import TOPIC as LINK_NEWS
 
 MAX_BEACON_BYTES = 1024
 
@@ -39,6 +41,7 @@ class Watcher:
         self._subscriptions = [
             await session.hub.store("lease").watch(self._lease_changed),
             await session.hub.subscribe(session.subjects.beacon("*"), self._beacon_came),
+            await session.hub.subscribe(session.subjects.news("*", LINK_NEWS), self._links_told),
         ]
         await self._lineage.start()
 
@@ -65,3 +68,11 @@ class Watcher:
             self.counts["bad_beacons"] += 1
             return
         self.view.beacon_came(peer, beacon, self._session.clock.monotonic())
+
+    def _links_told(self, delivery: Delivery) -> None:
+        try:
+            news = decode(LinkNews, delivery.payload, limit_bytes=MAX_NEWS_BYTES)
+        except ProtocolError:
+            self.counts["bad_link_news"] += 1
+            return
+        self.view.links_told(delivery.subject.rsplit(".", 2)[-2], news)

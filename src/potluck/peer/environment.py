@@ -48,3 +48,8 @@ def huggingface_endpoint() -> str:
 def huggingface_token() -> str:
     """The Hugging Face token, or nothing."""
     return os.environ.get("HF_TOKEN", "")
+
+
+def wants_no_dashboard() -> bool:
+    """Whether hosts shall start no dashboard, though it is installed."""
+    return os.environ.get("POTLUCK_NO_DASHBOARD", "") not in ("", "0")

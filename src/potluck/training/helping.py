@@ -8,7 +8,9 @@ from typing import Self
 from potluck.optim.helper import Helper
 from potluck.round.averager import Averager, RoundPeer
 from potluck.state.keeper import StateConfig
+from potluck.training.ballot import BallotDesk
 from potluck.training.contributions import ContributionDesk
+from potluck.training.historydesk import HistoryDesk
 from potluck.training.manifest import Manifest
 from potluck.training.optimizers import coordinating
 from potluck.training.shards import ShardDesk
@@ -20,10 +22,14 @@ class Desks:
     def __init__(self, peer: RoundPeer, averager: Averager) -> None:
         self.shards = ShardDesk(peer, averager.lease)
         self.contributions = ContributionDesk(peer.session, averager)
+        self.history = HistoryDesk(peer.session, averager)
+        self.ballot = BallotDesk(peer.session, averager)
 
     async def close(self) -> None:
         """Calling it twice does no harm."""
         await self.contributions.close()
+        await self.history.close()
+        await self.ballot.close()
 
 
 class AuxiliaryWork:

@@ -18,11 +18,14 @@ from potluck.training.history import RoundRecord
 # In the middle between light and dark, so that both backgrounds do.
 TOMATO, BLUE, GREEN, AMBER, PLUM, GREY = "#e8590c", "#4c8dd6", "#3f9d63", "#e0a21b", "#9b6bb3", "#8d867c"
 FAINT = "rgba(141,134,124,.16)"
+PALE = "rgba(141,134,124,.34)"
 ROLE_COLOURS = {"trainer": TOMATO, "aux": BLUE, "observer": GREY}
 MAX_DRAWN_LINKS = 600
-COMPACT = """value => Math.abs(value) >= 1e9 ? (value / 1e9).toPrecision(3) + 'G' : Math.abs(value) >= 1e6
-    ? (value / 1e6).toPrecision(3) + 'M' : Math.abs(value) >= 1e4 ? (value / 1e3).toPrecision(3) + 'k'
-    : Number.isInteger(value) ? String(value) : Number(value).toPrecision(3)"""
+# Large numbers with a letter; others as short as they are.
+COMPACT = """value => { const size = Math.abs(value);
+    for (const [limit, letter] of [[1e9, 'G'], [1e6, 'M'], [1e4, 'k']])
+        if (size >= limit) return +(value / (letter == 'k' ? 1e3 : limit)).toPrecision(4) + letter;
+    return String(+value.toPrecision(6)); }"""
 
 Options = dict[str, Any]
 
@@ -31,7 +34,15 @@ def chart(
     series: Sequence[Options], *, by: Axis = "epoch", unit: str = "", from_zero: bool = False, legend: bool = True
 ) -> Options:
     """Lines over epochs or time."""
+    is_empty = not any(each["data"] for each in series)
     return {
+        "title": {
+            "show": is_empty,
+            "text": "nothing to draw yet",
+            "left": "center",
+            "top": "middle",
+            "textStyle": {"color": GREY, "fontSize": 13, "fontWeight": "normal"},
+        },
         "animation": False,
         "textStyle": {"fontFamily": "inherit"},
         "grid": {"left": 8, "right": 18, "top": 34 if legend else 16, "bottom": 6, "containLabel": True},
@@ -95,10 +106,11 @@ def pairs(x: Numbers, y: Numbers, by: Axis) -> list[list[float]]:
     ]
 
 
-def round_phases(rounds: Iterable[RoundRecord]) -> Options:
-    """How long each round took, and what for."""
+def round_phases(rounds: Iterable[RoundRecord], *, with_training: bool) -> Options:
+    """How long each round took, and what for; if wished, with the training before it."""
     records = list(rounds)
     phases = [phases_of(record) for record in records]
+    phases = phases if with_training else [(0.0, exchange, commit) for _, exchange, commit in phases]
     bars = [
         {
             "name": name,
@@ -109,7 +121,8 @@ def round_phases(rounds: Iterable[RoundRecord]) -> Options:
             "emphasis": {"disabled": True},
             "data": [round(phase[index], 3) for phase in phases],
         }
-        for index, (name, colour) in enumerate((("training", FAINT), ("exchange", BLUE), ("commit", GREEN)))
+        for index, (name, colour) in enumerate((("training", PALE), ("exchange", BLUE), ("commit", GREEN)))
+        if index or with_training
     ]
     trouble = {
         "name": "trouble",
@@ -125,7 +138,6 @@ def round_phases(rounds: Iterable[RoundRecord]) -> Options:
     }
     options = chart([*bars, trouble], unit="seconds", from_zero=True)
     options["xAxis"] = {**_axis("category"), "data": [str(record.epoch) for record in records], "name": ""}
-    bars[0]["itemStyle"] = {"color": "rgba(141,134,124,.32)"}
     return options
 
 
@@ -198,8 +210,8 @@ def network(rows: Sequence[PeerRow], links: Sequence[LinkRow]) -> Options:
                         "target": link.other,
                         "lineStyle": {
                             "color": GREEN if link.path == "direct" else AMBER,
-                            "width": round(1 + 4 * math.sqrt((link.bytes_per_second or 0.0) / fastest), 1),
-                            "opacity": 0.55,
+                            "width": round(1.5 + 4 * math.sqrt((link.bytes_per_second or 0.0) / fastest), 1),
+                            "opacity": 0.65,
                             "type": "solid" if link.path == "direct" else "dashed",
                         },
                     }

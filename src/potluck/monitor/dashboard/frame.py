@@ -55,6 +55,7 @@ def frame(dashboard: Dashboard, request: Request, here: str, title: str) -> Iter
     session = request.cookies.get(COOKIE)
     visitor = dashboard.visitor(session)
     ui.page_title(f"{title} · {dashboard.run}")
+    ui.colors(primary="#d9480f", dark="#221f1c", positive="#2f8a51", negative="#c92a2a", warning="#b8860b")
     ui.dark_mode({"dark": True, "light": False}.get(request.cookies.get(THEME_COOKIE, "")))
     with box("top", "header"):
         with box("top-row"):

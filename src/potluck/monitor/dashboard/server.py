@@ -51,7 +51,7 @@ CONTENT_POLICY = (
 HEADERS = (
     (b"content-security-policy", CONTENT_POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
+    (b"referrer-policy", b"same-origin"),
 )
 CLOSING_SECONDS = 2
 LONGEST_ID = 64
@@ -170,7 +170,19 @@ class Protected:
                 message["headers"] = [*message.get("headers", ()), *HEADERS]
             await send(message)
 
-        await self.app(scope, receive, send_with_headers)
+        is_gone = False
+
+        async def receive_and_note() -> Message:
+            nonlocal is_gone
+            message = await receive()
+            is_gone = is_gone or message["type"] == "http.disconnect"
+            return message
+
+        try:
+            await self.app(scope, receive_and_note, send_with_headers)
+        except RuntimeError:
+            if not is_gone:  # else Starlette complains that nobody is left to be answered
+                raise
 
 
 def make_app(dashboard: Dashboard) -> FastAPI:

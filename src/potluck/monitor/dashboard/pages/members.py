@@ -40,6 +40,7 @@ class MembersPage:
         assert page.dashboard.organising is not None
         self._organiser: Organiser = page.dashboard.organising.organiser
         self._link = page.dashboard.organising.link
+        self._own_id = page.dashboard.follower.session.peer_id
         self._shown: _Records | None = None
         with card("Waiting to be let in"):
             self._requests = box("list requests")
@@ -85,7 +86,8 @@ class MembersPage:
         self._requests.clear()
         with self._requests:
             for request in waiting[:SHOWN]:
-                note = f"wants to be {_article(request.role)} {request.role}, on {request.service}, from {request.host}"
+                since = figures.ago(request.asked_at, self._page.dashboard.now())
+                note = f"{request.role} · {request.service} · {request.host} · asked {since}"
                 with box("item request"):
                     _text(request.name or request.peer[:12], note, request.message)
                     button("Deny", self._on(self._deny, request.peer, request.name), kind="danger")
@@ -96,13 +98,15 @@ class MembersPage:
     def _show_invites(self, invites: list[Invite]) -> None:
         self._invites.clear()
         with self._invites:
-            for invite in sorted(invites, key=lambda each: (each.revoked, -each.created_at))[:SHOWN]:
-                limits = f"{invite.used} of {invite.uses or 'any number'} used; as {', '.join(invite.scopes.roles)}"
+            now = self._page.dashboard.now()
+            for invite in sorted(invites, key=lambda each: (_over(each, now), -each.created_at))[:SHOWN]:
+                limits = f"{invite.used} of {invite.uses or 'any number'} used · {', '.join(invite.scopes.roles)}"
                 until = f"until {figures.clock(invite.expires_at)}" if invite.expires_at else "for ever"
+                over = _over(invite, now)
                 with box("item"):
-                    _text(invite.note or f"Invite {invite.id}", f"{limits}; {until}")
-                    if invite.revoked:
-                        words("revoked", "chip bad")
+                    _text(invite.note or f"Invite {invite.id}", f"{limits} · {until}")
+                    if over:
+                        words(over, "chip")
                     else:
                         button("Revoke", self._on(self._revoke, invite.id, invite.note), kind="danger")
 
@@ -111,14 +115,17 @@ class MembersPage:
         with self._members:
             for state in sorted(members, key=lambda each: (each.state is None, each.member.name))[:SHOWN]:
                 member = state.member
-                known = "; ".join(part for part in (member.person, member.role, member.service, state.host) if part)
+                rights = [name for name in ("organiser", "coordinates", "trusted") if getattr(member.scopes, name)]
+                person = member.person.replace(member.peer, f"{member.peer[:12]}…")
+                known = " · ".join(part for part in (member.role, member.service, state.host, person, *rights) if part)
                 with box("item"):
                     _text(member.name or member.peer[:12], known)
                     tone = {"alive": "good", "suspect": "idle"}.get(state.state or "", "")
                     words(
                         "banned" if state.banned else state.state or "away", f"chip {'bad' if state.banned else tone}"
                     )
-                    if not state.banned:
+                    is_ours = member.scopes.organiser or member.scopes.coordinates or member.peer == self._own_id
+                    if not state.banned and not is_ours:  # whoever bans the host has no run any more
                         button("Ban", self._on(self._ban, member.peer, member.name), kind="danger")
 
     def _show_bans(self, bans: list[Ban]) -> None:
@@ -207,6 +214,15 @@ class MembersPage:
         await self.refresh()
 
 
+def _over(invite: Invite, now: float) -> str:
+    """Why nobody comes in by it any more; empty while somebody can."""
+    if invite.revoked:
+        return "revoked"
+    if invite.expires_at is not None and invite.expires_at <= now:
+        return "expired"
+    return "used up" if invite.uses is not None and invite.used >= invite.uses else ""
+
+
 def _show_link(link: str) -> None:
     with ui.dialog() as dialog, box("card dialog"):
         words("The join link", "card-title")
@@ -225,7 +241,3 @@ def _text(title: str, *notes: str) -> None:
         for note in notes:
             if note:
                 words(note, "item-note")
-
-
-def _article(role: str) -> str:
-    return "an" if role[0] in "aeiou" else "a"

@@ -79,7 +79,7 @@ class OverviewPage:
     def _show_figures(self, overview: Overview) -> None:
         settings = self._dashboard.follower.settings
         end = settings.end_epoch if settings is not None else 0
-        self._epoch.show(f"{overview.epoch:,}", f"of {end:,}" if end else "")
+        self._epoch.show(f"{overview.epoch:,}", f"of {end:,}" if end else "updates that all agreed on")
         self._filled.show(overview.samples / overview.target if overview.target else 0.0)
         wanted = f" of {overview.target:,}" if overview.target else ""
         self._filling.text = f"{overview.samples:,}{wanted} samples"
@@ -101,7 +101,7 @@ class OverviewPage:
         started = self._past.started_at()
         facts = {
             "Running for": figures.duration(self._dashboard.now() - started) if started else figures.NOTHING,
-            "Next epoch in": figures.duration(overview.due_in_seconds),
+            "Next epoch in": "now" if overview.due_in_seconds == 0 else figures.duration(overview.due_in_seconds),
             "An epoch takes": figures.duration(usual),
             "Done in": figures.duration((end - overview.epoch) * usual)
             if end > overview.epoch and usual

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from nicegui import events
+from nicegui import events, ui
 
 from potluck.monitor import figures
 from potluck.monitor.dashboard import charts
@@ -28,7 +28,11 @@ class RoundsPage:
             self._share = Figure("Training, not exchanging")
             self._repaired = Figure("Repaired")
             self._dropped = Figure("Left out")
-        with card("Rounds", "click one to see its members"):
+        with card("Rounds", "click one to see its members") as sheet:
+            with sheet.default_slot.children[0]:
+                self._with_training = ui.toggle(["Rounds alone", "With training"], value="Rounds alone")
+                self._with_training.props("unelevated no-caps dense toggle-color=primary")
+                self._with_training.on_value_change(self.refresh)
             self._chart = Chart({})
             self._chart.element.on_point_click(self._clicked)
         with box("grid two"):
@@ -46,11 +50,12 @@ class RoundsPage:
     def refresh(self) -> None:
         """Show how it is now."""
         rounds = self._dashboard.follower.past.rounds(DRAWN)
-        version = rounds[-1].epoch if rounds else 0
-        if not self._chart.is_due(version) and self._shown == (version, self._chosen):
+        with_training = self._with_training.value == "With training"
+        version = (rounds[-1].epoch if rounds else 0, with_training)
+        if self._shown == (version, self._chosen):
             return
         self._shown = (version, self._chosen)
-        self._chart.show(charts.round_phases(rounds), version)
+        self._chart.show(charts.round_phases(rounds, with_training=with_training), version)
         self._show_figures(rounds)
         chosen = [record for record in rounds if record.epoch == self._chosen] or rounds[-1:]
         if chosen:
@@ -89,7 +94,8 @@ class RoundsPage:
             if record.repairs:
                 lines.append((f"The plan was revised {times(record.repairs)}", "only missing parts moved again"))
             if record.audited:
-                lines.append((f"{record.audited} chunks were recomputed", "as every round among strangers is audited"))
+                chunks = "1 chunk was" if record.audited == 1 else f"{record.audited} chunks were"
+                lines.append((f"{chunks} recomputed", "as every round among strangers is audited"))
             for title, note in lines or [("All went as planned", f"coordinated by {record.coordinator}")]:
                 item(title, note)
 

@@ -1,0 +1,159 @@
+"""The dashboard in a real browser, of a real run with real trainers.
+
+With POTLUCK_SCREENSHOTS set to a folder, the pictures of the documentation are written there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from browser import Visit, open_browser
+from commandline import PATIENCE_SECONDS, Terminal, until_event
+from playwright.sync_api import Browser
+
+from potluck.hub.joinlink import JoinLink
+from potluck.testing.polling import poll_until_sync
+from potluck.testing.processes import Children, ManagedProcess
+
+pytestmark = [pytest.mark.xdist_group("dashboard"), pytest.mark.timeout(300)]
+
+SCRIPT = "<script>alert('Mallory')</script>"
+PUBLIC_PAGES = ("/", "/rounds", "/peers", "/leaderboard", "/name")
+
+
+@dataclass
+class Bakery:
+    """A run that trains, with its dashboard."""
+
+    terminal: Terminal
+    host: ManagedProcess
+    link: JoinLink
+    url: str
+    token: str
+    trainers: dict[str, ManagedProcess]
+    browser: Browser
+
+    def join(self, name: str, link: JoinLink, *options: str) -> ManagedProcess:
+        key = self.terminal.folder / f"{re.sub(r'[^a-zA-Z]', '', name)}.nkey"
+        who = ("--name", name, "--identity-path", key, "--batch-size", "8", "--json")
+        return self.terminal.start("join", str(link), *who, *options, name=key.stem, OMP_NUM_THREADS="1")
+
+    def visit(self, **options: object) -> Visit:
+        return Visit(self.browser, self.url, **options)
+
+
+@pytest.fixture(scope="module")
+def bakery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bakery]:
+    folder = tmp_path_factory.mktemp("bakery")
+    with Children(log_folder=folder) as children, open_browser() as browser:
+        terminal = Terminal(folder, children)
+        terminal.run("init", folder / "bakery", "--recipe", "digits")
+        toml = folder / "bakery" / "run.toml"
+        toml.write_text(toml.read_text().replace("target_batch_size = 256", "target_batch_size = 2000"))
+        where = ("--folder", folder / "run", "--listen", "127.0.0.1", "--dashboard-port", "0", "--json")
+        host = terminal.start("host", folder / "bakery", *where, POTLUCK_NO_DASHBOARD="", OMP_NUM_THREADS="1")
+        link = JoinLink.parse(until_event(host, "ready")["link"])
+        made = Bakery(terminal, host, link, "", "", {}, browser)
+        for name in ("Ada", SCRIPT):
+            made.trainers[name] = made.join(name, link)
+        shown = until_event(host, "dashboard")
+        made.url, made.token = shown["url"], shown["token"]
+        for process in made.trainers.values():
+            until_event(process, "progress")
+        yield made
+
+
+def test_pages_load_without_a_complaint_and_show_names_as_text(bakery: Bakery) -> None:
+    with bakery.visit() as visit:
+        for path in PUBLIC_PAGES:
+            visit.see(path)
+        visit.see("/leaderboard").wait_for_selector(f".item-title:text-is({SCRIPT[:24]!r})")
+        page = visit.see("/peers")
+        page.wait_for_selector(f"td a:text-is({SCRIPT!r})".replace("'Mallory'", "\\'Mallory\\'"))
+        assert page.locator("td script").count() == 0
+        page.click("td a:text-is('Ada')")
+        page.wait_for_selector(".page-title:text-is('Ada')")
+        assert visit.complaints == []
+
+
+def test_numbers_change_while_the_run_trains(bakery: Bakery) -> None:
+    with bakery.visit() as visit:
+        page = visit.see("/")
+        epoch = page.locator(".figure.hero .figure-value")
+
+        def number() -> int:
+            return int(epoch.inner_text().replace(",", ""))
+
+        before = number()
+        poll_until_sync(lambda: number() >= before + 2 or None, PATIENCE_SECONDS, "another epoch on the page")
+        assert float(page.locator(".figure-value").nth(1).inner_text()) > 0  # the loss
+        assert visit.complaints == []
+    metrics = _get(f"{bakery.url}/metrics")[1]
+    assert int(float(re.search(r'^potluck_epoch{run="bakery"} (\S+)', metrics, re.MULTILINE).group(1))) >= before + 2
+
+
+def test_a_stranger_cannot_control(bakery: Bakery) -> None:
+    with bakery.visit() as visit:
+        for path in ("/members",):
+            visit.page.goto(bakery.url + path)
+            assert visit.page.url == f"{bakery.url}/login"
+        assert visit.see("/").locator("a[href='/members']").count() == 0
+        visit.page.goto(f"{bakery.url}/login#{'x' * 32}")
+        visit.page.fill("input[name=name]", "Mallory")
+        visit.page.click("button[type=submit]")
+        visit.page.wait_for_selector("p.wrong:has-text('not the organiser')")
+        assert visit.context.cookies() == []
+    for path in ("/login", "/_nicegui_ws/socket.io/?EIO=4&transport=polling"):
+        foreign = urllib.request.Request(bakery.url + path, b"token=x", {"Origin": "http://evil.example"})
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(foreign, timeout=PATIENCE_SECONDS)
+    headers, _ = _get(bakery.url + "/")
+    assert "frame-ancestors 'none'" in headers["content-security-policy"]
+
+
+def test_an_organiser_lets_a_waiting_peer_in(bakery: Bakery) -> None:
+    ben = bakery.join("Ben", replace(bakery.link, invite=""), "--message", "may I?", "--max-steps", "1")
+    until_event(ben, "waiting")
+    with bakery.visit() as visit:
+        visit.log_in(bakery.token)
+        [cookie] = visit.context.cookies()
+        assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
+        request = visit.page.locator(".request", has_text="Ben")
+        assert "may I?" in request.inner_text()
+        request.get_by_text("Approve").click()
+        visit.confirm()
+        until_event(ben, "joined")
+        visit.page.click("text=New invite")
+        visit.page.click("text=Make it")
+        link = visit.page.locator(".invite-link").inner_text()
+        assert JoinLink.parse(link).run == "bakery"
+        assert visit.page.locator("img").count() >= 1  # its QR code
+        assert visit.complaints == []
+    log = (bakery.terminal.folder / "run" / "organisers.log").read_text()
+    assert re.search(r'"who":"Olga".*approve Ben', log)
+
+
+def test_everybody_who_helps_has_a_vote(bakery: Bakery) -> None:
+    key = bakery.terminal.folder / "Ada.nkey"
+    told = bakery.terminal.ask("vote", str(bakery.link), "Sourdough", "--identity-path", key)
+    assert told["names"]["Sourdough"] == 1
+    with bakery.visit() as visit:
+        visit.see("/name").wait_for_selector(".bar-name:text-is('Sourdough')")
+
+
+def _get(url: str) -> tuple[dict[str, str], str]:
+    with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as answer:
+        return {name.lower(): value for name, value in answer.headers.items()}, answer.read().decode()
+
+
+@pytest.mark.skipif("POTLUCK_SCREENSHOTS" not in os.environ, reason="pictures are written on request")
+def test_pictures(bakery: Bakery) -> None:
+    folder = Path(os.environ["POTLUCK_SCREENSHOTS"])
+    folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from browser import Visit, open_browser
-from commandline import PATIENCE_SECONDS, Terminal, until_event
+from commandline import PATIENCE_SECONDS, Terminal, events, until_event
 from playwright.sync_api import Browser
 
 from potluck.hub.joinlink import JoinLink
@@ -101,7 +101,7 @@ def test_numbers_change_while_the_run_trains(bakery: Bakery) -> None:
 
 def test_a_stranger_cannot_control(bakery: Bakery) -> None:
     with bakery.visit() as visit:
-        for path in ("/members",):
+        for path in ("/members", "/control"):
             visit.page.goto(bakery.url + path)
             assert visit.page.url == f"{bakery.url}/login"
         assert visit.see("/").locator("a[href='/members']").count() == 0
@@ -138,6 +138,32 @@ def test_an_organiser_lets_a_waiting_peer_in(bakery: Bakery) -> None:
         assert visit.complaints == []
     log = (bakery.terminal.folder / "run" / "organisers.log").read_text()
     assert re.search(r'"who":"Olga".*approve Ben', log)
+
+
+def test_an_organiser_pauses_the_run_and_has_it_go_on(bakery: Bakery) -> None:
+    ada = bakery.trainers["Ada"]
+    with bakery.visit() as visit:
+        visit.log_in(bakery.token)
+        page = visit.see("/control")
+        page.get_by_text("Pause", exact=True).click()
+        visit.confirm()
+        page.wait_for_selector(".pill:text-is('paused')")
+        until_event(ada, "progress", paused=True)
+        page.get_by_text("Resume", exact=True).click()
+        visit.confirm()
+        page.wait_for_selector(".pill:text-is('training')")
+        paused_at = len(events(ada))
+        poll_until_sync(
+            lambda: any(e["event"] == "progress" and not e["paused"] for e in events(ada)[paused_at:]) or None,
+            PATIENCE_SECONDS,
+            "training again",
+        )
+        page.get_by_label("Learning rate").fill("0.002")
+        page.get_by_text("Change", exact=True).click()
+        visit.confirm()
+        page.wait_for_selector(".item-title:has-text('optimizer.learning_rate = 0.002') >> nth=0")
+        assert "Olga" in page.locator(".list").first.inner_text()
+        assert visit.complaints == []
 
 
 def test_everybody_who_helps_has_a_vote(bakery: Bakery) -> None:

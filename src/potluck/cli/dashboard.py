@@ -98,13 +98,12 @@ async def _of_hosted_run(
     """With the keys in the run's folder: as a member of its own, and with the organisers' pages."""
     from potluck.cli import console
     from potluck.cli.folders import hosted_run
-    from potluck.cli.members import DEFAULT_RUN
     from potluck.clock import SystemClock
     from potluck.hub.address import HubAddress
     from potluck.hub.guard.member import Scopes
     from potluck.hub.guard.organise import Organiser
     from potluck.hub.joinlink import JoinLink
-    from potluck.hub.keys import HubKeys
+    from potluck.hub.keys import HubKeys, Signer
     from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
     from potluck.hub.subjects import Subjects
     from potluck.monitor.dashboard.actions import LOG_FILE, ActionLog
@@ -112,8 +111,9 @@ async def _of_hosted_run(
     from potluck.monitor.dashboard.state import Organising
     from potluck.peer.identity import Identity
     from potluck.run.peer import Peer, PeerConfig
+    from potluck.training.steering import Steering
 
-    where, record = hosted_run(run or DEFAULT_RUN, folder)
+    where, record = hosted_run(run, folder)
     keys = HubKeys.load_or_create(where / "identity")
     address = HubAddress(servers=record.servers, ca_pem=record.ca_pem)
     hub = await NatsConnection.connect(
@@ -137,9 +137,9 @@ async def _of_hosted_run(
             organiser=organiser,
             gate=Gate(load_or_create_token(where), SystemClock()),
             log=ActionLog(where / LOG_FILE),
+            helm=Steering(hub, record.run, Signer(keys.organiser_seed)),
             link=JoinLink.parse(record.link),
-            address=address,
-            keys=keys,
+            folder=where,
         )
 
         async def start() -> bool:

@@ -20,6 +20,8 @@ from potluck.cli.join import join
 from potluck.cli.leaderboard import leaderboard
 from potluck.cli.members import app as members
 from potluck.cli.monitor import monitor
+from potluck.cli.receipts import receipts
+from potluck.cli.run import app as run
 from potluck.cli.vote import vote
 from potluck.errors import ConfigurationError, PotluckError
 
@@ -39,9 +41,11 @@ app.command("join")(join)
 app.command("monitor")(monitor)
 app.command("dashboard")(dashboard)
 app.command("leaderboard")(leaderboard)
+app.command("receipts")(receipts)
 app.command("vote")(vote)
 app.command("doctor")(doctor)
 app.add_typer(members, name="members")
+app.add_typer(run, name="run")
 
 
 def _print_version(asked: bool) -> None:

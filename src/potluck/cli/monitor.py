@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from potluck.monitor.alarms import Alarm
     from potluck.monitor.exporters import Exporters
     from potluck.monitor.view import Overview, PeerRow
     from potluck.monitor.watcher import Watcher
@@ -71,11 +72,14 @@ async def _watch(peer: Peer, stop: asyncio.Event, exporters: Exporters, *, once:
                 now = peer.session.clock.monotonic()
                 overview, rows = watcher.view.overview(now), watcher.view.rows(now)
                 exporters.epoch_seen(overview)
+                alarms = watcher.alarms()
                 if as_json:
                     peers = [msgspec.to_builtins(row) for row in rows]
-                    console.print_json({"event": "run", **msgspec.to_builtins(overview), "peers": peers})
+                    told = [{"kind": alarm.kind, "text": alarm.text, "peer": alarm.peer} for alarm in alarms]
+                    figures = {**msgspec.to_builtins(overview), "paused": watcher.is_paused, "alarms": told}
+                    console.print_json({"event": "run", **figures, "peers": peers})
                 else:
-                    live.update(_picture(overview, rows), refresh=True)
+                    live.update(_picture(overview, rows, alarms, is_paused=watcher.is_paused), refresh=True)
                 if once or peer.session.ended.done():
                     break
         if peer.session.ended.done():
@@ -84,7 +88,7 @@ async def _watch(peer: Peer, stop: asyncio.Event, exporters: Exporters, *, once:
         await watcher.close()
 
 
-def _picture(overview: Overview, rows: list[PeerRow]) -> RenderableType:
+def _picture(overview: Overview, rows: list[PeerRow], alarms: list[Alarm], *, is_paused: bool) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -101,7 +105,9 @@ def _picture(overview: Overview, rows: list[PeerRow]) -> RenderableType:
         ("coordinator", overview.coordinator or "nobody"),
     ]
     head = Text.assemble(
-        (overview.run, "bold"), *(part for name, value in facts for part in (f"   {name} ", (value, "bold")))
+        (overview.run, "bold"),
+        ("   paused" if is_paused else "", "bold yellow"),
+        *(part for name, value in facts for part in (f"   {name} ", (value, "bold"))),
     )
     table = Table("", "role", "place", "reach", "epoch", "samples", "per second", "loss", "up", "down", "state")
     for row in rows:
@@ -119,7 +125,7 @@ def _picture(overview: Overview, rows: list[PeerRow]) -> RenderableType:
             _speed(row.download_bytes_per_second),
             row.state,
         )
-    return Group(head, table)
+    return Group(head, table, *(Text(f"! {alarm.text}", style="bold red") for alarm in alarms))
 
 
 def _number(value: float | None, form: str) -> str:

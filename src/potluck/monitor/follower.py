@@ -19,7 +19,6 @@ from potluck.training.ballot import Ballot
 from potluck.training.contributions import ContributionBook
 from potluck.training.history import HistoryTail, RoundRecord, page_key, read_points
 from potluck.training.manifest import Manifest, Settings
-from potluck.training.notice import NoticeBoard
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,6 @@ class RunFollower:
         self.watcher = Watcher(session)
         self.view = self.watcher.view
         self.past = Past()
-        self.board = NoticeBoard(session.hub, session.subjects.run)
         self.book = ContributionBook()
         self.ballot = Ballot()
         self.counts: Counter[str] = Counter()
@@ -50,7 +48,6 @@ class RunFollower:
         self = cls(session)
         try:
             await self.watcher.start()
-            await self.board.start()
             await self._start_stores()
         except BaseException:
             await self.close()
@@ -63,13 +60,12 @@ class RunFollower:
         subscriptions, self._subscriptions = self._subscriptions, []
         for subscription in subscriptions:
             await subscription.cancel()
-        await self.board.close()
         await self.watcher.close()
 
     @property
     def manifest(self) -> Manifest | None:
         """What the run trains, if anybody has said it."""
-        return self.board.manifest
+        return self.watcher.board.manifest
 
     @property
     def settings(self) -> Settings | None:

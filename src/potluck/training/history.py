@@ -74,6 +74,7 @@ class RoundRecord(Message, frozen=True, kw_only=True):
     audited: int = 0
     coordinator: str = ""
     members: tuple[RoundMember, ...] = ()
+    went_back_to: int | None = None  # an organiser's order: the state of that epoch was taken over again
     left_out: dict[str, str] = {}  # by name
     excluded: dict[str, str] = {}
 
@@ -147,6 +148,7 @@ def record_of(commit: Commit, names: Mapping[str, str], before: Commit | None) -
         repairs=commit.revisions,
         audited=commit.audited,
         coordinator=name(commit.coordinator),
+        went_back_to=commit.restored.epoch if commit.restored is not None else None,
         members=tuple(
             RoundMember(
                 peer=member.peer,

@@ -108,6 +108,13 @@ class Chart:
         return version != self._version
 
 
+def item(title: str, note: str) -> None:
+    """One line of a list."""
+    with box("item"), box("item-text"):
+        words(title, "item-title")
+        words(note, "item-note")
+
+
 def facts(pairs: Iterable[tuple[str, str]]) -> None:
     """Names and values, one a line."""
     with box("facts"):

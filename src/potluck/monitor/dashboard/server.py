@@ -30,6 +30,7 @@ from potluck.errors import AccessError, ConfigurationError
 from potluck.monitor.dashboard import metrics
 from potluck.monitor.dashboard.frame import COOKIE, Page, frame
 from potluck.monitor.dashboard.gate import SESSION_SECONDS, TooManyTriesError, is_same_origin
+from potluck.monitor.dashboard.pages.control import ControlPage
 from potluck.monitor.dashboard.pages.leaderboard import LeaderboardPage
 from potluck.monitor.dashboard.pages.members import MembersPage
 from potluck.monitor.dashboard.pages.naming import NamingPage
@@ -64,7 +65,10 @@ PAGES: tuple[tuple[str, str, Fill], ...] = (
     ("/leaderboard", "Leaderboard", LeaderboardPage),
     ("/name", "Name it", NamingPage),
 )
-ORGANISER_PAGES: tuple[tuple[str, str, Fill], ...] = (("/members", "Members", MembersPage),)
+ORGANISER_PAGES: tuple[tuple[str, str, Fill], ...] = (
+    ("/members", "Members", MembersPage),
+    ("/control", "Control", ControlPage),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeVar
 
 from potluck.errors import PermissionDeniedError, PotluckError
-from potluck.hub.address import HubAddress
 from potluck.hub.guard.organise import Organiser
 from potluck.hub.joinlink import JoinLink
-from potluck.hub.keys import HubKeys, Signer
+from potluck.hub.keys import Signer
+from potluck.monitor.alarms import Alarm
 from potluck.monitor.dashboard.actions import Action, ActionLog
 from potluck.monitor.dashboard.gate import Gate, Visitor
 from potluck.monitor.follower import RunFollower
 from potluck.monitor.view import Overview, PeerRow
 from potluck.training.manifest import Settings
+from potluck.training.steering import Steering
 
 FRESH_SECONDS = 0.5  # what one page has had computed, the next may show
 STALLED_FACTOR = 5.0  # an epoch that takes so many times as long as most is late
@@ -32,10 +34,11 @@ class Organising:
     organiser: Organiser
     gate: Gate
     log: ActionLog
+    helm: Steering
     link: JoinLink
     """For invites; without one."""
-    address: HubAddress
-    keys: HubKeys = field(repr=False)
+    folder: Path
+    """Of the run, on the machine that hosts it."""
 
 
 class Dashboard:
@@ -50,6 +53,7 @@ class Dashboard:
         self._at = -1.0
         self._rows: list[PeerRow] = []
         self._overview: Overview | None = None
+        self._alarms: list[Alarm] = []
 
     @property
     def run(self) -> str:
@@ -70,6 +74,11 @@ class Dashboard:
         """All peers."""
         self._refresh()
         return self._rows
+
+    def alarms(self) -> list[Alarm]:
+        """What is wrong with the run."""
+        self._refresh()
+        return self._alarms
 
     def status(self) -> tuple[str, Tone]:
         """How the run is doing, in a word or two."""
@@ -112,6 +121,7 @@ class Dashboard:
             self._at = now
             self._rows = self.follower.view.rows(now)
             self._overview = self.follower.view.overview(now)
+            self._alarms = self.follower.watcher.alarms()
 
 
 def status_of(overview: Overview, settings: Settings | None, *, is_connected: bool, now: float) -> tuple[str, Tone]:

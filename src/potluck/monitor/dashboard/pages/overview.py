@@ -62,6 +62,7 @@ class OverviewPage:
     def refresh(self) -> None:
         """Show how it is now."""
         overview = self._dashboard.overview()
+        self._show_alarms()
         self._show_figures(overview)
         self._show_facts(overview)
         rows = [row for row in self._dashboard.rows() if row.role == "trainer" and row.samples_per_second > 0]
@@ -75,6 +76,18 @@ class OverviewPage:
         for bars, counts in ((self._roles, overview.roles), (self._places, overview.places)):
             bars.show([(name, count / overview.num_peers, str(count)) for name, count in counts.items()])
         self._draw()
+
+    def _show_alarms(self) -> None:
+        texts = [alarm.text for alarm in self._dashboard.alarms()]
+        if texts == self._alarm_texts:
+            return
+        self._alarm_texts = texts
+        self._alarms.clear()
+        with self._alarms:
+            for text in texts:
+                with box("alarm"):
+                    ui.icon("warning_amber")
+                    words(text)
 
     def _show_figures(self, overview: Overview) -> None:
         settings = self._dashboard.follower.settings

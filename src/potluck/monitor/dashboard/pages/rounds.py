@@ -9,7 +9,7 @@ from nicegui import events, ui
 from potluck.monitor import figures
 from potluck.monitor.dashboard import charts
 from potluck.monitor.dashboard.frame import Page
-from potluck.monitor.dashboard.parts import Chart, Figure, box, card, words
+from potluck.monitor.dashboard.parts import Chart, Figure, box, card, item, words
 from potluck.training.history import RoundRecord
 
 DRAWN = 60
@@ -91,6 +91,8 @@ class RoundsPage:
         with self._detail:
             lines = [(f"{name} was left out", reason) for name, reason in record.left_out.items()]
             lines += [(f"{name} was slow", f"{seconds:.2f} s") for name, seconds in slow_members(record)]
+            if record.went_back_to is not None:
+                lines.append((f"The run went back to epoch {record.went_back_to:,}", "by an organiser's order"))
             if record.repairs:
                 lines.append((f"The plan was revised {times(record.repairs)}", "only missing parts moved again"))
             if record.audited:
@@ -110,13 +112,6 @@ class RoundsPage:
                 item(f"Epoch {record.epoch:,}", "; ".join(what))
             if not troubled:
                 words("Nothing. Every round went as planned.", "empty")
-
-
-def item(title: str, note: str) -> None:
-    """One line of a list."""
-    with box("item"), box("item-text"):
-        words(title, "item-title")
-        words(note, "item-note")
 
 
 def slow_members(record: RoundRecord) -> list[tuple[str, float]]:

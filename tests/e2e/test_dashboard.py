@@ -25,7 +25,7 @@ from potluck.testing.processes import Children, ManagedProcess
 pytestmark = [pytest.mark.xdist_group("dashboard"), pytest.mark.timeout(300)]
 
 SCRIPT = "<script>alert('Mallory')</script>"
-PUBLIC_PAGES = ("/", "/rounds", "/peers", "/leaderboard", "/name")
+PUBLIC_PAGES = ("/", "/rounds", "/peers", "/leaderboard", "/preview", "/name")
 
 
 @dataclass
@@ -40,10 +40,11 @@ class Bakery:
     trainers: dict[str, ManagedProcess]
     browser: Browser
 
-    def join(self, name: str, link: JoinLink, *options: str) -> ManagedProcess:
+    def join(self, name: str, link: JoinLink, *options: str, **environment: str) -> ManagedProcess:
         key = self.terminal.folder / f"{re.sub(r'[^a-zA-Z]', '', name)}.nkey"
         who = ("--name", name, "--identity-path", key, "--batch-size", "8", "--json")
-        return self.terminal.start("join", str(link), *who, *options, name=key.stem, OMP_NUM_THREADS="1")
+        environment = {"OMP_NUM_THREADS": "1", **environment}
+        return self.terminal.start("join", str(link), *who, *options, name=key.stem, **environment)
 
     def visit(self, **options: object) -> Visit:
         return Visit(self.browser, self.url, **options)
@@ -95,8 +96,7 @@ def test_numbers_change_while_the_run_trains(bakery: Bakery) -> None:
         poll_until_sync(lambda: number() >= before + 2 or None, PATIENCE_SECONDS, "another epoch on the page")
         assert float(page.locator(".figure-value").nth(1).inner_text()) > 0  # the loss
         assert visit.complaints == []
-    metrics = _get(f"{bakery.url}/metrics")[1]
-    assert int(float(re.search(r'^potluck_epoch{run="bakery"} (\S+)', metrics, re.MULTILINE).group(1))) >= before + 2
+    assert _epoch(bakery) >= before + 2
 
 
 def test_a_stranger_cannot_control(bakery: Bakery) -> None:
@@ -180,6 +180,55 @@ def _get(url: str) -> tuple[dict[str, str], str]:
 
 
 @pytest.mark.skipif("POTLUCK_SCREENSHOTS" not in os.environ, reason="pictures are written on request")
+@pytest.mark.timeout(900)
 def test_pictures(bakery: Bakery) -> None:
     folder = Path(os.environ["POTLUCK_SCREENSHOTS"])
     folder.mkdir(parents=True, exist_ok=True)
+    for name, size, options in (
+        ("Grace", "16", ["--client-mode"]),
+        ("Edsger", "4", []),
+        ("Barbara", "12", ["--client-mode"]),
+    ):
+        place = {"KAGGLE_KERNEL_RUN_TYPE": "batch"} if name == "Grace" else {}
+        bakery.trainers[name] = bakery.join(name, bakery.link, "--batch-size", size, *options, **place)
+    alan = bakery.join("Alan", replace(bakery.link, invite=""), "--message", "I have a GPU that is bored at night")
+    until_event(alan, "waiting")
+    for name in ("Grace", "Edsger", "Barbara"):
+        until_event(bakery.trainers[name], "progress")
+    for name, wish in (("Grace", "Sourdough"), ("Edsger", "Brioche")):
+        bakery.terminal.ask("vote", str(bakery.link), wish, "--identity-path", bakery.terminal.folder / f"{name}.nkey")
+    wanted = _epoch(bakery) + 40
+    poll_until_sync(lambda: _epoch(bakery) >= wanted or None, 400, "forty more epochs")
+    bakery.trainers["Barbara"].kill()
+    wanted = _epoch(bakery) + 12
+    poll_until_sync(lambda: _epoch(bakery) >= wanted or None, 400, "some more")
+    for path in (*PUBLIC_PAGES, "/members", "/control"):
+        name = path.strip("/") or "overview"
+        for theme in ("light", "dark"):
+            _take(
+                bakery, path, folder / f"dashboard-{name}{'-dark' if theme == 'dark' else ''}.png", color_scheme=theme
+            )
+    for path, name in (
+        ("/", "phone"),
+        ("/peers", "phone-peers"),
+        ("/rounds", "phone-rounds"),
+        ("/members", "phone-members"),
+    ):
+        phone = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2}
+        _take(bakery, path, folder / f"dashboard-{name}.png", **phone)
+
+
+def _take(bakery: Bakery, path: str, file: Path, **options: object) -> None:
+    with bakery.visit(**options) as visit:
+        if path in ("/members", "/control"):
+            visit.log_in(bakery.token)
+        page = visit.see(path)
+        page.wait_for_load_state("networkidle")
+        page.wait_for_timeout(3000)  # charts are drawn when their size is known
+        page.screenshot(path=file, full_page=True)
+        assert visit.complaints == []
+
+
+def _epoch(bakery: Bakery) -> int:
+    found = re.search(r'^potluck_epoch{run="bakery"} (\S+)', _get(f"{bakery.url}/metrics")[1], re.MULTILINE)
+    return int(float(found.group(1))) if found is not None else 0

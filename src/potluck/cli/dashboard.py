@@ -32,6 +32,9 @@ def dashboard(
     identity_path: Annotated[
         Path | None, typer.Option(help="File with the key of your peer, to vote with; else the usual one, if any.")
     ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="The run's recipe, where its organiser wrote one: for the previews.")
+    ] = None,
     while_read: Annotated[bool, typer.Option(hidden=True, help="End when standard input does.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a line.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
@@ -53,7 +56,7 @@ def dashboard(
         async def hosted(stop: asyncio.Event) -> None:
             if while_read:
                 _stop_at_end_of_input(stop)
-            await _of_hosted_run(run, folder, config, stop, as_json)
+            await _of_hosted_run(run, folder, recipe, config, stop, as_json)
 
         console.run(console.until_interrupted(hosted))
         return
@@ -93,7 +96,7 @@ def _stop_at_end_of_input(stop: asyncio.Event) -> None:
 
 
 async def _of_hosted_run(
-    run: str, folder: Path | None, config: ServerConfig, stop: asyncio.Event, as_json: bool
+    run: str, folder: Path | None, recipe: Path | None, config: ServerConfig, stop: asyncio.Event, as_json: bool
 ) -> None:
     """With the keys in the run's folder: as a member of its own, and with the organisers' pages."""
     from potluck.cli import console
@@ -148,7 +151,8 @@ async def _of_hosted_run(
 
         try:
             if await console.unless_stopped(start(), stop):
-                await _serve(peer, organising, None, config, stop, as_json, token=load_or_create_token(where))
+                token = load_or_create_token(where)
+                await _serve(peer, organising, None, config, stop, as_json, token=token, recipe=recipe)
         finally:
             await peer.close()
     finally:
@@ -164,16 +168,22 @@ async def _serve(
     stop: asyncio.Event,
     as_json: bool,
     token: str = "",
+    recipe: Path | None = None,
 ) -> None:
     from potluck.cli import console
     from potluck.cli.joining import until_ended
     from potluck.monitor.dashboard.state import Dashboard
     from potluck.monitor.follower import RunFollower
+    from potluck.monitor.previews import Previewer
 
     module = await console.import_slowly("potluck.monitor.dashboard.server")
     follower = await RunFollower.start(peer.session)
+    previewer = None
     try:
-        server = module.DashboardServer(Dashboard(follower, organising, voter=voter), config)
+        if organising is not None:
+            previewer = Previewer(organising.folder, lambda: follower.manifest, recipe)
+            previewer.start()
+        server = module.DashboardServer(Dashboard(follower, organising, voter=voter, previewer=previewer), config)
         url = await server.start()
         try:
             if as_json:
@@ -186,6 +196,8 @@ async def _serve(
         finally:
             await server.close()
     finally:
+        if previewer is not None:
+            await previewer.close()
         await follower.close()
 
 

@@ -31,6 +31,8 @@ class DashboardOptions:
     listen: str
     port: int | None
     """None: the usual one, or a free one if that is taken."""
+    recipe: Path | None = None
+    """The organiser's own recipe, if it is not a built-in one."""
     shown_host: str = ""
     """By which others know this machine, if it is served to them."""
 
@@ -65,6 +67,8 @@ class DashboardChild:
         options = self._options
         port = _usual_or_free_port(options.listen) if options.port is None else options.port
         where = ("--run", options.run, "--folder", str(options.folder))
+        if options.recipe is not None:
+            where += ("--recipe", str(options.recipe))
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "potluck.cli", "dashboard", *where, "--listen", options.listen, "--port", str(port),
             "--while-read", "--json", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,

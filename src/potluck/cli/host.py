@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -125,6 +126,8 @@ def host(
         hub_ca=hub_ca,
     )
     shown = _dashboard_options(config, dashboard, dashboard_listen or listen, dashboard_port)
+    if shown is not None and manifest is not None and manifest.recipe.digest:
+        shown = replace(shown, recipe=_beside(run_file) / manifest.recipe.name)
     console.run(console.until_interrupted(lambda stop: _serve(Host(config), manifest, shown, stop, as_json)))
 
 
@@ -146,6 +149,12 @@ def _dashboard_options(config: HostConfig, wanted: bool, listen: str, port: int 
     )
 
 
+def _beside(run_file: Path | None) -> Path:
+    """The folder of run.toml."""
+    path = run_file or Path("run.toml")
+    return path if path.is_dir() else path.parent
+
+
 def _manifest(run_file: Path | None) -> Manifest | None:
     """What the file says, or the one in this folder; None where there is none, and so nothing to train."""
     path = run_file or Path("run.toml")
@@ -153,7 +162,7 @@ def _manifest(run_file: Path | None) -> Manifest | None:
         return None
     from potluck.training.runfile import manifest_of, read_run_file
 
-    return manifest_of(read_run_file(path), path if path.is_dir() else path.parent)
+    return manifest_of(read_run_file(path), _beside(run_file))
 
 
 async def _serve(

@@ -36,6 +36,7 @@ from potluck.monitor.dashboard.pages.members import MembersPage
 from potluck.monitor.dashboard.pages.naming import NamingPage
 from potluck.monitor.dashboard.pages.overview import OverviewPage
 from potluck.monitor.dashboard.pages.peers import PeerPage, PeersPage
+from potluck.monitor.dashboard.pages.preview import PreviewPage
 from potluck.monitor.dashboard.pages.rounds import RoundsPage
 from potluck.monitor.dashboard.state import Dashboard
 
@@ -63,6 +64,7 @@ PAGES: tuple[tuple[str, str, Fill], ...] = (
     ("/rounds", "Rounds", RoundsPage),
     ("/peers", "Peers", PeersPage),
     ("/leaderboard", "Leaderboard", LeaderboardPage),
+    ("/preview", "Preview", PreviewPage),
     ("/name", "Name it", NamingPage),
 )
 ORGANISER_PAGES: tuple[tuple[str, str, Fill], ...] = (

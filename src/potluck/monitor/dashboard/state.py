@@ -15,6 +15,7 @@ from potluck.monitor.alarms import Alarm
 from potluck.monitor.dashboard.actions import Action, ActionLog
 from potluck.monitor.dashboard.gate import Gate, Visitor
 from potluck.monitor.follower import RunFollower
+from potluck.monitor.previews import Previewer
 from potluck.monitor.view import Overview, PeerRow
 from potluck.training.manifest import Settings
 from potluck.training.steering import Steering
@@ -45,11 +46,17 @@ class Dashboard:
     """One run, as pages show it."""
 
     def __init__(
-        self, follower: RunFollower, organising: Organising | None = None, *, voter: Signer | None = None
+        self,
+        follower: RunFollower,
+        organising: Organising | None = None,
+        *,
+        voter: Signer | None = None,
+        previewer: Previewer | None = None,
     ) -> None:
         self.follower = follower
         self.organising = organising
         self.voter = voter
+        self.previewer = previewer
         self._at = -1.0
         self._rows: list[PeerRow] = []
         self._overview: Overview | None = None

@@ -25,6 +25,7 @@ from potluck.testing.processes import Children, ManagedProcess
 pytestmark = [pytest.mark.xdist_group("dashboard"), pytest.mark.timeout(300)]
 
 SCRIPT = "<script>alert('Mallory')</script>"
+PICTURES = os.environ.get("POTLUCK_SCREENSHOTS", "")
 PUBLIC_PAGES = ("/", "/rounds", "/peers", "/leaderboard", "/preview", "/name")
 
 
@@ -62,7 +63,7 @@ def bakery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bakery]:
         host = terminal.start("host", folder / "bakery", *where, POTLUCK_NO_DASHBOARD="", OMP_NUM_THREADS="1")
         link = JoinLink.parse(until_event(host, "ready")["link"])
         made = Bakery(terminal, host, link, "", "", {}, browser)
-        for name in ("Ada", SCRIPT):
+        for name in ("Ada", "Ken" if PICTURES else SCRIPT):
             made.trainers[name] = made.join(name, link)
         shown = until_event(host, "dashboard")
         made.url, made.token = shown["url"], shown["token"]
@@ -119,7 +120,7 @@ def test_a_stranger_cannot_control(bakery: Bakery) -> None:
 
 
 def test_an_organiser_lets_a_waiting_peer_in(bakery: Bakery) -> None:
-    ben = bakery.join("Ben", replace(bakery.link, invite=""), "--message", "may I?", "--max-steps", "1")
+    ben = bakery.join("Ben", replace(bakery.link, invite=""), "--message", "may I?", "--role", "observer")
     until_event(ben, "waiting")
     with bakery.visit() as visit:
         visit.log_in(bakery.token)
@@ -179,10 +180,10 @@ def _get(url: str) -> tuple[dict[str, str], str]:
         return {name.lower(): value for name, value in answer.headers.items()}, answer.read().decode()
 
 
-@pytest.mark.skipif("POTLUCK_SCREENSHOTS" not in os.environ, reason="pictures are written on request")
+@pytest.mark.skipif(not PICTURES, reason="pictures are written on request")
 @pytest.mark.timeout(900)
 def test_pictures(bakery: Bakery) -> None:
-    folder = Path(os.environ["POTLUCK_SCREENSHOTS"])
+    folder = Path(PICTURES)
     folder.mkdir(parents=True, exist_ok=True)
     for name, size, options in (
         ("Grace", "16", ["--client-mode"]),

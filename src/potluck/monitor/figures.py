@@ -42,7 +42,7 @@ def duration(seconds: float | None) -> str:
     """A span of time, in the two units that matter."""
     if seconds is None or not math.isfinite(seconds):
         return NOTHING
-    if seconds < 0.1:
+    if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -55,14 +55,18 @@ class Previewer:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin; what was said before is read from the file."""
+        """Begin, after what was said before."""
+        self.read()
+        self._task = asyncio.create_task(self._keep_looking(), name="previews")
+
+    def read(self) -> None:
+        """What was said before, from the file."""
         if self._path.exists():
             for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines()[-KEPT:]:
                 try:
                     self.previews.append(msgspec.json.decode(line, type=Preview))
                 except msgspec.MsgspecError:
                     logger.warning("a line of %s cannot be read and is passed over", self._path)
-        self._task = asyncio.create_task(self._keep_looking(), name="previews")
 
     async def close(self) -> None:
         """Look no more. Calling it twice does no harm."""

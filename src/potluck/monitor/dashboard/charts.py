@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from potluck.monitor import figures
 from potluck.monitor.past import Axis
 from potluck.monitor.series import Numbers, Series
 from potluck.monitor.view import LinkRow, PeerRow
@@ -181,7 +182,7 @@ def network(rows: Sequence[PeerRow], links: Sequence[LinkRow]) -> Options:
     return {
         "animation": False,
         "textStyle": {"fontFamily": "inherit"},
-        "tooltip": {"show": False},
+        "tooltip": _tooltip("item"),
         "series": [
             {
                 "type": "graph",
@@ -199,6 +200,7 @@ def network(rows: Sequence[PeerRow], links: Sequence[LinkRow]) -> Options:
                     {
                         "id": row.peer,
                         "name": row.name,
+                        "value": f"{row.samples_per_second:,.0f} samples/s" if row.role == "trainer" else row.role,
                         "symbolSize": round(8 + 20 * math.sqrt(max(0.0, row.samples_per_second) / rate), 1),
                         "itemStyle": {"color": ROLE_COLOURS.get(row.role, GREY)},
                     }
@@ -208,6 +210,7 @@ def network(rows: Sequence[PeerRow], links: Sequence[LinkRow]) -> Options:
                     {
                         "source": link.one,
                         "target": link.other,
+                        "value": f"{link.path}, {figures.speed(link.bytes_per_second)}",
                         "lineStyle": {
                             "color": GREEN if link.path == "direct" else AMBER,
                             "width": round(1.5 + 4 * math.sqrt((link.bytes_per_second or 0.0) / fastest), 1),

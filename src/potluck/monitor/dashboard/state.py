@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from potluck.errors import PermissionDeniedError, PotluckError
 from potluck.hub.guard.organise import Organiser
@@ -61,6 +61,7 @@ class Dashboard:
         self._rows: list[PeerRow] = []
         self._overview: Overview | None = None
         self._alarms: list[Alarm] = []
+        self._shared: dict[str, tuple[object, Any]] = {}
 
     @property
     def run(self) -> str:
@@ -95,6 +96,14 @@ class Dashboard:
             is_connected=self.follower.session.hub.is_connected,
             now=self.now(),
         )
+
+    def shared(self, name: str, version: object, make: Callable[[], T]) -> T:
+        """What `make` returns, made once for all pages while the version stays the same."""
+        known = self._shared.get(name)
+        if known is None or known[0] != version:
+            known = self._shared[name] = (version, make())
+        made: T = known[1]
+        return made
 
     def visitor(self, session: str | None) -> Visitor | None:
         """The organiser whose session that is."""

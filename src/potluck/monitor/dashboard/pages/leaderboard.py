@@ -22,6 +22,7 @@ class LeaderboardPage:
             with sheet.default_slot.children[0]:
                 self._note = words("", "card-note")
             self._list = box("list")
+        words("Each peer has a signed receipt of what it gave to each epoch: `potluck receipts` shows them.", "quiet")
         page.live(self.refresh, EVERY_SECONDS)
 
     def refresh(self) -> None:

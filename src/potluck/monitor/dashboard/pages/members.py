@@ -113,7 +113,7 @@ class MembersPage:
     def _show_members(self, members: list[MemberState]) -> None:
         self._members.clear()
         with self._members:
-            for state in sorted(members, key=lambda each: (each.state is None, each.member.name))[:SHOWN]:
+            for state in sorted(members, key=_absent_last)[:SHOWN]:
                 member = state.member
                 rights = [name for name in ("organiser", "coordinates", "trusted") if getattr(member.scopes, name)]
                 person = member.person.replace(member.peer, f"{member.peer[:12]}…")
@@ -212,6 +212,10 @@ class MembersPage:
             return
         _show_link(str(replace(self._link, invite=secret)))
         await self.refresh()
+
+
+def _absent_last(state: MemberState) -> tuple[bool, str]:
+    return state.state not in ("alive", "suspect"), state.member.name
 
 
 def _over(invite: Invite, now: float) -> str:

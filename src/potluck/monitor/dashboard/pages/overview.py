@@ -13,6 +13,16 @@ from potluck.monitor.view import Overview
 
 TREND_EPOCHS = 20
 TOP_PEERS = 8
+SHORT = 240  # points of a small chart
+FACTS = (
+    "Running for",
+    "Next epoch in",
+    "An epoch takes",
+    "Done in",
+    "Traffic per epoch",
+    "Traffic in all",
+    "Coordinator",
+)
 AXES: dict[str, Axis] = {"Epochs": "epoch", "Time": "at"}
 
 
@@ -33,30 +43,28 @@ class OverviewPage:
             self._rate = Figure("Samples per second")
             self._peers = Figure("Peers")
         with box("grid wide-narrow"):
-            with card("Loss") as sheet:
+            with card("Loss", classes="filled") as sheet:
                 with sheet.default_slot.children[0]:
                     self._axis = ui.toggle(list(AXES), value="Epochs", on_change=lambda: self._draw(force=True))
                     self._axis.props("unelevated no-caps dense toggle-color=primary")
-                self._loss_chart = Chart({})
-            with card("Who computes", "samples per second"):
-                self._top = Bars("Nobody computes just now.")
-        with box("grid two"):
-            with card("Speed", "all together, and the fastest peer alone"):
+                self._loss_chart = Chart({}, "chart main")
+            with box("stack"):
+                with card("Who computes", "samples per second"):
+                    self._top = Bars("Nobody computes just now.")
+                with card("Roles"):
+                    self._roles = Bars("Nobody is here.")
+                with card("Places"):
+                    self._places = Bars("Nobody is here.")
+        with box("grid three"):
+            with card("Speed", "samples per second"):
                 self._speed_chart = Chart({}, "chart short")
             with card("Peers over time"):
                 self._peers_chart = Chart({}, "chart short")
-        with box("grid three"):
-            with card("Roles"):
-                self._roles = Bars("Nobody is here.")
-            with card("Places"):
-                self._places = Bars("Nobody is here.")
-            with card("The run"):
-                self._fact_labels: dict[str, ui.label] = {}
-                with box("facts"):
-                    for name in ("Running for", "Next epoch in", "An epoch takes", "Done in", "Traffic per epoch",
-                                 "Traffic in all", "Coordinator"):  # fmt: skip
-                        words(name, "fact-name")
-                        self._fact_labels[name] = words(figures.NOTHING, "fact-value")
+            with card("The run"), box("facts"):
+                self._facts: dict[str, ui.label] = {}
+                for name in FACTS:
+                    words(name, "fact-name")
+                    self._facts[name] = words(figures.NOTHING, "fact-value")
         page.live(self.refresh)
 
     def refresh(self) -> None:
@@ -124,26 +132,35 @@ class OverviewPage:
             "Coordinator": overview.coordinator or "nobody",
         }
         for name, value in facts.items():
-            self._fact_labels[name].text = value
+            self._facts[name].text = value
 
     def _draw(self, *, force: bool = False) -> None:
         by = AXES[str(self._axis.value)]
-        version = (len(self._past), by)
-        if self._loss_chart.is_due(version) or force:
-            loss = self._past.series("loss", by)
-            line = charts.line("loss", charts.pairs(loss.x, loss.mean, by), charts.TOMATO, area=True)
-            band = charts.band(loss, by, charts.TOMATO)
-            self._loss_chart.show(charts.chart([*band, line], by=by, legend=False), version)
-        if self._speed_chart.is_due(len(self._past)):
-            rate, alone = self._past.series("rate", "at", 240), self._past.series("alone", "at", 240)
-            lines = [
-                charts.line("all together", charts.pairs(rate.x, rate.mean, "at"), charts.BLUE, area=True),
-                charts.line("fastest alone", charts.pairs(alone.x, alone.mean, "at"), charts.GREY, dashed=True),
-            ]
-            self._speed_chart.show(charts.chart(lines, by="at", from_zero=True), len(self._past))
-            trainers, peers = self._past.series("trainers", "at", 240), self._past.series("peers", "at", 240)
-            steps = [
-                charts.line("all", charts.pairs(peers.x, peers.mean, "at"), charts.GREY, thin=True),
-                charts.line("trainers", charts.pairs(trainers.x, trainers.mean, "at"), charts.GREEN, area=True),
-            ]
-            self._peers_chart.show(charts.chart(steps, by="at", from_zero=True), len(self._past))
+        now = len(self._past)
+        shared = self._dashboard.shared
+        if self._loss_chart.is_due((now, by)) or force:
+            self._loss_chart.show(shared(f"loss by {by}", now, lambda: self._loss_options(by)), (now, by))
+        if self._speed_chart.is_due(now):
+            self._speed_chart.show(shared("speed", now, self._speed_options), now)
+            self._peers_chart.show(shared("peers over time", now, self._peers_options), now)
+
+    def _loss_options(self, by: Axis) -> charts.Options:
+        loss = self._past.series("loss", by)
+        line = charts.line("loss", charts.pairs(loss.x, loss.mean, by), charts.TOMATO, area=True)
+        return charts.chart([*charts.band(loss, by, charts.TOMATO), line], by=by, legend=False)
+
+    def _speed_options(self) -> charts.Options:
+        rate, alone = self._past.series("rate", "at", SHORT), self._past.series("alone", "at", SHORT)
+        lines = [
+            charts.line("all together", charts.pairs(rate.x, rate.mean, "at"), charts.BLUE, area=True),
+            charts.line("fastest alone", charts.pairs(alone.x, alone.mean, "at"), charts.GREY, dashed=True),
+        ]
+        return charts.chart(lines, by="at", from_zero=True)
+
+    def _peers_options(self) -> charts.Options:
+        trainers, peers = self._past.series("trainers", "at", SHORT), self._past.series("peers", "at", SHORT)
+        lines = [
+            charts.line("all", charts.pairs(peers.x, peers.mean, "at"), charts.GREY, thin=True),
+            charts.line("trainers", charts.pairs(trainers.x, trainers.mean, "at"), charts.GREEN, area=True),
+        ]
+        return charts.chart(lines, by="at", from_zero=True)

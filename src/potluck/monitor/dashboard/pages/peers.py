@@ -45,6 +45,7 @@ class PeersPage:
 
     def __init__(self, page: Page) -> None:
         self._dashboard = page.dashboard
+        self._shown: list[dict[str, Any]] = []
         with card("Peers") as sheet:
             with sheet.default_slot.children[0]:
                 search = ui.input(placeholder="Search").props("dense outlined clearable").classes("push")
@@ -71,16 +72,19 @@ class PeersPage:
     def refresh(self) -> None:
         """Show how it is now."""
         rows = self._dashboard.rows()
-        shown = [row_of(row) for row in rows]
-        if shown != self._table.rows:
+        shown = self._dashboard.shared("peer rows", rows, lambda: [row_of(row) for row in rows])
+        if shown is not self._shown and shown != self._shown:
+            self._shown = shown
             self._table.rows = shown
-        links = self._dashboard.follower.view.links()
+        links = self._dashboard.shared("links", rows, self._dashboard.follower.view.links)
         version = (
             tuple((row.peer, row.name, row.role) for row in rows),
             tuple((li.one, li.other, li.path) for li in links),
         )
         if self._network.is_due(version):
-            self._network.show(charts.network(sorted(rows, key=lambda row: row.peer), links), version)
+            by_id = sorted(rows, key=lambda row: row.peer)
+            options = self._dashboard.shared("network", version, lambda: charts.network(by_id, links))
+            self._network.show(options, version)
 
 
 def row_of(row: PeerRow) -> dict[str, Any]:

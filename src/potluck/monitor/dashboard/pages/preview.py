@@ -20,6 +20,7 @@ class PreviewPage:
     def __init__(self, page: Page) -> None:
         self._source = page.dashboard.previewer
         self._shown: object = None
+        self._last = 0  # the newest preview's place
         with box("grid wide-narrow"):
             with card("What the model says") as sheet:
                 with sheet.default_slot.children[0]:
@@ -51,11 +52,13 @@ class PreviewPage:
         version = (len(previews), previews[-1].epoch if previews else 0)
         if version == self._shown:
             return
-        was_newest = self._slider.value == self._slider.props.get("max", 0)
+        was_newest = int(self._slider.value or 0) >= self._last
         self._shown = version
-        self._slider.props(f"max={max(0, len(previews) - 1)}")
+        self._last = max(0, len(previews) - 1)
+        self._slider.props["max"] = self._last
+        self._slider.update()
         if was_newest:
-            self._slider.value = len(previews) - 1
+            self._slider.value = self._last
         self._show(self._chosen())
         self._draw(previews)
 

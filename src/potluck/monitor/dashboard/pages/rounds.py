@@ -55,7 +55,12 @@ class RoundsPage:
         if self._shown == (version, self._chosen):
             return
         self._shown = (version, self._chosen)
-        self._chart.show(charts.round_phases(rounds, with_training=with_training), version)
+        options = self._dashboard.shared(
+            f"rounds, with training: {with_training}",
+            version,
+            lambda: charts.round_phases(rounds, with_training=with_training),
+        )
+        self._chart.show(options, version)
         self._show_figures(rounds)
         chosen = [record for record in rounds if record.epoch == self._chosen] or rounds[-1:]
         if chosen:

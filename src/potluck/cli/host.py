@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,9 +12,10 @@ import typer
 from potluck import tasks
 
 if TYPE_CHECKING:
+    from potluck.cli.dashboardchild import DashboardOptions
     from potluck.monitor.alarms import Alarm, Kind
     from potluck.monitor.watcher import Watcher
-    from potluck.run.host import Host
+    from potluck.run.host import Host, HostConfig
     from potluck.run.peer import Peer
     from potluck.training.helping import AuxiliaryWork
     from potluck.training.manifest import Manifest
@@ -62,10 +64,18 @@ def host(
     organisations: Annotated[
         list[str] | None, typer.Option("--organisation", help="Hugging Face organisation whose members to let in.")
     ] = None,
+    dashboard: Annotated[bool, typer.Option(help="Serve the live dashboard, where it is installed.")] = True,
+    dashboard_port: Annotated[
+        int | None,
+        typer.Option(help="Its port; 0 picks a free one. Unless given: 8484, if that is free."),
+    ] = None,
+    dashboard_listen: Annotated[
+        str, typer.Option(help="Its address, if not that of the hub: 127.0.0.1 shows it to this machine alone.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a line.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
 ) -> None:
-    """Start a run: a hub that everybody can reach, its guard, and an aux peer. Prints the join link.
+    """Start a run: a hub that everybody can reach, its guard, an aux peer, a dashboard. Prints the join link.
 
     Example: [bold]potluck init my-run && potluck host my-run --announce my-server.example.org[/bold]
     """
@@ -115,7 +125,34 @@ def host(
         hub_url=hub,
         hub_ca=hub_ca,
     )
-    console.run(console.until_interrupted(lambda stop: _serve(Host(config), manifest, stop, as_json)))
+    shown = _dashboard_options(config, dashboard, dashboard_listen or listen, dashboard_port)
+    if shown is not None and manifest is not None and manifest.recipe.digest:
+        shown = replace(shown, recipe=_beside(run_file) / manifest.recipe.name)
+    console.run(console.until_interrupted(lambda stop: _serve(Host(config), manifest, shown, stop, as_json)))
+
+
+def _dashboard_options(config: HostConfig, wanted: bool, listen: str, port: int | None) -> DashboardOptions | None:
+    """How to serve the dashboard; None where it is not wanted or not installed."""
+    from potluck.cli.dashboard import is_installed
+    from potluck.cli.dashboardchild import DashboardOptions
+    from potluck.peer import environment
+
+    if not wanted or environment.wants_no_dashboard() or not is_installed():
+        return None
+    hosts = config.hub.advertised_hosts
+    return DashboardOptions(
+        run=config.hub.run,
+        folder=config.hub.folder,
+        listen=listen,
+        port=port,
+        shown_host=hosts[0] if hosts and listen in ("0.0.0.0", "::") else "",
+    )
+
+
+def _beside(run_file: Path | None) -> Path:
+    """The folder of run.toml."""
+    path = run_file or Path("run.toml")
+    return path if path.is_dir() else path.parent
 
 
 def _manifest(run_file: Path | None) -> Manifest | None:
@@ -125,11 +162,14 @@ def _manifest(run_file: Path | None) -> Manifest | None:
         return None
     from potluck.training.runfile import manifest_of, read_run_file
 
-    return manifest_of(read_run_file(path), path if path.is_dir() else path.parent)
+    return manifest_of(read_run_file(path), _beside(run_file))
 
 
-async def _serve(host: Host, manifest: Manifest | None, stop: asyncio.Event, as_json: bool) -> None:
+async def _serve(
+    host: Host, manifest: Manifest | None, shown: DashboardOptions | None, stop: asyncio.Event, as_json: bool
+) -> None:
     from potluck.cli import console
+    from potluck.cli.dashboardchild import DashboardChild
 
     async def start() -> bool:
         if host.config.hub.cluster is not None and not as_json:
@@ -143,10 +183,15 @@ async def _serve(host: Host, manifest: Manifest | None, stop: asyncio.Event, as_
 
     if not await console.unless_stopped(start(), stop):
         return
+    child = None
     try:
         _announce(host, as_json)
+        if shown is not None:
+            child = DashboardChild(shown, as_json)
         await _watch(host, stop, as_json)
     finally:
+        if child is not None:
+            await child.close()
         await host.stop()
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 import potluck
+from potluck.cli.dashboard import dashboard
 from potluck.cli.demo import demo
 from potluck.cli.doctor import doctor
 from potluck.cli.host import host
@@ -21,6 +22,7 @@ from potluck.cli.members import app as members
 from potluck.cli.monitor import monitor
 from potluck.cli.receipts import receipts
 from potluck.cli.run import app as run
+from potluck.cli.vote import vote
 from potluck.errors import ConfigurationError, PotluckError
 
 app = typer.Typer(
@@ -37,8 +39,10 @@ app.command("init")(init)
 app.command("host")(host)
 app.command("join")(join)
 app.command("monitor")(monitor)
+app.command("dashboard")(dashboard)
 app.command("leaderboard")(leaderboard)
 app.command("receipts")(receipts)
+app.command("vote")(vote)
 app.command("doctor")(doctor)
 app.add_typer(members, name="members")
 app.add_typer(run, name="run")

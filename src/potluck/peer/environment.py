@@ -5,6 +5,7 @@
     POTLUCK_IDENTITY      path of the identity file
     POTLUCK_HF_ENDPOINT   base URL of the Hugging Face hub (default https://huggingface.co)
     HF_TOKEN              Hugging Face token to show when a run asks for an account
+    POTLUCK_NO_DASHBOARD  hosts start no dashboard, though it is installed
 
 An explicit argument comes before the command line, that before a file, that before the environment.
 """
@@ -48,3 +49,8 @@ def huggingface_endpoint() -> str:
 def huggingface_token() -> str:
     """The Hugging Face token, or nothing."""
     return os.environ.get("HF_TOKEN", "")
+
+
+def wants_no_dashboard() -> bool:
+    """Whether hosts shall start no dashboard, though it is installed."""
+    return os.environ.get("POTLUCK_NO_DASHBOARD", "") not in ("", "0")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import potluck
 from potluck import tasks
 from potluck.clock import Clock, SystemClock
-from potluck.errors import AccessError, ConfigurationError
+from potluck.errors import AccessError, ConfigurationError, RetryableError
 from potluck.hub.address import HubAddress
 from potluck.hub.bulk.wire import BulkWire, BulkWireConfig
 from potluck.hub.guard.lobby import Answer, Application
@@ -33,11 +33,14 @@ from potluck.link.direct.sockets import SocketSettings
 from potluck.link.limits import LinkConfig
 from potluck.link.links import Links
 from potluck.link.relay.carrier import RelayCarrier
+from potluck.messages import encode
 from potluck.peer import environment
 from potluck.peer.admission import be_admitted, why_refused
 from potluck.peer.identity import Identity
 from potluck.peer.roster import RosterEvent
 from potluck.peer.session import Session, new_session_id
+from potluck.run.linknews import TOPIC as LINK_NEWS
+from potluck.run.linknews import link_news
 from potluck.run.reachable import ReachabilityKeeper
 from potluck.run.speedtest import SpeedTester
 
@@ -239,6 +242,11 @@ class Peer:
                     card.download_bytes_per_second, total.download_bytes_per_second
                 ),
             )
+            try:
+                news = encode(link_news(self.peer_id, total))
+                await self.session.hub.publish(self._subjects.news(self.peer_id, LINK_NEWS), news)
+            except RetryableError as error:  # told again in a few seconds
+                logger.debug("the links were not told: %s", error)
 
 
 def _worth_telling(told: float | None, measured: float | None) -> float | None:

@@ -12,4 +12,6 @@ ledger.py      who trains on which shard (pure); shards.py: asked of the coordin
 feed.py        batches, shard after shard
 trainer.py     one peer's training loop               helping.py: what aux peers do, and coordinators
 contributions.py  who has given how much               receipts.py: the coordinator's signed word for it
+history.py     how the run has gone (pure); historydesk.py: written down by the coordinator
+ballot.py      names for the model, and votes
 """

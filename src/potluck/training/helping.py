@@ -10,7 +10,9 @@ from potluck.optim.collaboration import Collaboration
 from potluck.optim.helper import Helper
 from potluck.round.averager import RoundPeer
 from potluck.state.keeper import StateConfig
+from potluck.training.ballot import BallotDesk
 from potluck.training.contributions import ContributionDesk
+from potluck.training.historydesk import HistoryDesk
 from potluck.training.manifest import Manifest
 from potluck.training.notice import NoticeBoard
 from potluck.training.optimizers import coordinating
@@ -29,6 +31,8 @@ class Desks:
         self.contributions = ContributionDesk(peer.session, averager)
         self.receipts = ReceiptDesk(peer, averager)
         self.restorations = RestorationDesk(averager, keeper.restoring, manifest) if keeper is not None else None
+        self.history = HistoryDesk(peer.session, averager)
+        self.ballot = BallotDesk(peer.session, averager)
 
     async def close(self) -> None:
         """Calling it twice does no harm."""
@@ -36,6 +40,8 @@ class Desks:
             await self.restorations.close()
         await self.receipts.close()
         await self.contributions.close()
+        await self.history.close()
+        await self.ballot.close()
 
 
 class AuxiliaryWork:

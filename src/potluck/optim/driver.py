@@ -113,9 +113,9 @@ class Driver:
 
     # Rounds
 
-    def round(self, *, delay_step: bool = False) -> bool:
+    def round(self, *, delay_step: bool = False, timeout_seconds: float | None = None) -> bool:
         """Take part in the next epoch, and step; False if our offer did not count (then it may have been caught up)."""
-        pending = self._start()
+        pending = self._start(timeout_seconds)
         self._pending = pending
         try:
             concurrent.futures.wait([pending.result])
@@ -166,7 +166,7 @@ class Driver:
         """On the event loop, when the run is left."""
         await asyncio.to_thread(self.close)
 
-    def _start(self) -> _Pending:
+    def _start(self, timeout_seconds: float | None = None) -> _Pending:
         assert self._pending is None, "one round at a time"
         epoch = self.epoch + 1
         offer = self._method.offer(epoch)
@@ -174,7 +174,7 @@ class Driver:
             offer.tensors,
             weight=offer.weight,
             epoch=epoch,
-            timeout_seconds=self._config.averaging_timeout_seconds,
+            timeout_seconds=timeout_seconds or self._config.averaging_timeout_seconds,
         )
         return _Pending(epoch, offer, self._run.submit(work))
 

@@ -150,6 +150,8 @@ class Peer:
             service=config.service,
             version=potluck.__version__,
             link_key=self.direct.link_key,
+            upload_bytes_per_second=config.links.send_bytes_per_second,  # until it is measured
+            download_bytes_per_second=config.links.receive_bytes_per_second,
         )
         self.session = Session(self._connect, identity, self._subjects, card, self.clock)
         self.reachability = ReachabilityKeeper(self.session, self.links, self.direct, reachability)
@@ -237,9 +239,13 @@ class Peer:
             total = self.links.statistics()
             card = self.session.card
             self.session.update_card(
-                upload_bytes_per_second=_worth_telling(card.upload_bytes_per_second, total.upload_bytes_per_second),
+                upload_bytes_per_second=_worth_telling(
+                    card.upload_bytes_per_second,
+                    _capped(total.upload_bytes_per_second, self.config.links.send_bytes_per_second),
+                ),
                 download_bytes_per_second=_worth_telling(
-                    card.download_bytes_per_second, total.download_bytes_per_second
+                    card.download_bytes_per_second,
+                    _capped(total.download_bytes_per_second, self.config.links.receive_bytes_per_second),
                 ),
             )
             try:
@@ -247,6 +253,11 @@ class Peer:
                 await self.session.hub.publish(self._subjects.news(self.peer_id, LINK_NEWS), news)
             except RetryableError as error:  # told again in a few seconds
                 logger.debug("the links were not told: %s", error)
+
+
+def _capped(measured: float | None, most: float | None) -> float | None:
+    """A measured speed, at most what this peer allows itself: bursts are faster, and nobody should count on them."""
+    return measured if measured is None or most is None else min(measured, most)
 
 
 def _worth_telling(told: float | None, measured: float | None) -> float | None:

@@ -5,8 +5,8 @@ Methods marked *any thread* only read immutable values or post to the loop; coro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -23,6 +23,8 @@ from potluck.run.joined import Joined
 from potluck.state.keeper import StateKeeper
 
 ROLES = RolesByPrefix()
+
+T = TypeVar("T")
 
 
 class CollaborationConfig(Protocol):
@@ -100,10 +102,27 @@ class Collaboration:
         return self.progress.latest
 
     async def average(
-        self, tensors: Mapping[str, Tensor] | None, *, weight: float, epoch: int, timeout_seconds: float
+        self,
+        tensors: Mapping[str, Tensor] | None,
+        *,
+        weight: float,
+        epoch: int,
+        reduces: bool = True,
+        timeout_seconds: float,
     ) -> RoundResult:
         """Take part in making an epoch."""
-        return await self.averager.average(tensors, weight=weight, epoch=epoch, timeout_seconds=timeout_seconds)
+        return await self.averager.average(
+            tensors, weight=weight, epoch=epoch, reduces=reduces, timeout_seconds=timeout_seconds
+        )
+
+    async def work(self, on_tensors: Callable[[], T]) -> T:
+        """Have work done in a worker."""
+        return await self.averager.work(on_tensors)
+
+    @property
+    def is_in_round(self) -> bool:
+        """Whether a round has begun that counts on this peer (any thread)."""
+        return self.averager.is_in_round
 
     async def until_due(self, epoch: int, seconds: float) -> bool:
         """Wait until the epoch after `epoch` is due."""

@@ -256,7 +256,7 @@ class DiLoCo:
         self._report()
 
     def shutdown(self) -> None:
-        """Leave the round in the background, if any; the run itself goes on until it is left."""
+        """Bring in the round in the background, or leave it if it takes long; the run goes on until it is left."""
         self.driver.close()
 
     def _exchange(self) -> None:
@@ -265,7 +265,7 @@ class DiLoCo:
         self._steps_since_offer = 0
         if self.config.overlap_steps:
             self.driver.catch_up()
-            self.driver.begin_round(delay_step=False)
+            self.driver.begin_round(delay_step=True)  # of the outer optimizer: nothing that local steps touch
             return
         if not self.config.asynchronous:
             if self.driver.is_behind:

@@ -33,7 +33,7 @@ from potluck.optim.methods.transform import Transform
 from potluck.optim.modelstate import ModelState, SchedulerFactory
 from potluck.optim.options import OptimizerConfig
 from potluck.optim.parameters import are_finite
-from potluck.optim.progress.pace import Pace, is_worth_another_step
+from potluck.optim.progress.pace import Pace, is_worth_another_step, patience_seconds
 from potluck.optim.targetbatch import TargetBatch
 from potluck.run.joined import Joined
 
@@ -261,11 +261,11 @@ class Optimizer(torch.optim.Optimizer):
                 return True
             self._unconfirmed = progress.latest
             return False
-        due_in_seconds = latest.due_in_seconds if latest is not None and latest.epoch == epoch else None
-        grace_seconds = self.config.matchmaking_seconds
-        if is_worth_another_step(due_in_seconds, self._pace.seconds_per_step, grace_seconds):
+        due_in_seconds, step_seconds = progress.due_in_seconds(epoch), self._pace.seconds_per_step
+        if due_in_seconds is None or is_worth_another_step(due_in_seconds, step_seconds):
             return False
-        return self.run.call(self.collaboration.until_due(epoch, (due_in_seconds or 0.0) + grace_seconds))
+        wait_seconds = patience_seconds(due_in_seconds, step_seconds, self.config.matchmaking_seconds)
+        return self.run.call(self.collaboration.until_due(epoch, wait_seconds))
 
     def _round(self) -> None:
         """The run has its batch: average, and step, as far as the delays say."""
@@ -283,7 +283,7 @@ class Optimizer(torch.optim.Optimizer):
         self._report()
 
     def shutdown(self) -> None:
-        """Leave the round in the background, if any; the run itself goes on until it is left."""
+        """Bring in the round in the background, or leave it if it takes long; the run goes on until it is left."""
         if self._helper is None:
             self.driver.close()
 

@@ -203,20 +203,19 @@ def test_pictures(bakery: Bakery) -> None:
     bakery.trainers["Barbara"].kill()
     wanted = _epoch(bakery) + 12
     poll_until_sync(lambda: _epoch(bakery) >= wanted or None, 400, "some more")
-    for path in (*PUBLIC_PAGES, "/members", "/control"):
-        name = path.strip("/") or "overview"
-        for theme in ("light", "dark"):
-            _take(
-                bakery, path, folder / f"dashboard-{name}{'-dark' if theme == 'dark' else ''}.png", color_scheme=theme
-            )
-    for path, name in (
-        ("/", "phone"),
-        ("/peers", "phone-peers"),
-        ("/rounds", "phone-rounds"),
-        ("/members", "phone-members"),
+    for path, name, theme in (
+        ("/", "overview", "light"),
+        ("/", "overview-dark", "dark"),
+        ("/rounds", "rounds", "dark"),
+        ("/peers", "peers", "light"),
+        ("/preview", "preview", "light"),
+        ("/members", "members", "light"),
+        ("/control", "control", "dark"),
     ):
+        _take(bakery, path, folder / f"dashboard-{name}.png", color_scheme=theme)
+    for path, name, theme in (("/", "phone", "light"), ("/members", "phone-members", "dark")):
         phone = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2}
-        _take(bakery, path, folder / f"dashboard-{name}.png", **phone)
+        _take(bakery, path, folder / f"dashboard-{name}.png", color_scheme=theme, **phone)
 
 
 def _take(bakery: Bakery, path: str, file: Path, **options: object) -> None:
@@ -226,7 +225,7 @@ def _take(bakery: Bakery, path: str, file: Path, **options: object) -> None:
         page = visit.see(path)
         page.wait_for_load_state("networkidle")
         page.wait_for_timeout(3000)  # charts are drawn when their size is known
-        page.screenshot(path=file, full_page=True)
+        page.screenshot(path=file, full_page="device_scale_factor" not in options)  # of phones, what one sees at once
         assert visit.complaints == []
 
 

@@ -5,16 +5,27 @@ from __future__ import annotations
 import math
 
 import msgspec
+import numpy as np
 
 from potluck.clock import SystemClock
-from potluck.messages import decode
+from potluck.messages import decode, encode
 from potluck.monitor.follower import RunFollower
 from potluck.peer.identity import Identity
 from potluck.round.averager import Averager
 from potluck.round.plan import Commit, CommittedMember, RoundKey
 from potluck.testing.memoryrun import MemoryRun
 from potluck.testing.polling import poll_until
-from potluck.training.history import RoundRecord, mean_loss, record_of, round_key
+from potluck.training.history import (
+    PAGE_POINTS,
+    POINT,
+    TAIL_KEY,
+    HistoryTail,
+    RoundRecord,
+    mean_loss,
+    page_key,
+    record_of,
+    round_key,
+)
 from potluck.training.historydesk import HistoryDesk
 
 
@@ -86,4 +97,26 @@ async def test_the_coordinator_writes_the_history_and_a_newcomer_reads_all_of_it
     assert msgspec.structs.asdict(decode(RoundRecord, entry.value))["members"][0].name == "bob"
     await follower.close()
     await second.close()
+    await run.close()
+
+
+async def test_a_page_that_fills_up_while_one_looks_is_fetched_whole() -> None:
+    run = MemoryRun(clock=SystemClock())
+    await run.open()
+    host = await run.join("host", identity=Identity.temporary(), coordinates=True, role="aux")
+    newcomer = await run.join("newcomer", identity=Identity.temporary(), role="observer")
+    store = host.session.hub.store("history")
+    points = np.zeros(PAGE_POINTS, POINT)
+    points["at"] = 1.0 + np.arange(PAGE_POINTS)
+    await store.put(TAIL_KEY, encode(HistoryTail(page=0, points=points[:3].tobytes())))
+    follower = await RunFollower.start(newcomer.session)
+    assert len(follower.past) == 3
+    await store.put(page_key(0), points.tobytes())  # the tail was never seen that long
+    await store.put(TAIL_KEY, encode(HistoryTail(page=1, points=points[:1].tobytes())))
+    await poll_until(lambda: len(follower.past.points) == PAGE_POINTS + 1, 60, "the whole page")
+    await store.put(TAIL_KEY, b"scribble")
+    await store.put(round_key(1), b"scribble")
+    await poll_until(lambda: follower.counts == {"bad_pages": 1, "bad_rounds": 1}, 60, "what cannot be read")
+    assert len(follower.past.points) == PAGE_POINTS + 1
+    await follower.close()
     await run.close()

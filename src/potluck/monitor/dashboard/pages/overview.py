@@ -100,7 +100,7 @@ class OverviewPage:
     def _show_figures(self, overview: Overview) -> None:
         settings = self._dashboard.follower.settings
         end = settings.end_epoch if settings is not None else 0
-        self._epoch.show(f"{overview.epoch:,}", f"of {end:,}" if end else "updates that all agreed on")
+        self._epoch.show(f"{overview.epoch:,}", f"of {end:,}" if end else "updates so far")
         self._filled.show(overview.samples / overview.target if overview.target else 0.0)
         wanted = f" of {overview.target:,}" if overview.target else ""
         self._filling.text = f"{overview.samples:,}{wanted} samples"

@@ -4,7 +4,7 @@
     console.py   how answers look: tables for people, JSON for programs, Ctrl-C that leaves cleanly
     host.py      start a run        join.py     take part in one
     members.py   who may take part  doctor.py   what is wrong here
-    demo.py      a whole collaboration on this machine
+    demo/        a whole collaboration on this machine
 
 Only `main.py` is imported to print the help; a command imports what it needs when it runs.
 """

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from potluck import tasks
+
 if TYPE_CHECKING:
     from potluck.cli.training import TrainOptions
     from potluck.peer.session import HubChange
@@ -26,6 +28,12 @@ def join(
         Path | None, typer.Option(help="File with the key you are known by; else POTLUCK_IDENTITY, else one is made.")
     ] = None,
     client_mode: Annotated[bool, typer.Option(help="Only dial out; accept no connections.")] = False,
+    websocket: Annotated[
+        bool, typer.Option(help="Reach the hub by WebSocket alone, as networks need that let only web traffic out.")
+    ] = False,
+    relay_only: Annotated[
+        bool, typer.Option(help="Send everything through the hub, also where a direct way exists.")
+    ] = False,
     listen: Annotated[
         list[str] | None, typer.Option(help="Accept links here, as tcp://HOST:PORT; may be repeated.")
     ] = None,
@@ -50,6 +58,7 @@ def join(
     """
     from potluck.cli import console
     from potluck.cli.joining import parse_link, seated
+    from potluck.cli.preflight import check_this_machine
     from potluck.cli.training import TrainOptions
     from potluck.peer import environment
     from potluck.peer.identity import Identity
@@ -64,10 +73,13 @@ def join(
         message=message,
         wait_seconds=wait_minutes * 60,
         client_mode=client_mode,
+        websocket_only=websocket,
+        relay_only=relay_only,
         listen=tuple(listen or ()),
         announce=tuple(announce or ()),
         trusted_lan=trusted_lan,
     )
+    check_this_machine(as_json)
     path = identity_path or environment.identity_path()
     identity = Identity.open(path) if path is not None else Identity.open_default()
     options = TrainOptions(recipe=recipe, batch_size=batch_size, device=device, max_steps=max_steps)
@@ -85,6 +97,7 @@ async def _stay(peer: Peer, options: TrainOptions, stop: asyncio.Event, as_json:
     """Do our part, and tell who comes and goes, until asked to stop, or until the hub throws us out."""
     from potluck.cli import console
     from potluck.cli.joining import until_ended
+    from potluck.cli.preflight import check_the_way
     from potluck.cli.training import help_others, train
 
     roster = peer.session.roster
@@ -102,6 +115,7 @@ async def _stay(peer: Peer, options: TrainOptions, stop: asyncio.Event, as_json:
 
     end_hub = peer.session.listen(hub_changed)
     end = roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json))
+    preflight = asyncio.create_task(check_the_way(peer, as_json), name="preflight")
     try:
         if peer.session.card.role == "trainer":
             await train(peer, options, stop, as_json)
@@ -110,5 +124,6 @@ async def _stay(peer: Peer, options: TrainOptions, stop: asyncio.Event, as_json:
         else:
             await console.unless_stopped(until_ended(peer), stop)
     finally:
+        await tasks.end(preflight)
         end()
         end_hub()

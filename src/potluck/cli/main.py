@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import potluck
-from potluck.cli.demo import demo
+from potluck.cli.demo.command import demo
 from potluck.cli.doctor import doctor
 from potluck.cli.host import host
 from potluck.cli.init import init

@@ -61,7 +61,7 @@ async def _watch(peer: Peer, stop: asyncio.Event, *, once: bool, as_json: bool) 
                     peers = [msgspec.to_builtins(row) for row in rows]
                     console.print_json({"event": "run", **msgspec.to_builtins(overview), "peers": peers})
                 else:
-                    live.update(_picture(overview, rows), refresh=True)
+                    live.update(picture(overview, rows), refresh=True)
                 if once or peer.session.ended.done():
                     break
         if peer.session.ended.done():
@@ -70,7 +70,8 @@ async def _watch(peer: Peer, stop: asyncio.Event, *, once: bool, as_json: bool) 
         await watcher.close()
 
 
-def _picture(overview: Overview, rows: list[PeerRow]) -> RenderableType:
+def picture(overview: Overview, rows: list[PeerRow]) -> RenderableType:
+    """The run as a person sees it: a line of figures, and a table of peers."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -2,4 +2,5 @@
 
 view.py    RunView: the run as it is now (pure)
 watcher.py follows a run over the hub, and keeps a view of it
+lossplot.py  the loss as a PNG
 """

@@ -14,8 +14,9 @@ is believed, and that of the first peer by id in a tie, so that honest peers who
 agree.
 Strangers are believed only where more than half of all keepers among them say the same, those included that have not
 spoken of this epoch yet: being the first to speak gains a liar nothing. Keepers that are more than one epoch behind
-are not waited for, nor those that do not train: they take a state over now and then. At epoch 0 nothing is trained yet, and most votes of all who have spoken do among strangers too: so
-peers that begin with different weights agree on one of them.
+are not waited for, nor those that do not train: they take a state over now and then. At epoch 0 nothing is trained yet,
+and most votes of all who have spoken do among strangers too: so peers that begin with different weights agree on one of
+them.
 
 A verdict is *settled* when those who are yet to speak could not change it, trainers who are far behind included. Who
 fetches need not wait for that, but who compares its own state does: else one that deviates could win by speaking first.

@@ -5,6 +5,8 @@ runfile.py     run.toml, which an organiser writes, as a manifest; skeleton.py: 
 notice.py      the manifest in the hub: signed, checked, followed
 organising.py  the organiser's side: putting up a manifest, and what has changed in run.toml
 optimizers.py  from the manifest to torch's optimizers and ours
+models.py      the recipe's model, untrained or with a run's state
+exhibit.py     what a run has learnt, by its checkpoint
 batchsize.py   how large a batch this machine can take
 ledger.py      who trains on which shard (pure); shards.py: asked of the coordinator, by links
 feed.py        batches, shard after shard

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from potluck.errors import ConfigurationError
 from potluck.recipes.recipe import Recipe
@@ -25,6 +24,7 @@ from potluck.training.batchsize import find_batch_size, to_device
 from potluck.training.feed import Feed
 from potluck.training.helping import Desks
 from potluck.training.manifest import Manifest, Settings, Sync
+from potluck.training.models import untrained
 from potluck.training.optimizers import SharedOptimizer, follow, make_optimizer
 from potluck.training.shards import LeasedShards
 
@@ -88,7 +88,7 @@ class Trainer:
         self._told_at = 0.0
         first = manifest()
         self.device = _device(self._config.device)
-        self.model = _model(recipe, first.seed, self.device)
+        self.model = untrained(recipe, first.seed, self.device)
         self.batch_size = self._config.batch_size or self._find_batch_size(first)
         self.optimizer: SharedOptimizer = make_optimizer(run, self.model, first)
         self._lease = self.optimizer.collaboration.averager.lease
@@ -157,13 +157,6 @@ class Trainer:
 async def _open_desks(run: Joined, optimizer: SharedOptimizer) -> Desks:
     """Be ready to do what coordinators do: in a private run trainers are."""
     return Desks(run.peer, optimizer.collaboration.averager)
-
-
-def _model(recipe: Recipe[Any], seed: int, device: torch.device) -> nn.Module:
-    """The recipe's model with the values that the manifest's seed gives, on every machine the same."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return recipe.model().to(device)
 
 
 def _device(name: str) -> torch.device:

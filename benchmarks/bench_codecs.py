@@ -17,7 +17,7 @@ import torch
 
 from potluck.round.chunks import ChunkGrid, Run
 from potluck.round.codecs import CODEC_NAMES, CodecSpec, codec_for
-from potluck.round.codecs.base import Varying
+from potluck.round.codecs.base import Fixed
 
 PEERS = 4
 
@@ -42,10 +42,10 @@ def measure(name: str, values: torch.Tensor) -> dict[str, float]:
 
     def encode() -> None:
         for chunk, frame in zip(grid.chunks, frames, strict=True):
-            if isinstance(codec, Varying):
-                codec.encode(values[chunk.start : chunk.stop])
-            else:
+            if isinstance(codec, Fixed):
                 codec.encode_into(values[chunk.start : chunk.stop], frame)
+            else:
+                codec.encode(values[chunk.start : chunk.stop])
 
     def decode() -> None:
         for chunk, frame in zip(grid.chunks, frames, strict=True):

@@ -13,12 +13,21 @@ from potluck.hub.presence import Card, Presence
 from potluck.hub.subjects import Subjects
 from potluck.link.carrier import Carrier
 from potluck.link.relay.carrier import RelayCarrier, RelayConfig
+from potluck.messages import Message
 from potluck.testing.plainhub import PlainUser
 from potluck.testing.polling import poll_until
 
 DEADLINE_SECONDS = 60.0
 SUBJECTS = Subjects("test")
 QUICK = BulkWireConfig(backoff_first_seconds=0.05, backoff_limit_seconds=0.2)
+
+
+class Question(Message, frozen=True, kw_only=True, tag="test_question"):
+    text: str
+
+
+class Answer(Message, frozen=True, kw_only=True, tag="test_answer"):
+    text: str
 
 
 def member() -> PlainUser:

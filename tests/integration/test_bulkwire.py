@@ -35,7 +35,7 @@ def member() -> PlainUser:
     return user.with_permissions(bulk_permissions(SUBJECTS, user.peer))
 
 
-ALICE, BOB = member(), member()
+ALICE, BOB, CAROL = member(), member(), member()
 TO_BOB = SUBJECTS.relay(BOB.peer, ALICE.peer)
 TO_ALICE = SUBJECTS.relay(ALICE.peer, BOB.peer)
 
@@ -46,6 +46,7 @@ class Recorder:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.messages: list[tuple[str, memoryview]] = []
+        self.skipped: list[tuple[str, int]] = []
 
     def wire_connected(self) -> None:
         self.log.append("connected")
@@ -58,6 +59,9 @@ class Recorder:
 
     def message_arrived(self, subject: str, payload: memoryview) -> None:
         self.messages.append((subject, payload))
+
+    def message_skipped(self, subject: str, num_bytes: int) -> None:
+        self.skipped.append((subject, num_bytes))
 
 
 class Station:
@@ -91,7 +95,7 @@ async def station(
 ) -> AsyncIterator[Station]:
     config = BulkWireConfig(limits=limits or BulkLimits(), **{**QUICK, **times})  # type: ignore[arg-type]
     opened = Station(BulkWire(address, seed=user.seed, config=config))
-    opened.wire.open(SUBJECTS.relay(user.peer, "*"), opened.events)
+    opened.wire.open([SUBJECTS.relay(user.peer, "*")], opened.events)
     try:
         yield opened
     finally:
@@ -107,14 +111,14 @@ def tls_files(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
 
 @pytest.fixture(scope="module")
 def plain_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainHub]:
-    with PlainHub(tmp_path_factory.mktemp("plain"), [ALICE, BOB]) as hub:
+    with PlainHub(tmp_path_factory.mktemp("plain"), [ALICE, BOB, CAROL]) as hub:
         hub.start()
         yield hub
 
 
 @pytest.fixture(scope="module")
 def tls_hub(tmp_path_factory: pytest.TempPathFactory, tls_files: TlsFiles) -> Iterator[PlainHub]:
-    with PlainHub(tmp_path_factory.mktemp("tls"), [ALICE, BOB], tls=tls_files) as hub:
+    with PlainHub(tmp_path_factory.mktemp("tls"), [ALICE, BOB, CAROL], tls=tls_files) as hub:
         hub.start()
         yield hub
 
@@ -122,7 +126,7 @@ def tls_hub(tmp_path_factory: pytest.TempPathFactory, tls_files: TlsFiles) -> It
 @pytest.fixture
 def own_hub(tmp_path: Path, tls_files: TlsFiles) -> Iterator[PlainHub]:
     """A hub that the test may kill."""
-    with PlainHub(tmp_path / "hub", [ALICE, BOB], tls=tls_files) as hub:
+    with PlainHub(tmp_path / "hub", [ALICE, BOB, CAROL], tls=tls_files) as hub:
         hub.start()
         yield hub
 
@@ -173,9 +177,9 @@ async def test_nothing_happens_before_open_and_after_close(plain_hub: PlainHub) 
     wire = BulkWire(plain_hub.address(), seed=ALICE.seed)
     assert wire.state == "idle"
     assert not wire.publish(TO_BOB, [b"x"])
-    wire.open(TO_ALICE, Recorder())
+    wire.open([TO_ALICE], Recorder())
     with pytest.raises(RuntimeError):
-        wire.open(TO_ALICE, Recorder())
+        wire.open([TO_ALICE], Recorder())
     await wire.close()
     await wire.close()
     assert wire.state == "closed"
@@ -185,7 +189,7 @@ async def test_nothing_happens_before_open_and_after_close(plain_hub: PlainHub) 
 async def test_close_at_any_moment_leaves_nothing(address: HubAddress) -> None:
     for turns in range(0, 40, 3):
         wire = BulkWire(address, seed=ALICE.seed)
-        wire.open(TO_ALICE, Recorder())
+        wire.open([TO_ALICE], Recorder())
         for _ in range(turns):
             await asyncio.sleep(0.0005)
         await wire.close()
@@ -245,7 +249,40 @@ async def test_a_message_that_is_too_large_costs_only_itself(plain_hub: PlainHub
         await bob.until_messages(2)
         assert [len(payload) for _, payload in bob.events.messages] == [10, 1000]
         assert bob.count("oversized") == 2
+        assert bob.events.skipped == [(TO_BOB, 1001), (TO_BOB, 900_000)]
         assert bob.events.log == ["connected"]
+
+
+@pytest.mark.parametrize("scheme", ["tls", "wss"])
+async def test_whom_a_wire_listens_to_can_change_and_holds_after_a_reconnect(own_hub: PlainHub, scheme: str) -> None:
+    address = own_hub.address(own_hub.websocket_url if scheme == "wss" else own_hub.url)
+    async with station(address, ALICE) as alice, station(address, BOB) as bob, station(address, CAROL) as carol:
+        stations = (alice, bob, carol)
+        for each in stations:
+            await each.until_connected()
+
+        async def tell(sender: Station, subject: str, receiver: Station, text: bytes) -> None:
+            await sender.publish(subject, text)
+            await receiver.until(lambda: text in [bytes(each) for _, each in receiver.events.messages], "the message")
+
+        async def bob_hears(text: bytes) -> bool:
+            """Whether Bob hears Alice. Each word that follows proves that the hub is done with the one before."""
+            await tell(bob, SUBJECTS.relay(CAROL.peer, BOB.peer), carol, b"Bob listens: " + text)
+            await alice.publish(TO_BOB, text)
+            await tell(alice, SUBJECTS.relay(CAROL.peer, ALICE.peer), carol, text)
+            await tell(carol, carol_to_bob, bob, b"Carol too: " + text)
+            return text in [bytes(each) for _, each in bob.events.messages]
+
+        carol_to_bob = SUBJECTS.relay(BOB.peer, CAROL.peer)
+        assert await bob_hears(b"at first")
+        bob.wire.listen([carol_to_bob])
+        assert not await bob_hears(b"then not")
+        await asyncio.to_thread(own_hub.restart)
+        for each in stations:
+            await each.until(lambda each=each: each.count("connects") == 2 and each.wire.is_connected, "it to be back")
+        assert not await bob_hears(b"nor after a reconnect")
+        bob.wire.listen([carol_to_bob, TO_BOB])
+        assert await bob_hears(b"and again")
 
 
 async def test_nobody_publishes_in_anothers_name(tls_hub: PlainHub) -> None:
@@ -355,8 +392,8 @@ async def test_the_next_server_is_tried(plain_hub: PlainHub) -> None:
 async def test_in_a_cluster_the_other_server_takes_over(tmp_path: Path) -> None:
     routes = [unused_tcp_port(), unused_tcp_port()]
     with (
-        PlainHub(tmp_path / "a", [ALICE, BOB], name="a", cluster_port=routes[0], routes=routes) as first,
-        PlainHub(tmp_path / "b", [ALICE, BOB], name="b", cluster_port=routes[1], routes=routes) as second,
+        PlainHub(tmp_path / "a", [ALICE, BOB, CAROL], name="a", cluster_port=routes[0], routes=routes) as first,
+        PlainHub(tmp_path / "b", [ALICE, BOB, CAROL], name="b", cluster_port=routes[1], routes=routes) as second,
     ):
         first.start()
         second.start()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 import uvloop
-from relaynodes import DEADLINE_SECONDS, SUBJECTS, Node, member, node, presence
+from relaynodes import DEADLINE_SECONDS, QUICK, SUBJECTS, Answer, Node, Question, member, node, presence
 
 from potluck.clock import SystemClock
 from potluck.hub.address import HubAddress
@@ -21,7 +23,6 @@ from potluck.hub.server.certificate import prepare_certificates
 from potluck.link.links import Incoming, Links
 from potluck.link.relay.carrier import RelayCarrier
 from potluck.link.relay.credit import CreditConfig
-from potluck.messages import Message
 from potluck.testing.plainhub import PlainHub, PlainUser, TlsFiles
 from potluck.testing.polling import poll_until
 from potluck.testing.processes import Children, ManagedProcess
@@ -29,6 +30,8 @@ from potluck.testing.processes import Children, ManagedProcess
 uvloop.run(asyncio.sleep(0))  # libuv opens one pipe per process, for good: here, before a test counts
 
 CHILD = Path(__file__).with_name("relaychild.py")
+FLOODED = Path(__file__).with_name("floodedchild.py")
+FLOODER = Path(__file__).with_name("floodchild.py")
 MIB = 1024 * 1024
 PACKET = os.urandom(512 * 1024)
 ALICE, BOB, CAROL = member(), member(), member()
@@ -224,15 +227,65 @@ async def test_without_credit_the_hub_would_cut_the_receiver_off(
     await poll_until(lambda: "Slow Consumer" in hub.process.output(), DEADLINE_SECONDS, "the hub to say why")
 
 
+# A member that ignores credit
+
+
+@asynccontextmanager
+async def flooded(
+    hub: PlainHub, children: Children, *, tolerated_bytes: int
+) -> AsyncIterator[tuple[Links, ManagedProcess]]:
+    """Carol floods Bob, who is slow; Alice's links, and Bob."""
+    victim = children.spawn(
+        [sys.executable, FLOODED, hub.url, BOB.seed.decode(), str(tolerated_bytes), ALICE.peer, CAROL.peer],
+        name="victim",
+    )
+    links = Links(ALICE.peer, "s", SystemClock())
+    relay = RelayCarrier(links, ALICE.peer, SUBJECTS, BulkWire(hub.address(), seed=ALICE.seed, config=QUICK))
+    links.add_carrier(relay)
+    try:
+        await relay.start()
+        links.update_peer(presence(BOB.peer))
+        await ask(links, b"before")
+        hostile = children.spawn([sys.executable, FLOODER, hub.url, CAROL.seed.decode(), BOB.peer], name="hostile")
+        await hostile.until_line("let in")
+        yield links, victim
+        assert hostile.exit_code is None, hostile.output()
+    finally:
+        await links.close()
+
+
+async def ask(links: Links, frame: bytes) -> None:
+    """Have Bob answer with the digest of this."""
+    answer = await links.request(BOB.peer, Question(text="?"), [frame], reply=Answer, timeout_seconds=DEADLINE_SECONDS)
+    assert answer.message.text == hashlib.blake2b(frame).hexdigest()
+
+
+@pytest.mark.timeout(240)
+async def test_a_member_that_ignores_credit_is_not_listened_to_and_others_are(
+    plain_hub: PlainHub, children: Children
+) -> None:
+    async with flooded(plain_hub, children, tolerated_bytes=4 * MIB) as (links, victim):
+        await victim.until_line(r"floods=1 shut_out=1")
+        for _ in range(4):
+            await ask(links, os.urandom(8 * MIB))
+        mark = victim.mark()
+        await victim.until_line(r"losses", since=mark)
+        figures = re.findall(r"losses=(\d+) floods=(\d+)", victim.output())[-1]
+        print(f"the hub cut the victim off {figures[0]} times")
+        assert int(figures[0]) <= 3  # a reconnect each, while the flood was new
+        assert figures[1] == "1"
+
+
+@pytest.mark.timeout(240)
+async def test_without_that_the_hub_cuts_the_victim_off_again_and_again(
+    plain_hub: PlainHub, children: Children
+) -> None:
+    """The counter-check: the flood is one that the hub does not put up with."""
+    async with flooded(plain_hub, children, tolerated_bytes=2**50) as (_, victim):
+        await victim.until_line(r"losses=4 floods=0")
+
+
 # Under the links
-
-
-class Question(Message, frozen=True, kw_only=True, tag="test_question"):
-    text: str
-
-
-class Answer(Message, frozen=True, kw_only=True, tag="test_answer"):
-    text: str
 
 
 async def test_links_work_over_the_relay(tls_hub: PlainHub) -> None:

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from potluck.errors import ProtocolError
 from potluck.hub.bulk import protocol as bulkprotocol
 from potluck.hub.bulk import websocket as websocketframes
-from potluck.hub.bulk.protocol import LEAST_WINDOW_BYTES, MAX_LINE_BYTES, RECORD_BYTES, HubReader, publication
+from potluck.hub.bulk.protocol import (
+    LEAST_WINDOW_BYTES,
+    MAX_LINE_BYTES,
+    RECORD_BYTES,
+    HubReader,
+    publication,
+    subscribing,
+)
 from potluck.hub.bulk.websocket import ByteStream, FrameReader, UpgradeReader
 from potluck.hub.keys import Signer, new_seed, verify
 
@@ -34,6 +41,9 @@ class Listener:
 
     def said_message(self, subject: str, payload: memoryview) -> None:
         self.events.append(("message", subject, payload))
+
+    def said_too_much(self, subject: str, num_bytes: int) -> None:
+        self.events.append(("too much", subject, num_bytes))
 
     def said_ping(self) -> None:
         self.events.append(("ping",))
@@ -177,6 +187,8 @@ def test_garbage_in_frames_is_refused_or_read(data: bytes, sizes: list[int]) -> 
         b"MSG\r\n",
         b"MSG a\r\n",
         b"MSG a 1\r\n",
+        b"MSG a x 5\r\n",
+        b"MSG a 0 5\r\n",
         b"MSG a 2 5\r\n",
         b"MSG a 1 -5\r\n",
         b"MSG a 1 5.0\r\n",
@@ -218,8 +230,7 @@ def test_a_message_that_is_too_large_is_read_past_if_the_hub_permits_it() -> Non
     reader.hub_limit_bytes = 1 << 20
     data = b"MSG a 1 300000\r\n" + b"x" * 300_000 + b"\r\nMSG a 1 2\r\nok\r\n"
     deliver(reader, data, (777,))
-    assert frozen(listener.events) == [("message", "a", b"ok")]
-    assert reader.num_oversized == 1
+    assert frozen(listener.events) == [("too much", "a", 300_000), ("message", "a", b"ok")]
     with pytest.raises(ProtocolError, match="against its own limits"):
         deliver(reader, b"MSG a 1 1048577\r\n", (100,))
 
@@ -289,7 +300,9 @@ def test_a_large_part_is_not_copied() -> None:
 
 def test_the_greeting_proves_the_key() -> None:
     signer = Signer(new_seed("user"))
-    said = bulkprotocol.greeting(signer, "nonce", name="bulk", token="secret", subject="p.run.relay.ME.*")
+    said = bulkprotocol.greeting(
+        signer, "nonce", name="bulk", token="secret", subscriptions=subscribing("p.run.relay.ME.*", 1)
+    )
     connect, subscribe, ping, rest = said.split(b"\r\n")
     options = json.loads(connect.removeprefix(b"CONNECT "))
     signature = base64.urlsafe_b64decode(options["sig"] + "==")

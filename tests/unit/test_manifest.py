@@ -17,7 +17,16 @@ from potluck.recipes.catalogue import RecipeRef
 from potluck.testing.memoryhub import MemoryHub
 from potluck.testing.polling import poll_until
 from potluck.training import notice
-from potluck.training.manifest import DiLoCo, Exchange, Manifest, OptimizerSpec, ScheduleSpec, Settings, Sync
+from potluck.training.manifest import (
+    MAX_HISTORY,
+    DiLoCo,
+    Exchange,
+    Manifest,
+    OptimizerSpec,
+    ScheduleSpec,
+    Settings,
+    Sync,
+)
 from potluck.training.notice import NoticeBoard, SignedManifest
 from potluck.training.optimizers import learning_rate
 from potluck.training.runfile import manifest_of, read_run_file
@@ -35,28 +44,59 @@ def manifest(*settings: Settings, **changes: object) -> Manifest:
 
 
 def test_settings_count_from_their_epoch_on() -> None:
-    found = manifest(
-        Settings(), Settings(from_epoch=10, paused=True), Settings(from_epoch=12, optimizer=OptimizerSpec(name="sgd"))
-    )
+    found = manifest(Settings(), Settings(from_epoch=10, paused=True), Settings(from_epoch=12, end_epoch=20))
     assert [found.at(epoch).from_epoch for epoch in (0, 9, 10, 11, 12, 1000)] == [0, 0, 10, 10, 12, 12]
-    assert found.newest.optimizer.name == "sgd"
+    assert found.newest.end_epoch == 20
 
 
-def test_a_change_forgets_what_has_ended_and_what_it_replaces() -> None:
-    first = manifest(Settings(), Settings(from_epoch=5), Settings(from_epoch=9), Settings(from_epoch=20))
-    second = first.changed(Settings(from_epoch=8, paused=True), epoch=6)
-    assert [entry.from_epoch for entry in second.settings] == [5, 8]
-    assert second.revision == first.revision + 1
+def paused(settings: Settings) -> Settings:
+    return msgspec.structs.replace(settings, paused=True)
+
+
+def test_a_change_counts_for_what_is_planned_later_too() -> None:
+    first = manifest(Settings(), Settings(from_epoch=5, end_epoch=5), Settings(from_epoch=9, end_epoch=9))
+    second = first.amended(paused, from_epoch=7, epoch=6)
+    assert [(e.from_epoch, e.end_epoch, e.paused) for e in second.settings] == [
+        (5, 5, False),
+        (7, 5, True),
+        (9, 9, True),
+    ]
     assert second.at(6) == first.at(6)
 
 
-@given(st.lists(st.integers(0, 50), unique=True, min_size=1, max_size=8), st.integers(0, 50), st.integers(1, 10))
-def test_a_change_changes_nothing_before_its_epoch(epochs: list[int], epoch: int, notice_epochs: int) -> None:
+def test_what_is_changed_back_leaves_nothing() -> None:
+    first = manifest(Settings(), Settings(from_epoch=9, end_epoch=9))
+    back = first.amended(paused, from_epoch=3, epoch=3).amended(
+        lambda settings: msgspec.structs.replace(settings, paused=False), from_epoch=3, epoch=3
+    )
+    assert back.settings == (msgspec.structs.replace(first.settings[0], from_epoch=3), first.settings[1])
+
+
+@given(st.lists(st.integers(0, 50), unique=True, min_size=1, max_size=8), st.integers(0, 50), st.integers(0, 10))
+def test_a_change_changes_nothing_before_its_epoch_and_one_thing_after(
+    epochs: list[int], epoch: int, ahead: int
+) -> None:
     before = manifest(*(Settings(from_epoch=each, end_epoch=each + 1) for each in sorted(epochs)))
-    after = before.changed(Settings(from_epoch=epoch + notice_epochs, paused=True), epoch=epoch)
-    for each in range(epoch, epoch + notice_epochs):
+    after = before.amended(paused, from_epoch=epoch + ahead, epoch=epoch)
+    for each in range(epoch, 70):
         assert after.at(each).end_epoch == before.at(each).end_epoch
-    assert after.at(epoch + notice_epochs).paused
+        assert after.at(each).paused == (each >= epoch + ahead)
+
+
+def test_what_was_done_is_written_down_and_the_oldest_forgotten() -> None:
+    found = manifest()
+    for number in range(MAX_HISTORY + 3):
+        found = found.recorded("paused", by="Ada" * 200, at=float(number), from_epoch=number, reason="it burns")
+    assert found.revision == MAX_HISTORY + 4
+    assert [change.revision for change in found.history] == list(range(5, MAX_HISTORY + 5))
+    assert len(found.history[-1].by) == 300
+    assert notice.read(notice.sign(found, ORGANISER), RUN)[0] == found
+
+
+def test_a_manifest_that_nobody_would_read_is_not_signed() -> None:
+    planned = manifest(*(Settings(from_epoch=each, end_epoch=each + 1) for each in range(200)))
+    with pytest.raises(ConfigurationError, match="plan fewer"):
+        notice.sign(planned, ORGANISER)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +107,8 @@ def test_a_change_changes_nothing_before_its_epoch(epochs: list[int], epoch: int
         (Settings(), Settings(from_epoch=3, training=DiLoCo())),
         (Settings(training=DiLoCo()), Settings(from_epoch=3, training=DiLoCo(inner_steps=7))),
         (Settings(), Settings(from_epoch=3, training=Sync(delay_averaging=True))),
+        (Settings(), Settings(from_epoch=3, optimizer=OptimizerSpec(name="sgd"))),
+        (Settings(), Settings(from_epoch=3, optimizer=OptimizerSpec(max_grad_norm=7.0))),
     ],
 )
 def test_settings_that_a_run_cannot_follow(settings: tuple[Settings, ...]) -> None:
@@ -192,7 +234,7 @@ async def test_the_board_follows_newer_manifests_of_the_same_organiser() -> None
     with pytest.raises(DeadlineExceededError, match="not said yet"):
         await board.first(0.01)
     first = manifest()
-    second = first.changed(Settings(from_epoch=4, paused=True), epoch=2)
+    second = first.amended(paused, from_epoch=4, epoch=2).recorded("paused", by="Ada", at=0.0, from_epoch=4)
     await store.put(MANIFEST_KEY, notice.sign(first, ORGANISER))
     assert await board.first(1.0) == first
     await store.put(MANIFEST_KEY, notice.sign(second, Signer(new_seed("user"))))

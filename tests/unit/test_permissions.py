@@ -40,7 +40,6 @@ def own_subjects(peer: str) -> list[str]:
         SUBJECTS.beacon(peer),
         SUBJECTS.leave(peer),
         SUBJECTS.ask(peer, "time"),
-        SUBJECTS.relay(OTHER, peer),
         SUBJECTS.news(peer, "loss"),
     ]
 
@@ -145,7 +144,6 @@ def test_what_a_member_hears():
         SUBJECTS.plan(OTHER),
         SUBJECTS.commit(OTHER),
         SUBJECTS.news(OTHER, "loss.train"),
-        SUBJECTS.relay(ME, OTHER),
         f"_INBOX.{ME}.abc.1",
     ):
         assert may(heard, subject), subject
@@ -158,6 +156,9 @@ def test_a_stranger_may_apply_and_hear_the_answer():
 
 
 def test_the_bulk_lane_carries_packets_alone():
+    everything = main(Scopes(coordinates=True, organiser=True))
+    assert not may(everything.publish, SUBJECTS.relay(OTHER, ME))
+    assert not may(everything.subscribe, SUBJECTS.relay(ME, OTHER))
     bulk = permissions_for("bulk", SUBJECTS, ME, Scopes(coordinates=True, organiser=True))
     assert bulk.publish == (SUBJECTS.relay("*", ME),)
     assert bulk.subscribe == (SUBJECTS.relay(ME, "*"),)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.hub.bulk.wire import WireEvents
+from potluck.hub.patterns import covers
 from potluck.hub.presence import Card, Presence, State
 from potluck.hub.subjects import Subjects
 from potluck.link.carrier import Buffer, Carrier
@@ -48,7 +49,7 @@ class MemoryHub:
 
     def deliver(self, subject: str, payload: bytes) -> None:
         wire = self.wires.get(subject.split(".")[-2])
-        if wire is not None and wire.connected and wire.events is not None:
+        if wire is not None and wire.connected and wire.events is not None and wire.hears(subject):
             wire.events.message_arrived(subject, memoryview(payload))
 
 
@@ -60,11 +61,19 @@ class MemoryWire:
         self.congested = False
         self.closed = False
         self.max_payload_bytes = HUB_PAYLOAD_BYTES
+        self.subjects: list[str] = []
         hub.wires[peer] = self
 
-    def open(self, subject: str, events: WireEvents) -> None:
+    def open(self, subjects: Collection[str], events: WireEvents) -> None:
         self.events = events
+        self.listen(subjects)
         self.connect()
+
+    def listen(self, subjects: Collection[str]) -> None:
+        self.subjects = list(subjects)
+
+    def hears(self, subject: str) -> bool:
+        return any(covers(pattern, subject) for pattern in self.subjects)
 
     def connect(self) -> None:
         assert self.events is not None
@@ -429,10 +438,117 @@ async def test_who_ignores_credit_is_not_heard(pair: Pair) -> None:
     sender, receiver = int.from_bytes(want[4:8], "little"), int.from_bytes(want[8:12], "little")
     pair.hub.queue.clear()
     packet = encode_prefix(sender, receiver, 1, has_payload=True) + b"h" + PACKET
-    for _ in range(10):
+    for _ in range(8):
         pair.hub.deliver(subject, packet)
     assert pair.bob.owner.packets == []
-    assert pair.bob.carrier.statistics()["beyond_credit"] == 10
+    assert pair.bob.carrier.statistics()["beyond_credit"] == 8
+    assert pair.bob.is_open("ALICE")
+
+
+# Floods
+
+
+def flood(pair: Pair, packet: bytes, sender: str = "ALICE") -> int:
+    """Have Bob hear the same again and again until he does not listen; how many bytes that took."""
+    for number in range(1, 100_000):
+        pair.hub.deliver(SUBJECTS.relay("BOB", sender), packet)
+        if not pair.bob.wire.hears(SUBJECTS.relay("BOB", sender)):
+            return number * len(packet)
+    raise AssertionError("Bob listens for ever")
+
+
+def path_numbers(pair: Pair) -> tuple[int, int]:
+    """Alice's and Bob's numbers of their open path."""
+    pair.hub.queue.clear()
+    pair.transfer(1)
+    [(_, want)] = pair.hub.queue
+    pair.hub.queue.clear()
+    return int.from_bytes(want[4:8], "little"), int.from_bytes(want[8:12], "little")
+
+
+@pytest.mark.parametrize("what", ["beyond credit", "malformed", "stale", "hello", "a stranger", "want"])
+async def test_who_floods_is_not_listened_to_and_all_others_are(pair: Pair, what: str) -> None:
+    await pair.start()
+    for other in ("CAROL", "DAVE"):
+        pair.bob.meet(other)
+    sender = "STRANGER" if what == "a stranger" else "ALICE"
+    numbers = path_numbers(pair)
+    packet = {
+        "malformed": bytes(len(PACKET)),
+        "stale": encode_prefix(1, 1, 1, has_payload=True) + b"h" + PACKET,
+        "hello": encode_control(RelayKind.HELLO, *numbers, flags=1),
+        "a stranger": b"x" * len(PACKET),
+        "want": encode_control(RelayKind.WANT, *numbers, number=1),
+        "beyond credit": encode_prefix(*numbers, 1, has_payload=True) + b"h" + PACKET,
+    }[what]
+    assert flood(pair, packet, sender) < 6 * 2**20
+    assert pair.bob.wire.subjects == [
+        SUBJECTS.relay("BOB", peer) for peer in ("ALICE", "CAROL", "DAVE") if peer != sender
+    ]
+    assert pair.bob.carrier.statistics()["floods"] == pair.bob.carrier.statistics()["shut_out"] == 1
+    if sender == "ALICE":
+        assert pair.bob.kinds == ["opened", "closed"]
+        assert "more through the hub than it was allowed to" in pair.bob.carrier.why_no_path("ALICE")
+    pair.bob.meet("EVE")
+    assert SUBJECTS.relay("BOB", "EVE") in pair.bob.wire.subjects
+    pair.bob.meet("DAVE", "left")
+    assert SUBJECTS.relay("BOB", "DAVE") not in pair.bob.wire.subjects
+
+
+async def test_a_message_too_large_to_be_a_packet_counts_too(pair: Pair) -> None:
+    await pair.start()
+    assert pair.bob.wire.events is not None
+    pair.bob.wire.events.message_skipped(SUBJECTS.relay("BOB", "ALICE"), 3 * 2**20)
+    assert pair.bob.is_open("ALICE")
+    pair.bob.wire.events.message_skipped(SUBJECTS.relay("BOB", "ALICE"), 3 * 2**20)
+    assert pair.bob.kinds == ["opened", "closed"]
+
+
+async def test_who_was_shut_out_is_met_again_and_shut_out_for_longer_the_next_time(pair: Pair) -> None:
+    await pair.start()
+    for seconds in (60, 120):
+        flood(pair, bytes(len(PACKET)))
+        pair.bob.meet("ALICE")  # the roster's word changes nothing
+        pair.pass_time(seconds - 1)
+        assert not pair.bob.is_open("ALICE")
+        pair.pass_time(12)
+        assert pair.bob.wire.subjects == [SUBJECTS.relay("BOB", "*")]
+        assert pair.bob.is_open("ALICE")
+        assert pair.alice.carrier.send("BOB", b"h", None)
+        pair.hub.run()
+        assert pair.bob.owner.packets[-1] == ("ALICE", b"h", None)
+
+
+async def test_what_was_on_its_way_when_we_gave_up_the_path_is_no_flood(pair: Pair) -> None:
+    """A laptop that slept: the hub has kept all that was granted, and none of it belongs to a path any more."""
+    await pair.start()
+    pair.transfer(1)
+    pair.hub.run()
+    sent = pair.transfer(100)
+    for _ in range(8):  # as if the line had been fast, and a great deal granted
+        pair.hub.queue.extend(list(pair.hub.queue)[:sent])
+    waiting = len(pair.hub.queue) * len(PACKET)
+    assert waiting > 20 * 2**20
+    pair.bob.carrier._paths["ALICE"].account.limit_bytes += waiting
+    pair.bob.wire.lose()
+    pair.bob.wire.connect()
+    pair.hub.run()
+    assert pair.bob.carrier.statistics()["stale"] > 50
+    assert pair.bob.carrier.statistics()["floods"] == 0
+
+
+async def test_a_long_busy_transfer_both_ways_is_no_flood(pair: Pair) -> None:
+    """Tens of thousands of small packets, with a word about credit for each, within seconds."""
+    await pair.start()
+    for number in range(20_000):
+        for node, other in ((pair.alice, "BOB"), (pair.bob, "ALICE")):
+            node.carrier.send(other, b"h" * 4000, None)
+        pair.hub.run()
+        if number % 1000 == 0:
+            pair.pass_time(0.1)
+    assert len(pair.bob.owner.packets) > 19_000
+    for node in (pair.alice, pair.bob):
+        assert node.carrier.statistics()["floods"] == 0
 
 
 # Hostile bytes
@@ -512,7 +628,7 @@ def test_two_peers_find_each_other_again_whatever_gets_lost_or_comes_late(seed: 
         hub.run()
         for node, other in ((pair.alice, "BOB"), (pair.bob, "ALICE")):
             node.carrier.send(other, b"last", None)  # somebody uses the path: else nobody has to notice
-        pair.pass_time(45)
+        pair.pass_time(75)  # who came so late so often that it looked like a flood is heard again after 60 s
         for node, other in ((pair.alice, pair.bob), (pair.bob, pair.alice)):
             before = len(other.owner.packets)
             assert node.carrier.send(other.peer, b"after all", None)

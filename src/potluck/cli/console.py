@@ -13,13 +13,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.table import Table
 from rich.text import Text
 
 from potluck import tasks
+from potluck.hub.subjects import PEER_ID
 
 if TYPE_CHECKING:
     from potluck.peer.preflight import Check
     from potluck.peer.roster import RosterEvent
+
+SHOWN_CHARACTERS = 12  # of an id, in tables
 
 out = Console()
 err = Console(stderr=True)
@@ -56,12 +60,38 @@ def tell_roster_event(event: RosterEvent, num_peers: int, as_json: bool) -> None
         out.print(Text.assemble(name, " ", (event.change, "bold"), f"{reason}; now {count(num_peers, 'peer')}"))
 
 
+def tell_alarm(kind: str, text: str, peer: str, as_json: bool) -> None:
+    """Say what is wrong with the run; without a text, that it is over."""
+    if as_json:
+        print_json({"event": "alarm" if text else "alarm over", "kind": kind, "text": text, "peer": peer})
+    elif text:
+        out.print(Text(f"! {text}", style="bold red"))
+    else:
+        out.print(Text(f"✓ no longer: {kind}", style="green"))
+
+
 def show_check(check: Check) -> None:
     """One line per check, and what to do about it when it is not green."""
     mark = {"green": "✓", "yellow": "!", "red": "✗"}[check.level]
     out.print(Text.assemble((f"{mark} ", check.level), (f"{check.name}: ", "bold"), check.found))
     if check.remedy:
         out.print(Text(f"  → {check.remedy}"))
+
+
+def show_table(rows: list[dict[str, Any]], *, empty: str) -> None:
+    """Rows as a table, its columns named by their keys; `empty` says that there are none."""
+    if not rows:
+        out.print(empty, highlight=False)
+        return
+    table = Table(*(str(name) for name in rows[0]))
+    for row in rows:
+        table.add_row(*(Text(shortened(str(value))) for value in row.values()))
+    out.print(table)
+
+
+def shortened(text: str) -> str:
+    """With only the beginnings of ids: so much fits into a table and is enough to name a peer."""
+    return PEER_ID.sub(lambda found: found.group()[:SHOWN_CHARACTERS], text)
 
 
 def set_up_logging(verbose: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import platformdirs
@@ -10,14 +11,34 @@ from potluck.errors import ConfigurationError
 from potluck.hub.subjects import check_run_name
 from potluck.run.hostrecord import HostRecord, read_record
 
+DEFAULT_RUN = "my-first-run"
+
 
 def run_folder(run: str, folder: Path | None) -> Path:
     """The folder of a run that is hosted here: the one named, or the one in the user's data folder."""
     return folder or Path(platformdirs.user_data_dir("potluck")) / "runs" / run
 
 
+def receipts_folder() -> Path:
+    """Where this user's receipts are."""
+    return Path(platformdirs.user_data_dir("potluck")) / "receipts"
+
+
+def run_of_this_folder() -> str:
+    """The name in the run.toml of the present folder; empty where there is none that can be read."""
+    try:
+        name = tomllib.loads(Path("run.toml").read_text(encoding="utf-8")).get("name", "")
+    except (OSError, ValueError):  # `potluck host` says what is wrong with it
+        return ""
+    return name if isinstance(name, str) else ""
+
+
 def hosted_run(run: str, folder: Path | None) -> tuple[Path, HostRecord]:
-    """The folder and record of a run that this machine hosts; ConfigurationError when it hosts none of that name."""
+    """The folder and record of a run that this machine hosts; ConfigurationError when it hosts none of that name.
+
+    Without a name it is the run whose run.toml is in the present folder, or the one that `potluck host` names itself.
+    """
+    run = run or run_of_this_folder() or DEFAULT_RUN
     where = run_folder(check_run_name(run), folder)
     record = read_record(where)
     if record is None:

@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from potluck import tasks
+
 if TYPE_CHECKING:
+    from potluck.monitor.alarms import Alarm, Kind
+    from potluck.monitor.watcher import Watcher
     from potluck.run.host import Host
+    from potluck.run.peer import Peer
     from potluck.training.helping import AuxiliaryWork
     from potluck.training.manifest import Manifest
+
+
+ALARMS_EVERY_SECONDS = 5.0
 
 
 def host(
@@ -137,12 +145,12 @@ async def _serve(host: Host, manifest: Manifest | None, stop: asyncio.Event, as_
         return
     try:
         _announce(host, as_json)
-        await _watch(host, manifest, stop, as_json)
+        await _watch(host, stop, as_json)
     finally:
         await host.stop()
 
 
-async def _watch(host: Host, manifest: Manifest | None, stop: asyncio.Event, as_json: bool) -> None:
+async def _watch(host: Host, stop: asyncio.Event, as_json: bool) -> None:
     """Tell who comes and goes until asked to stop, or until the hub dies."""
     from potluck.cli import console
 
@@ -150,22 +158,46 @@ async def _watch(host: Host, manifest: Manifest | None, stop: asyncio.Event, as_
     roster = host.peer.session.roster
     end = roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json))
     try:
-        await console.unless_stopped(_help(host, manifest), stop)
+        await console.unless_stopped(_help(host, as_json), stop)
     finally:
         end()
 
 
-async def _help(host: Host, manifest: Manifest | None) -> None:
+async def _help(host: Host, as_json: bool) -> None:
     """Have the host's own peer reduce for the trainers, and coordinate; raises when the hub has died."""
     from potluck.cli import console
 
     module = await console.import_slowly("potluck.training.helping")
     assert host.peer is not None
-    helper: AuxiliaryWork = await module.AuxiliaryWork.start(host.peer, manifest, host.config.hub.folder / "states")
+    helper: AuxiliaryWork = await module.AuxiliaryWork.start(host.peer, host.config.hub.folder / "states")
+    alarming = asyncio.create_task(_tell_alarms(host.peer, as_json), name="alarms")
     try:
         await host.failed()
     finally:
+        await tasks.end(alarming)
         await helper.close()
+
+
+async def _tell_alarms(peer: Peer, as_json: bool) -> None:
+    """Say what is wrong with the run, when it begins and when it is over."""
+    from potluck.cli import console
+
+    module = await console.import_slowly("potluck.monitor.watcher")
+    watcher: Watcher = await module.Watcher.started(peer.session)
+    told: dict[tuple[Kind, str], Alarm] = {}
+    try:
+        while True:
+            await asyncio.sleep(ALARMS_EVERY_SECONDS)
+            now = {alarm.key: alarm for alarm in watcher.alarms()}
+            for key, alarm in now.items():
+                if key not in told:
+                    console.tell_alarm(alarm.kind, alarm.text, alarm.peer, as_json)
+            for key, alarm in told.items():
+                if key not in now:
+                    console.tell_alarm(alarm.kind, "", alarm.peer, as_json)
+            told = now
+    finally:
+        await watcher.close()
 
 
 def _announce(host: Host, as_json: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,12 +16,17 @@ if TYPE_CHECKING:
 def leaderboard(
     link: Annotated[str, typer.Argument(help="The join link, in quotes; else POTLUCK_LINK.")] = "",
     top: Annotated[int, typer.Option(help="How many to show.")] = 20,
+    receipts: Annotated[
+        bool, typer.Option("--receipts", help="Show beside it what this machine has signed receipts for.")
+    ] = False,
     identity_path: Annotated[
         Path | None, typer.Option(help="File with the key you look by; a new one is made unless given.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Tell in JSON.")] = False,
 ) -> None:
     """Show who has given how many samples to the run.
+
+    The names are those that people gave themselves (`--name`); two with the same name are told apart by their ids.
 
     Example: [bold]potluck leaderboard 'potluck://hub.example.org:4222/my-run?ca=…#…'[/bold]
     """
@@ -30,15 +35,27 @@ def leaderboard(
 
     console.set_up_logging(verbose=False)
 
+    parsed = parse_link(link, "potluck leaderboard")
+
     async def look(peer: Peer, _stop: asyncio.Event) -> None:
         module = await console.import_slowly("potluck.training.contributions")
         book, _revision = await module.read_book(peer.session)
-        _show(book, top, as_json)
+        _show(book, top, _own_receipts(parsed.run) if receipts else None, as_json)
 
-    observe(parse_link(link, "potluck leaderboard"), "leaderboard", identity_path, as_json, look)
+    observe(parsed, "leaderboard", identity_path, as_json, look)
 
 
-def _show(book: ContributionBook, top: int, as_json: bool) -> None:
+def _own_receipts(run: str) -> dict[str, float]:
+    """The samples that this machine has receipts for, by peer."""
+    from potluck.cli.folders import receipts_folder
+    from potluck.training.receipts import check_receipts, read_lines, receipts_path
+
+    path = receipts_path(receipts_folder(), run)
+    checked, _num_bad = check_receipts(read_lines(path) if path.exists() else ())
+    return {each.peer: each.samples for each in checked}
+
+
+def _show(book: ContributionBook, top: int, receipts: dict[str, float] | None, as_json: bool) -> None:
     import msgspec
     from rich.table import Table
     from rich.text import Text
@@ -47,13 +64,19 @@ def _show(book: ContributionBook, top: int, as_json: bool) -> None:
 
     ranked = book.ranked()[: max(top, 0)]
     if as_json:
-        peers = [{"peer": peer, **msgspec.structs.asdict(given)} for peer, given in ranked]
+        peers: list[dict[str, Any]] = [{"peer": peer, **msgspec.structs.asdict(given)} for peer, given in ranked]
+        if receipts is not None:
+            peers = [{**row, "receipts": receipts.get(row["peer"], 0.0)} for row in peers]
         console.print_json({"epoch": book.epoch, "missed": book.missed, "peers": peers})
         return
-    table = Table("", "who", "samples", "epochs", "last seen in epoch")
+    titles = ["", "who", "id", "samples", "epochs", "last seen in epoch"]
+    table = Table(*titles, *(["with your receipts"] if receipts is not None else []))
     for place, (peer, given) in enumerate(ranked, 1):
-        who = Text(given.name or peer[:12])  # other people's words: never read as markup
-        table.add_row(str(place), who, f"{given.samples:,.0f}", str(given.epochs), str(given.last_epoch))
+        who = Text(given.name or "-")  # other people's words: never read as markup
+        figures = [f"{given.samples:,.0f}", str(given.epochs), str(given.last_epoch)]
+        if receipts is not None:
+            figures.append(f"{receipts.get(peer, 0.0):,.0f}")
+        table.add_row(str(place), who, console.shortened(peer), *figures)
     console.out.print(table)
     if book.missed:
         console.out.print(f"{console.count(book.missed, 'epoch')} of {book.epoch} could not be written down.")

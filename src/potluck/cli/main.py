@@ -19,6 +19,8 @@ from potluck.cli.join import join
 from potluck.cli.leaderboard import leaderboard
 from potluck.cli.members import app as members
 from potluck.cli.monitor import monitor
+from potluck.cli.receipts import receipts
+from potluck.cli.run import app as run
 from potluck.errors import ConfigurationError, PotluckError
 
 app = typer.Typer(
@@ -36,8 +38,10 @@ app.command("host")(host)
 app.command("join")(join)
 app.command("monitor")(monitor)
 app.command("leaderboard")(leaderboard)
+app.command("receipts")(receipts)
 app.command("doctor")(doctor)
 app.add_typer(members, name="members")
+app.add_typer(run, name="run")
 
 
 def _print_version(asked: bool) -> None:

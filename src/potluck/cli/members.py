@@ -22,13 +22,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-Run = Annotated[str, typer.Option("--run", help="The run's name.")]
+Run = Annotated[str, typer.Option("--run", help="The run's name; unless given, that of the run.toml in this folder.")]
 Folder = Annotated[Path | None, typer.Option(help="The folder of the run, if it has one of its own.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 Reason = Annotated[str, typer.Option(help="Told to whom it concerns.")]
 Peer = Annotated[str, typer.Argument(help="The peer's id, or its beginning if that is clear.")]
-DEFAULT_RUN = "my-first-run"
-SHOWN_CHARACTERS = 12  # of an id, in tables
 
 
 class RoleName(enum.StrEnum):
@@ -41,7 +39,7 @@ class RoleName(enum.StrEnum):
 
 @app.command("invite")
 def invite(
-    run: Run = DEFAULT_RUN,
+    run: Run = "",
     folder: Folder = None,
     uses: Annotated[int, typer.Option(help="How many peers may come in by it; 0 for any number.")] = 1,
     days: Annotated[float, typer.Option(help="How long it is valid; 0 for ever.")] = 7.0,
@@ -85,7 +83,7 @@ def invite(
 
 
 @app.command("invites")
-def invites(run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson = False) -> None:
+def invites(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
     """List the invites."""
 
     async def work(organiser: Organiser, _record: HostRecord) -> None:
@@ -108,7 +106,7 @@ def invites(run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson = Fal
 @app.command("revoke")
 def revoke(
     invite_id: Annotated[str, typer.Argument(metavar="INVITE", help="The invite's id.")],
-    run: Run = DEFAULT_RUN,
+    run: Run = "",
     folder: Folder = None,
 ) -> None:
     """Let nobody else in by an invite; who is in stays in."""
@@ -117,7 +115,7 @@ def revoke(
 
 
 @app.command("requests")
-def requests(run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson = False) -> None:
+def requests(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
     """List who asks to be let in."""
 
     async def work(organiser: Organiser, _record: HostRecord) -> None:
@@ -140,7 +138,7 @@ def requests(run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson = Fa
 
 
 @app.command("approve")
-def approve(peer: Peer, run: Run = DEFAULT_RUN, folder: Folder = None) -> None:
+def approve(peer: Peer, run: Run = "", folder: Folder = None) -> None:
     """Let a waiting peer in; it need not start again."""
 
     async def work(organiser: Organiser, _record: HostRecord) -> str:
@@ -152,7 +150,7 @@ def approve(peer: Peer, run: Run = DEFAULT_RUN, folder: Folder = None) -> None:
 
 
 @app.command("deny")
-def deny(peer: Peer, run: Run = DEFAULT_RUN, folder: Folder = None, reason: Reason = "") -> None:
+def deny(peer: Peer, run: Run = "", folder: Folder = None, reason: Reason = "") -> None:
     """Turn a waiting peer down."""
 
     async def work(organiser: Organiser, _record: HostRecord) -> str:
@@ -164,7 +162,7 @@ def deny(peer: Peer, run: Run = DEFAULT_RUN, folder: Folder = None, reason: Reas
 
 
 @app.command("list")
-def list_members(run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson = False) -> None:
+def list_members(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
     """List the members and how they are doing."""
 
     async def work(organiser: Organiser, _record: HostRecord) -> None:
@@ -188,7 +186,7 @@ def list_members(run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson 
 @app.command("ban")
 def ban(
     target: Annotated[str, typer.Argument(help="A peer's id, or a person as in hf:alice.")],
-    run: Run = DEFAULT_RUN,
+    run: Run = "",
     folder: Folder = None,
     reason: Reason = "",
 ) -> None:
@@ -207,7 +205,7 @@ def ban(
 @app.command("unban")
 def unban(
     target: Annotated[str, typer.Argument(help="Whom to forgive: a peer's id, or a person.")],
-    run: Run = DEFAULT_RUN,
+    run: Run = "",
     folder: Folder = None,
 ) -> None:
     """Lift a ban."""
@@ -221,7 +219,7 @@ def unban(
 
 
 @app.command("pardon")
-def pardon(peer: Peer, run: Run = DEFAULT_RUN, folder: Folder = None) -> None:
+def pardon(peer: Peer, run: Run = "", folder: Folder = None) -> None:
     """Let a member take part again that an audit found out, before its time is over."""
 
     async def work(organiser: Organiser, _record: HostRecord) -> str:
@@ -233,7 +231,7 @@ def pardon(peer: Peer, run: Run = DEFAULT_RUN, folder: Folder = None) -> None:
 
 
 @app.command("bans")
-def bans(run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson = False) -> None:
+def bans(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
     """List who is banned."""
 
     async def work(organiser: Organiser, _record: HostRecord) -> None:
@@ -288,27 +286,12 @@ def _one(known: list[str], beginning: str) -> str:
 
 
 def _show(rows: list[dict[str, Any]], as_json: bool, *, empty: str) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     from potluck.cli import console
 
     if as_json:
         console.print_json(rows)
-    elif not rows:
-        typer.echo(empty)
     else:
-        table = Table(*(str(name) for name in rows[0]))
-        for row in rows:
-            table.add_row(*(Text(_shortened(str(value))) for value in row.values()))
-        console.out.print(table)
-
-
-def _shortened(text: str) -> str:
-    """With only the beginnings of ids: so much fits into a table and is enough to name a peer."""
-    from potluck.hub.subjects import PEER_ID
-
-    return PEER_ID.sub(lambda found: found.group()[:SHOWN_CHARACTERS], text)
+        console.show_table(rows, empty=empty)
 
 
 def _day(seconds: float | None) -> str:

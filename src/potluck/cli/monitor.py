@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from potluck.monitor.alarms import Alarm
     from potluck.monitor.view import Overview, PeerRow
     from potluck.monitor.watcher import Watcher
     from potluck.run.peer import Peer
@@ -57,11 +59,14 @@ async def _watch(peer: Peer, stop: asyncio.Event, *, once: bool, as_json: bool) 
                 await console.unless_stopped(asyncio.sleep(EVERY_SECONDS), stop)
                 now = peer.session.clock.monotonic()
                 overview, rows = watcher.view.overview(now), watcher.view.rows(now)
+                alarms = watcher.alarms()
                 if as_json:
                     peers = [msgspec.to_builtins(row) for row in rows]
-                    console.print_json({"event": "run", **msgspec.to_builtins(overview), "peers": peers})
+                    told = [{"kind": alarm.kind, "text": alarm.text, "peer": alarm.peer} for alarm in alarms]
+                    figures = {**msgspec.to_builtins(overview), "paused": watcher.is_paused, "alarms": told}
+                    console.print_json({"event": "run", **figures, "peers": peers})
                 else:
-                    live.update(picture(overview, rows), refresh=True)
+                    live.update(picture(overview, rows, alarms, is_paused=watcher.is_paused), refresh=True)
                 if once or peer.session.ended.done():
                     break
         if peer.session.ended.done():
@@ -70,8 +75,10 @@ async def _watch(peer: Peer, stop: asyncio.Event, *, once: bool, as_json: bool) 
         await watcher.close()
 
 
-def picture(overview: Overview, rows: list[PeerRow]) -> RenderableType:
-    """The run as a person sees it: a line of figures, and a table of peers."""
+def picture(
+    overview: Overview, rows: list[PeerRow], alarms: Sequence[Alarm] = (), *, is_paused: bool = False
+) -> RenderableType:
+    """The run as a person sees it: a line of figures, a table of peers, and what is wrong."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -88,7 +95,9 @@ def picture(overview: Overview, rows: list[PeerRow]) -> RenderableType:
         ("coordinator", overview.coordinator or "nobody"),
     ]
     head = Text.assemble(
-        (overview.run, "bold"), *(part for name, value in facts for part in (f"   {name} ", (value, "bold")))
+        (overview.run, "bold"),
+        ("   paused" if is_paused else "", "bold yellow"),
+        *(part for name, value in facts for part in (f"   {name} ", (value, "bold"))),
     )
     table = Table("", "role", "place", "reach", "epoch", "samples", "per second", "loss", "up", "down", "state")
     for row in rows:
@@ -106,7 +115,7 @@ def picture(overview: Overview, rows: list[PeerRow]) -> RenderableType:
             _speed(row.download_bytes_per_second),
             row.state,
         )
-    return Group(head, table)
+    return Group(head, table, *(Text(f"! {alarm.text}", style="bold red") for alarm in alarms))
 
 
 def _number(value: float | None, form: str) -> str:

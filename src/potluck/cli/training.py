@@ -86,13 +86,20 @@ async def _train(
     peer: Peer, board: NoticeBoard, first: Manifest, options: TrainOptions, stop: asyncio.Event, as_json: bool
 ) -> None:
     from potluck.cli import console
+    from potluck.cli.folders import receipts_folder
     from potluck.recipes.catalogue import open_recipe
     from potluck.run.joined import Joined
     from potluck.run.loopthread import RunningLoop
+    from potluck.training.receipts import receipts_path
     from potluck.training.trainer import TrainConfig, Trainer
 
     recipe = open_recipe(first.recipe, first.model, options.recipe)
-    config = TrainConfig(batch_size=options.batch_size, device=options.device, max_steps=options.max_steps)
+    config = TrainConfig(
+        batch_size=options.batch_size,
+        device=options.device,
+        max_steps=options.max_steps,
+        receipts=receipts_path(receipts_folder(), first.run),
+    )
     loop = RunningLoop.of_this_thread()
     end = threading.Event()
     tell = _teller(as_json)

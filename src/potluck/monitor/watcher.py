@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable
+from typing import Self
 
-from potluck.errors import ProtocolError
+from potluck.errors import ProtocolError, RetryableError
 from potluck.hub.connection import Delivery, Entry, Subscription
-from potluck.hub.presence import Beacon
+from potluck.hub.presence import Beacon, Presence
 from potluck.messages import decode
+from potluck.monitor.alarms import Alarm, Alarms
 from potluck.monitor.view import RunView
 from potluck.peer.lease import LeaseView
 from potluck.peer.roster import RosterEvent
 from potluck.peer.session import Session
 from potluck.round.lineage import Lineage
+from potluck.round.plan import Commit
+from potluck.training.notice import NoticeBoard
+
+logger = logging.getLogger(__name__)
 
 MAX_BEACON_BYTES = 1024
+RETRY_SECONDS = 1.0
 
 
 class Watcher:
@@ -23,24 +32,41 @@ class Watcher:
 
     def __init__(self, session: Session) -> None:
         self.view = RunView(session.subjects.run)
+        self._alarms = Alarms()
+        self._board = NoticeBoard(session.hub, session.subjects.run)
         self.counts: Counter[str] = Counter()
         self._session = session
         self._lease = LeaseView()
-        self._lineage = Lineage(session.hub.store("lineage"), session.subjects.run, self.view.committed)
+        self._lineage = Lineage(session.hub.store("lineage"), session.subjects.run, self._committed)
         self._subscriptions: list[Subscription] = []
         self._stop_listening: Callable[[], None] = lambda: None
+
+    @classmethod
+    async def started(cls, session: Session) -> Self:
+        """One that follows; while the hub is away, it is waited for."""
+        while True:
+            watcher = cls(session)
+            try:
+                await watcher.start()
+            except RetryableError as error:
+                await watcher.close()
+                logger.info("the run cannot be watched yet, trying on: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                return watcher
 
     async def start(self) -> None:
         """Begin to follow."""
         session = self._session
         self._stop_listening = session.roster.listen(self._roster_changed)
         for presence in session.roster:
-            self.view.peer_changed(presence)
+            self._peer_changed(presence)
         self._subscriptions = [
             await session.hub.store("lease").watch(self._lease_changed),
             await session.hub.subscribe(session.subjects.beacon("*"), self._beacon_came),
         ]
         await self._lineage.start()
+        await self._board.start()
 
     async def close(self) -> None:
         """Follow no more. Calling it twice does no harm."""
@@ -49,9 +75,29 @@ class Watcher:
         for subscription in subscriptions:
             await subscription.cancel()
         await self._lineage.close()
+        await self._board.close()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether an organiser has the trainers wait."""
+        manifest = self._board.manifest
+        return manifest is not None and manifest.at(self.view.epoch).paused
+
+    def alarms(self) -> list[Alarm]:
+        """What is wrong with the run now. Ask every few seconds: how long something lasts counts."""
+        now = self._session.clock.monotonic()
+        return self._alarms.look(now, is_paused=self.is_paused, coordinator=self.view.coordinator)
 
     def _roster_changed(self, event: RosterEvent) -> None:
-        self.view.peer_changed(event.presence)
+        self._peer_changed(event.presence)
+
+    def _peer_changed(self, presence: Presence) -> None:
+        self.view.peer_changed(presence)
+        self._alarms.peer_changed(presence, self._session.clock.monotonic())
+
+    def _committed(self, commit: Commit) -> None:
+        self.view.committed(commit)
+        self._alarms.committed(commit, self._session.clock.monotonic())
 
     def _lease_changed(self, entry: Entry) -> None:
         self._lease.apply(entry)
@@ -64,4 +110,6 @@ class Watcher:
         except ProtocolError:
             self.counts["bad_beacons"] += 1
             return
-        self.view.beacon_came(peer, beacon, self._session.clock.monotonic())
+        now = self._session.clock.monotonic()
+        self.view.beacon_came(peer, beacon, now)
+        self._alarms.beacon_came(peer, beacon, now)

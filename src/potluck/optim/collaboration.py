@@ -20,6 +20,7 @@ from potluck.round.outcome import RoundResult
 from potluck.round.plan import Commit
 from potluck.round.workers import Workers
 from potluck.run.joined import Joined
+from potluck.state.keeper import StateKeeper
 
 ROLES = RolesByPrefix()
 
@@ -64,6 +65,8 @@ class Collaboration:
         config = AveragerConfig(codecs=codecs, roles=ROLES, coordinator=coordinator, num_threads=num_threads)
         self.averager = Averager(peer, config, workers=workers)
         self.progress = ProgressKeeper(peer.session, self.averager.lease, lambda: self.averager.epoch, target)
+        self.keeper: StateKeeper | None = None
+        """Of this peer's states, where it has one: whoever starts it says so."""
         self.averager.listen(self._committed)
 
     async def start(self) -> None:
@@ -84,6 +87,12 @@ class Collaboration:
     def epoch(self) -> int:
         """How many epochs are committed, as far as this peer knows (any thread)."""
         return self.averager.epoch
+
+    @property
+    def num_restored(self) -> int:
+        """How often the run went back to an earlier state on purpose, as far as this peer knows (any thread)."""
+        head = self.averager.lineage.head
+        return head.num_restored if head is not None else 0
 
     @property
     def latest(self) -> RunProgress | None:

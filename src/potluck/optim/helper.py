@@ -61,7 +61,7 @@ class Helper:
     @classmethod
     async def start(cls, peer: RoundPeer, collaboration: Collaboration, state: StateConfig) -> Self:
         """Stand ready, with a collaboration that was started; it is closed with the helper."""
-        keeper = StateKeeper(peer, collaboration.averager, state)
+        keeper = collaboration.keeper = StateKeeper(peer, collaboration.averager, state)
         session = peer.session
         follower = Follower(
             keeper,

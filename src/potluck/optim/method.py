@@ -103,6 +103,10 @@ class Method(ABC):
     def discard(self) -> None:
         """Local work since the last epoch is worthless: another state is about to be loaded."""
 
+    def forget(self) -> None:
+        """The run has gone back on purpose: nothing of this peer's own work since then may stay."""
+        self.discard()
+
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """All that a newcomer needs, by the names by which it travels; live tensors."""

@@ -143,6 +143,12 @@ class OuterLoop(Method):
         """Nothing: work is kept, see `load`."""
         self.transform.abandon()
 
+    def forget(self) -> None:
+        """Local changes, and the inner optimizer's memory of how it came by them."""
+        self.discard()
+        self.samples = self.steps = 0
+        self.state.optimizer.state.clear()
+
     # State
 
     def tensors(self) -> dict[str, Tensor]:

@@ -68,6 +68,7 @@ class Recovery:
         self._config = config
         self._source = source
         self._good: Snapshot | None = None
+        self._num_restored = 0  # how often the run had gone back when this peer's state was taken over
         self._began_at = time.monotonic()
         self._mend_at = 0.0  # not before
         self._mending_seconds = 0.0  # so far
@@ -81,6 +82,7 @@ class Recovery:
     def begin(self) -> None:
         """Take over the run's state; begin with this peer's own where nobody has one."""
         source = self._source
+        self._num_restored = self._collaboration.num_restored
         if source is not None:
             patience = self._config.load_state_timeout_seconds
             snapshot = self._run.call(source.resume(base=self._method.tensors(), timeout_seconds=patience))
@@ -98,7 +100,13 @@ class Recovery:
         if head <= self.epoch:
             return
         logger.info("this peer is at epoch %d and the run at %d: fetching its state", self.epoch, head)
-        self._load(self._fetch(head))
+        num_restored = self._collaboration.num_restored
+        snapshot = self._fetch(head)
+        if num_restored > self._num_restored:
+            self._num_restored = num_restored
+            self.counts["went_back"] += 1
+            self._method.forget()
+        self._load(snapshot)
         self.counts["caught_up"] += 1
         self.keep()
 

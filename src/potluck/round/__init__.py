@@ -11,7 +11,7 @@ Numbers:
 Decisions (pure):
     plan.py        the messages of a round              trigger.py, gathering.py   when to start, and with whom
     exchange.py    one member's book-keeping            director.py     the coordinator's side of one round
-    reach.py       who reduces when links are broken
+    attendance.py, reach.py, reassignment.py            what members say; who reduces when links break; what again
     adoption.py, commitment.py                          what a coordinator left complete; the record of an epoch
     audit.py, testimony.py, disputes.py, exclusions.py  who is found out, by what witnesses show, and for how long
     merkle.py, seals.py                                 what binds members to what they sent and hold
@@ -19,6 +19,7 @@ Decisions (pure):
 Drivers:
     participation.py, exchanger.py, lane.py, mailroom.py, held.py, reduction.py, workers.py, messenger.py   a member
     tensorwork.py, witness.py                           its work, plain or sealed; its answers in an audit
-    coordinator.py, auditor.py, signing.py, lineage.py  the coordinator, and the chain of committed epochs
+    coordinator.py, registrar.py, auditor.py            the coordinator: what it does, what it writes, how it audits
+    signing.py, lineage.py                              who said it; the chain of committed epochs
     milestones.py  where a member is, said aloud for tests that make it fail right there
 """

@@ -41,6 +41,26 @@ def read_claim(peer: str, completed: Completed, run: str, coordinators: Mapping[
     return Claim(peer, plan, completed.digest)
 
 
+def read_claims(
+    said: Mapping[str, Completed], run: str, coordinators: Mapping[int, str], epoch: int
+) -> tuple[list[Claim], dict[str, str]]:
+    """What these members say of that epoch; and of those whose word does not count, why.
+
+    A round that should have been audited is not claimed: who is bound to what, only its coordinator had heard.
+    """
+    claims: list[Claim] = []
+    bad: dict[str, str] = {}
+    for peer, completed in said.items():
+        try:
+            claim = read_claim(peer, completed, run, coordinators)
+        except ProtocolError as error:
+            bad[peer] = str(error)
+            continue
+        if claim.plan.key.epoch == epoch and not claim.plan.audit:
+            claims.append(claim)
+    return claims, bad
+
+
 def find_adoption(
     claims: Sequence[Claim], *, alive: Mapping[str, str], waiting: Collection[str], is_late: bool
 ) -> Adoption | None:

@@ -35,7 +35,7 @@ from potluck.round.layout import FlatTensors, Layout
 from potluck.round.lineage import Lineage
 from potluck.round.outcome import RoundResult
 from potluck.round.participation import Participation
-from potluck.round.plan import Commit
+from potluck.round.plan import Commit, Restoration
 from potluck.round.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -154,6 +154,14 @@ class Averager:
         result = await self._participation.take_part(flat, weight=weight, epoch=wanted, timeout_seconds=timeout_seconds)
         logger.info("%s", result.describe())
         return result
+
+    def coordinate_by(self, config: CoordinatorConfig) -> None:
+        """Where this peer coordinates, start and plan the next rounds by this."""
+        self._coordinator.configure(config)
+
+    async def restore(self, restored: Restoration) -> Commit:
+        """Make an earlier state that of the next epoch. RetryableError unless this peer coordinates, and is first."""
+        return await self._coordinator.restore(restored)
 
     def listen(self, listener: Callable[[Commit], None]) -> None:
         """Call `listener` for each epoch that is committed, whoever took part."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from potluck.round.director import Director
-from potluck.round.plan import Commit, CommittedMember, Exclusion, Plan, shortened
+from potluck.round.plan import Commit, CommittedMember, Exclusion, Plan, Restoration, RoundKey, shortened
 
 NOT_HELD = "it lacked averages when the epoch was committed"
 
@@ -23,6 +23,7 @@ def make_commit(
     seconds: float,
     audited: int = 0,
     excluded: Mapping[str, Exclusion] | None = None,
+    num_restored: int = 0,
 ) -> Commit:
     """The commit of a plan's epoch; without a director, for a round that somebody else had watched over."""
     left_out = dict(plan.left_out)
@@ -46,6 +47,35 @@ def make_commit(
         left_out=left_out,
         audited=audited,
         excluded=dict(excluded or {}),
+        num_restored=num_restored,
+    )
+
+
+def make_restoration(
+    restored: Restoration,
+    before: Commit | None,
+    *,
+    key: RoundKey,
+    coordinator: str,
+    parent: str,
+    committed_at: float,
+    excluded: Mapping[str, Exclusion] | None = None,
+) -> Commit:
+    """The commit of an epoch whose state is an earlier one. Nobody else has it yet: everybody fetches it."""
+    return Commit(
+        epoch=key.epoch,
+        key=key,
+        term=key.token,
+        coordinator=coordinator,
+        members=(CommittedMember(peer=coordinator, weight=0.0, holds=True),),
+        digest=restored.digest,
+        parent=parent,
+        layout=before.layout if before is not None else "",
+        runs=before.runs if before is not None else (),
+        committed_at=committed_at,
+        excluded=dict(excluded or {}),
+        restored=restored,
+        num_restored=restored.order,
     )
 
 
@@ -54,7 +84,7 @@ def _member(plan: Plan, index: int, holds: bool, director: Director | None) -> C
     report = director.report_of(index) if director is not None else None
     return CommittedMember(
         peer=member.peer,
-        weight=member.weight,
+        weight=member.weight if member.sends else 0.0,  # who was left out has given nothing
         holds=holds,
         seconds=director.seconds_of(index) if director is not None else 0.0,
         sent_bytes=report.sent_bytes if report is not None else 0,

@@ -18,18 +18,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from potluck import tasks
-from potluck.errors import PotluckError, ProtocolError, RetryableError, RevisionConflictError
-from potluck.faultpoints import reach
+from potluck.errors import PotluckError, ProtocolError, RetryableError
 from potluck.hub.connection import Delivery, Subscription
 from potluck.link.links import Incoming, Links
 from potluck.messages import decode
 from potluck.peer.lease import Lease
 from potluck.peer.roster import RosterEvent
 from potluck.peer.session import HubChange, Session
-from potluck.round.adoption import Adoption, Claim, find_adoption, read_claim
+from potluck.round.adoption import Adoption, Claim, find_adoption, read_claims
 from potluck.round.audit import Verdict
 from potluck.round.auditor import Auditor
-from potluck.round.commitment import make_commit
+from potluck.round.commitment import make_commit, make_restoration
 from potluck.round.director import Decision, Director, Finish, GiveUp, Patience, Publish
 from potluck.round.exclusions import Absences
 from potluck.round.gathering import (
@@ -42,8 +41,8 @@ from potluck.round.gathering import (
     senders,
 )
 from potluck.round.lineage import Lineage
-from potluck.round.plan import Abort, Commit, Plan, Ready, Report, RoundKey
-from potluck.round.signing import Word, sign_word
+from potluck.round.plan import Abort, Commit, Plan, Ready, Report, Restoration, RoundKey
+from potluck.round.registrar import RETRY_SECONDS, Registrar
 from potluck.round.trigger import Quorum, ReadySender, Trigger
 from potluck.round.workers import Workers
 
@@ -53,7 +52,6 @@ TICK_SECONDS = 0.1  # while a round is under way
 IDLE_SECONDS = 0.5
 ADOPT_SECONDS = 1.0  # how long a new coordinator waits for members that may have completed the round before
 RETURN_SECONDS = 7.5  # after an outage of the hub its peers try every 2 s, and may be held up until the guard is there
-RETRY_SECONDS = 0.2
 LONGEST_RETRY_SECONDS = 2.0
 COMPLAIN_EVERY_SECONDS = 2.0
 
@@ -104,6 +102,7 @@ class Coordinator:
         self._clock = session.clock
         self._gathering = Gathering(config.gather)
         self._auditor = Auditor(links, session, workers, config.gather.audit, self.counts)
+        self._registrar = Registrar(session, lease, lineage, self.counts)
         self._absences = Absences()
         self._office: _Office | None = None
         self._director: Director | None = None
@@ -132,6 +131,11 @@ class Coordinator:
             await self._subscriptions.pop().cancel()
         await tasks.end(self._task)
         self._task = None
+
+    def configure(self, config: CoordinatorConfig) -> None:
+        """Start and plan the next rounds by this; how they are audited stays."""
+        self._config = config
+        self._gathering.config = config.gather
 
     # What happens
 
@@ -299,8 +303,7 @@ class Coordinator:
         self.counts["rounds"] += 1
         self._director = Director(plan, self._patience(proposal), self._clock.monotonic())
         logger.debug("%s begins with %d members and %d parts", plan.key, len(plan.members), len(plan.parts))
-        await self._say(plan)
-        reach("round.plan_published", **self._labels(plan))
+        await self._registrar.publish(plan, "round.plan_published")
 
     def _patience(self, proposal: Proposal) -> Patience:
         patience = self._config.patience
@@ -317,7 +320,7 @@ class Coordinator:
         if now - office.complained_at >= COMPLAIN_EVERY_SECONDS:
             office.complained_at = now
             logger.warning("no plan is possible for %s: %s", key, reason)
-            await self._say(Abort(key=key, reason=reason))
+            await self._registrar.say(Abort(key=key, reason=reason))
 
     async def _direct(self, office: _Office, director: Director) -> None:
         """Carry out what the director decides."""
@@ -334,8 +337,7 @@ class Coordinator:
         while self._decisions and self._director is director:
             match self._decisions.pop(0):
                 case Publish(plan):
-                    await self._say(plan)
-                    reach("round.revision_published", **self._labels(plan))
+                    await self._registrar.publish(plan, "round.revision_published")
                 case Finish(plan, digest, holders):
                     verdict = await self._auditor.audit(director, digest, holders) if plan.audit else Verdict()
                     if self._director is not director:
@@ -355,24 +357,15 @@ class Coordinator:
         delay = min(RETRY_SECONDS * office.attempt, LONGEST_RETRY_SECONDS)
         office.not_before = self._clock.monotonic() + delay
         logger.warning("%s is given up: %s", plan.key, reason)
-        await self._say(Abort(key=plan.key, reason=reason))
+        await self._registrar.say(Abort(key=plan.key, reason=reason))
 
     def _claims(self, candidates: list[Candidate], epoch: int) -> list[Claim]:
         """What members say that they completed under a coordinator before us."""
-        claims = []
-        for candidate in candidates:
-            if (completed := candidate.ready.completed) is None:
-                continue
-            coordinators = self._lease.view.past_holders
-            try:
-                claim = read_claim(candidate.peer, completed, self._session.subjects.run, coordinators)
-            except ProtocolError as error:
-                self.counts["bad_claims"] += 1
-                logger.debug("what %s says that it completed does not count: %s", candidate.peer, error)
-            else:
-                # What should have been audited is done again: who is bound to what, only its coordinator had heard.
-                if claim.plan.key.epoch == epoch and not claim.plan.audit:
-                    claims.append(claim)
+        said = {c.peer: c.ready.completed for c in candidates if c.ready.completed is not None}
+        claims, bad = read_claims(said, self._session.subjects.run, self._lease.view.past_holders, epoch)
+        self.counts["bad_claims"] += len(bad)
+        for peer, why in bad.items():
+            logger.debug("what %s says that it completed does not count: %s", peer, why)
         return claims
 
     async def _adopt(self, adoption: Adoption) -> None:
@@ -383,7 +376,6 @@ class Coordinator:
     async def _commit(
         self, plan: Plan, digest: str, holders: tuple[int, ...], director: Director | None, *, audited: int = 0
     ) -> None:
-        """Move the head. While the hub is away it is tried again, for as long as the lease holds."""
         assert self._office is not None, "only the holder of the lease commits"
         commit = make_commit(
             plan,
@@ -397,36 +389,34 @@ class Coordinator:
             seconds=self._clock.monotonic() - director.started_at if director is not None else 0.0,
             audited=audited,
             excluded=self._auditor.excluded(self._lineage.head),
+            num_restored=self._lineage.head.num_restored if self._lineage.head is not None else 0,
         )
-        reach("round.committing", **self._labels(plan))
-        while self._lease.token == commit.term:
-            try:
-                await self._lineage.commit(commit, self._session.identity)
-            except RevisionConflictError as error:
-                logger.warning("%s was not committed: %s", plan.key, error)
-                break
-            except RetryableError as error:
-                self.counts["retries"] += 1
-                logger.info("%s cannot be committed just now: %s", plan.key, error)
-                await asyncio.sleep(RETRY_SECONDS)
-            else:
-                self.counts["commits"] += 1
-                reach("round.committed", **self._labels(plan))
-                break
+        await self._registrar.commit(commit, plan)
         self._end_round()
 
-    async def _say(self, word: Word) -> None:
-        session = self._session
-        data = sign_word(word, session.identity, session.subjects.run)
-        try:
-            await session.hub.publish(session.subjects.plan(session.peer_id), data)
-        except RetryableError as error:  # a plan is said again while somebody has not answered it
-            self.counts["unsaid"] += 1
-            logger.info("%s could not be published: %s", type(word).__name__.lower(), error)
+    async def restore(self, restored: Restoration) -> Commit:
+        """Make an earlier state that of the next epoch; a round that is under way comes to nothing.
+
+        RetryableError when this peer does not coordinate now, or another epoch was committed first.
+        """
+        office = self._office
+        if office is None or self._lease.token != office.token:
+            raise RetryableError("this peer does not coordinate (any more): whoever does carries the order out")
+        key = RoundKey(epoch=self._lineage.epoch + 1, token=office.token, attempt=office.attempt)
+        office.attempt += 1  # no other round has this key
+        commit = make_restoration(
+            restored,
+            self._lineage.head,
+            key=key,
+            coordinator=self._session.peer_id,
+            parent=self._lineage.parent_digest(),
+            committed_at=self._session.now(),
+            excluded=self._auditor.excluded(self._lineage.head),
+        )
+        await self._lineage.commit(commit, self._session.identity)
+        self.counts["restorations"] += 1
+        return commit
 
     def _end_round(self) -> None:
         self._director = None
         self._decisions.clear()
-
-    def _labels(self, plan: Plan) -> dict[str, object]:
-        return {"peer": self._session.peer_id, "epoch": plan.key.epoch, "role": "coordinator"}

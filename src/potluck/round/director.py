@@ -1,6 +1,7 @@
 """The coordinator's side of one round (pure): watch the members, repair what breaks, end in a commit or an abort.
 
-The director knows reports, deaths and time. It never touches a tensor. What it can do is publish a revised plan:
+The director knows reports (attendance.py), deaths and time. It never touches a tensor. What it can do is publish a
+revised plan:
 
 - A member whose values cannot be used is no longer waited for (`sends` off). It still gets the averages.
 - A member that is dead, silent, or without the averages when all others have them, is out (`receives` off).
@@ -8,7 +9,8 @@ The director knows reports, deaths and time. It never touches a tensor. What it 
   Where there is none, the fewest members that make one are out (reach.py).
 - Chunks that a reducer has lost are done again by others, in two steps. First a revision says so, and every
   survivor answers with what it holds. Then those of the chunks that not all survivors hold get a new reducer and a
-  higher generation. Only they move again; one that reaches a survivor late is discarded with the older generation.
+  higher generation (reassignment.py). Only they move again; one that reaches a survivor late is discarded with the
+  older generation.
 
 When every receiver reports a digest under the newest revision, the round can be committed. Where digests differ, the
 one that most members hold counts, and the others are left out: they must fetch the state.
@@ -21,13 +23,15 @@ attempt is with whoever says then that it is ready.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
-from potluck.round.plan import Part, Plan, Report, from_bitmap, shortened
+from potluck.round.attendance import Attendance
+from potluck.round.plan import Plan, Report, shortened
 from potluck.round.reach import Choice, Reach
+from potluck.round.reassignment import reassign
 
 OTHER_DIGEST = "its averages have another digest"
 
@@ -79,16 +83,6 @@ class GiveUp:
 Decision = Publish | Finish | GiveUp
 
 
-@dataclass(slots=True)
-class _Known:
-    """What the director knows of one member."""
-
-    heard_at: float
-    report: Report | None = None
-    revision: int = -1  # of the plan that its newest report answers
-    done_at: float | None = None  # when it first had all averages
-
-
 class Director:
     """Watches over one round."""
 
@@ -96,7 +90,7 @@ class Director:
         self.plan = plan
         self.started_at = now
         self._patience = patience
-        self._members = [_Known(heard_at=now) for _ in plan.members]
+        self._attendance = Attendance(len(plan.members), plan.num_chunks, now)
         self._to_redo: set[int] = set()  # reducers whose chunks are taken over once all survivors have answered
         self._tainted: set[int] = set()  # chunks to be done again though all survivors hold them
         self._lost: set[int] = set()  # out, though perhaps alive
@@ -108,14 +102,8 @@ class Director:
 
     def report_arrived(self, member: int, report: Report, now: float) -> list[Decision]:
         """Take in a member's report."""
-        known = self._members[member]
-        is_old = known.report is not None and report.number < known.report.number  # reports come on two ways
-        if self._over or report.key != self.plan.key or report.revision < known.revision or is_old:
+        if self._over or report.key != self.plan.key or not self._attendance.take(member, report, now):
             return []
-        known.heard_at = now
-        known.report, known.revision = report, report.revision
-        if report.digest and known.done_at is None:
-            known.done_at = now
         self._stop_sending(self._offenders(member, report))
         return self._next(now)
 
@@ -150,17 +138,16 @@ class Director:
 
     def resume(self, now: float) -> None:
         """The hub was away, and with it our plans: nobody's silence until now means anything."""
-        for known in self._members:
-            known.heard_at = now
+        self._attendance.excuse(now)
 
     def seconds_of(self, member: int) -> float:
         """How long a member took to have all averages; 0 if it has not got them."""
-        done_at = self._members[member].done_at
+        done_at = self._attendance.done_at(member)
         return done_at - self.started_at if done_at is not None else 0.0
 
     def report_of(self, member: int) -> Report | None:
         """The newest word of a member."""
-        return self._members[member].report
+        return self._attendance.report_of(member)
 
     @property
     def lost(self) -> tuple[str, ...]:
@@ -176,7 +163,7 @@ class Director:
     def describe_trouble(self) -> str:
         """Who keeps the round from ending, in words."""
         lacking = [self._name(index) for index in self._receivers() if not self._is_done(index)]
-        waited_for = sorted({self._name(i) for known in self._members for i in self._waits(known)})
+        waited_for = sorted({self._name(index) for index in self._attendance.waited_for()})
         text = f"averages are missing at {', '.join(lacking)}" if lacking else "all hold the averages"
         return f"{text}; waited for {', '.join(waited_for)}" if waited_for else text
 
@@ -227,13 +214,9 @@ class Director:
             self._majority_at = now
         if len(done) < len(receivers) or self._to_redo:
             return []
-        votes: Counter[str] = Counter()
-        for index in receivers:
-            report = self._members[index].report
-            assert report is not None
-            votes[report.digest] += 1
-        digest, _count = min(votes.items(), key=lambda vote: (-vote[1], vote[0]))
-        holders = tuple(index for index in receivers if self._digest(index) == digest)
+        digests = {index: self._attendance.digest(index) for index in receivers}
+        digest, _count = min(Counter(digests.values()).items(), key=lambda vote: (-vote[1], vote[0]))
+        holders = tuple(index for index in receivers if digests[index] == digest)
         liars = {index: OTHER_DIGEST for index in receivers if index not in holders}
         if len(holders) <= len(self._lost):
             return self._give_up("too many members were lost: " + self._troubles())
@@ -243,29 +226,14 @@ class Director:
 
     def _redo(self) -> str:
         """Give the chunks that not all survivors hold to other reducers. Returns what makes that impossible."""
-        receivers = self._receivers()
-        common = set.intersection(*(self._held(index) for index in receivers)) - self._tainted
-        reducers = sorted(self._choose_reducers().reducers)
-        parts: list[Part] = []
-        turn = 0
-        for part in self.plan.parts:
-            if part.reducer not in self._to_redo:
-                parts.append(part)
-                continue
-            for start, stop, is_common in _runs(part, common):
-                if is_common:
-                    parts.append(msgspec.structs.replace(part, start=start, stop=stop))
-                    continue
-                if not reducers:
-                    return "no member is left that could reduce: " + self._troubles()
-                for low, high in _split(start, stop, len(reducers)):
-                    reducer = reducers[turn % len(reducers)]
-                    turn += 1
-                    parts.append(Part(reducer=reducer, start=low, stop=high, generation=part.generation + 1))
+        held = self._attendance.held_by_all(self._receivers()) - self._tainted
+        parts = reassign(self.plan.parts, self._to_redo, held, sorted(self._choose_reducers().reducers))
+        if parts is None:
+            return "no member is left that could reduce: " + self._troubles()
         self._to_redo.clear()
         self._tainted.clear()
-        if tuple(parts) != self.plan.parts:
-            self._revise(parts=tuple(parts))
+        if parts != self.plan.parts:
+            self._revise(parts=parts)
         return ""
 
     def _lose(self, reasons: dict[int, str]) -> None:
@@ -293,12 +261,13 @@ class Director:
         self._majority_at = None
 
     def _silent(self, now: float) -> dict[int, str]:
-        limit = self._patience.silent_seconds
-        return {
-            index: f"sent no report for {now - self._members[index].heard_at:.1f} s"
+        silent = {
+            index: self._attendance.silent_seconds(index, now)
             for index in self._receivers()
-            if not self._is_done(index) and now - self._members[index].heard_at > limit
+            if not self._is_done(index)
         }
+        limit = self._patience.silent_seconds
+        return {index: f"sent no report for {seconds:.1f} s" for index, seconds in silent.items() if seconds > limit}
 
     def _stragglers(self, now: float) -> dict[int, str]:
         """Members that still lack averages long after most have them all."""
@@ -323,17 +292,16 @@ class Director:
         A reducer that has had nothing for long blames the senders it waits for. A member that has had nothing for long
         blames the reducers whose averages it lacks, unless these wait for somebody themselves.
         """
-        receivers = self._receivers()
+        receivers, attendance = self._receivers(), self._attendance
         broken: dict[int, set[int]] = {}
         for index in receivers:
-            known = self._members[index]
-            if known.report is None or known.report.idle_seconds < self._patience.stalled_seconds:
+            if attendance.idle_seconds(index) < self._patience.stalled_seconds:
                 continue
-            for sender in self._waits(known):
+            for sender in attendance.waits_for(index):
                 if self.plan.members[sender].sends and sender in receivers:
                     broken.setdefault(index, set()).add(sender)
-            for reducer in known.report.missing_from:
-                if reducer in receivers and self._is_current(reducer) and not self._waits(self._members[reducer]):
+            for reducer in attendance.lacks_from(index):
+                if reducer in receivers and self._is_current(reducer) and not attendance.waits_for(reducer):
                     broken.setdefault(reducer, set()).add(index)
         return broken
 
@@ -367,48 +335,18 @@ class Director:
     def _receivers(self) -> list[int]:
         return [index for index, member in enumerate(self.plan.members) if member.receives]
 
-    def _held(self, index: int) -> set[int]:
-        report = self._members[index].report
-        return from_bitmap(report.held, self.plan.num_chunks) if report is not None else set()
-
     def _is_current(self, index: int) -> bool:
         """Whether its newest report answers the newest plan."""
-        return self._members[index].revision >= self.plan.revision
+        return self._attendance.is_current(index, self.plan.revision)
 
     def _is_done(self, index: int) -> bool:
-        return self._is_current(index) and bool(self._digest(index))
+        return self._attendance.is_done(index, self.plan.revision)
 
     def _all_done(self) -> bool:
         return all(self._is_done(index) for index in self._receivers())
-
-    def _digest(self, index: int) -> str:
-        report = self._members[index].report
-        return report.digest if report is not None else ""
-
-    def _waits(self, known: _Known) -> tuple[int, ...]:
-        if known.report is None:
-            return ()
-        return tuple(index for index in known.report.waiting_for if index < len(self.plan.members))
 
     def _name(self, index: int) -> str:
         return self.plan.members[index].peer
 
     def _troubles(self) -> str:
         return "; ".join(f"{member.peer}: {member.trouble}" for member in self.plan.members if member.trouble)
-
-
-def _runs(part: Part, common: set[int]) -> Iterable[tuple[int, int, bool]]:
-    """The part cut into runs of chunks that all survivors hold, and runs that they do not."""
-    start = part.start
-    for chunk in range(part.start + 1, part.stop + 1):
-        if chunk == part.stop or (chunk in common) != (start in common):
-            yield start, chunk, start in common
-            start = chunk
-
-
-def _split(start: int, stop: int, pieces: int) -> Iterable[tuple[int, int]]:
-    """A run of chunks in nearly equal pieces, none of them empty."""
-    length = stop - start
-    pieces = min(pieces, length)
-    for piece in range(pieces):
-        yield start + length * piece // pieces, start + length * (piece + 1) // pieces

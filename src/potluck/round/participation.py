@@ -203,7 +203,7 @@ class Participation:
             me = self._session.peer_id
             if me in commit.excluded:  # not named as left out if we were ready only after the round had begun
                 reason = why_excluded(commit.excluded[me], commit.committed_at)
-            reason = commit.left_out.get(me, reason)
+            reason = commit.restored.describe() if commit.restored is not None else commit.left_out.get(me, reason)
             behind = LeftBehind(head_epoch=head.epoch, holders=head.holders, reason=reason)
             self.counts["left_behind"] += 1
         self.counts["committed"] += 1

@@ -193,6 +193,18 @@ class Exclusion(Message, frozen=True, kw_only=True):
     since: float = 0.0  # hub time at which it was found out; an organiser's pardon from then or later lifts it
 
 
+class Restoration(Message, frozen=True, kw_only=True):
+    """An epoch in which nothing was averaged: its state is that of an earlier one, as an organiser ordered."""
+
+    order: Counter  # its number
+    epoch: Counter  # the one that the run goes back to
+    digest: Name  # of that state
+
+    def describe(self) -> str:
+        """For whoever was at work on something else."""
+        return f"an organiser had the run go back to the state of epoch {self.epoch}"
+
+
 class Commit(Message, frozen=True, kw_only=True):
     """An epoch that is final: the `head` of the lineage store."""
 
@@ -212,6 +224,8 @@ class Commit(Message, frozen=True, kw_only=True):
     left_out: dict[Name, Reason] = {}  # peers without the averages, and why
     audited: Counter = 0  # chunks that the coordinator recomputed
     excluded: dict[Name, Exclusion] = {}  # by audits; each commit carries on those of the one before
+    restored: Restoration | None = None
+    num_restored: Counter = 0  # orders to go back that are carried out; each commit carries on that of the one before
 
     @property
     def holders(self) -> tuple[str, ...]:

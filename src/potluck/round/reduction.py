@@ -15,7 +15,7 @@ from potluck.errors import NotFiniteError, PeerError
 from potluck.round.aggregators import Aggregator
 from potluck.round.chunks import Chunk
 from potluck.round.codecs import EncodedChunk
-from potluck.round.codecs.base import Varying
+from potluck.round.codecs.base import Fixed
 from potluck.round.codecs.memory import Buffer, scratch
 from potluck.round.held import hash_of
 from potluck.round.layout import FlatTensors
@@ -67,7 +67,7 @@ def reduce_chunk(
 
 
 def _encode_in_scratch(chunk: Chunk, tensors: FlatTensors) -> Buffer:
-    if isinstance(chunk.codec, Varying):
+    if not isinstance(chunk.codec, Fixed):
         return encode_values(chunk, tensors)  # much smaller than the values, and who knows by how much
     frame = scratch("own contribution", chunk.encoded_bytes, torch.uint8).numpy().data
     chunk.codec.encode_into(tensors.read(chunk.start, chunk.stop), frame)

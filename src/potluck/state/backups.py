@@ -132,6 +132,20 @@ class Backups:
             tried.add(left[0])
             yield left[0]
 
+    def infos(self) -> list[BackupInfo]:
+        """The backups whose records can be read, the newest first; their tensors are looked at by `read` only."""
+        found = []
+        for epoch in self._newest_first():
+            try:
+                found.append(self._info(epoch))
+            except BackupError as error:
+                self._say_broken(epoch, error)
+        return found
+
+    def read(self, info: BackupInfo) -> Snapshot:
+        """The state of a backup, every byte of it checked; BackupError when something is wrong."""
+        return read_snapshot(info, self._pool)
+
     def latest(self) -> BackupInfo | None:
         """The newest backup whose record can be read; its tensors are looked at by `restore` only."""
         for epoch in self._newest_first():

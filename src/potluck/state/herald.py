@@ -135,7 +135,7 @@ class Herald:
     async def until_verdict(
         self, epoch: int | None, lineage: Lineage, until: float, *, at_least: int = 0, settle_seconds: float = 0.0
     ) -> Verdict:
-        """The state of an epoch, or the newest that the run has, once it can be told and somebody else serves it.
+        """The state of an epoch, or the newest that the run has, once it can be told and somebody has it.
 
         For `settle_seconds` only a settled verdict will do.
         """
@@ -147,7 +147,7 @@ class Herald:
                 verdict = self.verdict(epoch)
             else:
                 verdict = self.newest(lineage.epoch, at_least=at_least, is_settled=must_settle)
-            if verdict is not None and self.keepers(verdict.epoch, verdict.digest):
+            if verdict is not None and self._is_to_be_had(verdict):
                 return verdict
             left = until - clock.monotonic()
             if left <= 0:
@@ -161,6 +161,9 @@ class Herald:
             if must_settle:
                 left = min(left, settle_until - clock.monotonic())
             await self.until_changed(min(max(left, 0.0), ASK_EVERY_SECONDS))
+
+    def _is_to_be_had(self, verdict: Verdict) -> bool:
+        return bool(self.keepers(verdict.epoch, verdict.digest)) or self._shelf.find(verdict.digest) is not None
 
     # What happens
 

@@ -36,6 +36,7 @@ from potluck.state.fetcher import FetchConfig, Fetcher, FetchReport, MovedOnErro
 from potluck.state.herald import Herald
 from potluck.state.inventory import Metadata
 from potluck.state.publishing import Publisher
+from potluck.state.restoring import Restoring
 from potluck.state.resuming import EpochSource, Resuming
 from potluck.state.saving import Saver
 from potluck.state.serving import Serving, ServingConfig
@@ -130,6 +131,7 @@ class StateKeeper:
             workers=self._workers,
             grace_seconds=self.config.grace_seconds,
         )
+        self.restoring = Restoring(session, self.herald, self._shelf, self, backups=self.backups, workers=self._workers)
         self._stop_listening: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
@@ -263,8 +265,12 @@ class StateKeeper:
                 verdict = await self.herald.until_verdict(
                     epoch, self._averager.lineage, until, at_least=at_least_epoch, settle_seconds=settle_seconds
                 )
+                own = self._shelf.find(verdict.digest)
                 try:
-                    snapshot = await self._fetch_one(verdict, assembly, based, report, progress, until)
+                    if own is not None:  # this peer went back to it on behalf of all
+                        snapshot = own.hold()
+                    else:
+                        snapshot = await self._fetch_one(verdict, assembly, based, report, progress, until)
                     break
                 except MovedOnError as error:
                     logger.info("the fetch of epoch %d starts anew: %s", verdict.epoch, error)

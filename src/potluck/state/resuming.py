@@ -51,6 +51,10 @@ class StateTaker(Protocol):
         """This is the peer's state from now on, whatever it had before."""
         ...
 
+    def save(self, epoch: int, snapshot: Snapshot, *, made_at: int) -> None:
+        """Have a state written to disk, if a backup is due."""
+        ...
+
 
 class Resuming:
     """One peer's part in going on."""

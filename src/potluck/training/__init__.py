@@ -3,7 +3,9 @@
 manifest.py    Manifest: what a run trains and how; signed by an organiser, kept in the hub, followed by all
 runfile.py     run.toml, which an organiser writes, as a manifest; skeleton.py: one to start from
 notice.py      the manifest in the hub: signed, checked, followed
-organising.py  the organiser's side: putting up a manifest, and what has changed in run.toml
+steering.py    the organiser's hand: pause, resume, settings (changes.py: by name), rollback; all written down
+organising.py  putting up a manifest, and later what has changed in run.toml
+restoring.py   the coordinator's part in a rollback
 optimizers.py  from the manifest to torch's optimizers and ours
 models.py      the recipe's model, untrained or with a run's state
 exhibit.py     what a run has learnt, by its checkpoint
@@ -11,5 +13,5 @@ batchsize.py   how large a batch this machine can take
 ledger.py      who trains on which shard (pure); shards.py: asked of the coordinator, by links
 feed.py        batches, shard after shard
 trainer.py     one peer's training loop               helping.py: what aux peers do, and coordinators
-contributions.py  who has given how much
+contributions.py  who has given how much               receipts.py: the coordinator's signed word for it
 """

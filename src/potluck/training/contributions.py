@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 KEY = "book"
 MAX_PEOPLE = 1000  # so that the book fits into a message; who gave least makes room
+MAX_COORDINATORS = 64
 LONGEST_NAME = 24
 RETRY_SECONDS = 1.0
 MAX_WAITING = 1000  # commits, while the hub is away
@@ -44,6 +45,7 @@ class ContributionBook(Message, frozen=True, kw_only=True):
     epoch: int = 0  # counted up to here
     missed: int = 0  # epochs that nobody wrote down
     peers: dict[str, Given] = {}
+    coordinators: tuple[str, ...] = ()  # whose receipts count; the newest last
 
     def ranked(self) -> list[tuple[str, Given]]:
         """By samples, the largest first."""
@@ -68,7 +70,9 @@ def added(book: ContributionBook, commit: Commit, names: dict[str, str]) -> Cont
         kept = sorted(peers, key=lambda peer: (-peers[peer].samples, peer))[:MAX_PEOPLE]
         peers = {peer: peers[peer] for peer in kept}
     missed = book.missed + commit.epoch - book.epoch - 1
-    return msgspec.structs.replace(book, epoch=commit.epoch, missed=missed, peers=peers)
+    earlier = [peer for peer in book.coordinators if peer != commit.coordinator]
+    coordinators = tuple([*earlier, commit.coordinator][-MAX_COORDINATORS:])
+    return msgspec.structs.replace(book, epoch=commit.epoch, missed=missed, peers=peers, coordinators=coordinators)
 
 
 class ContributionDesk:

@@ -2,48 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from potluck.optim.collaboration import Collaboration
 from potluck.optim.helper import Helper
-from potluck.round.averager import Averager, RoundPeer
+from potluck.round.averager import RoundPeer
 from potluck.state.keeper import StateConfig
 from potluck.training.contributions import ContributionDesk
 from potluck.training.manifest import Manifest
+from potluck.training.notice import NoticeBoard
 from potluck.training.optimizers import coordinating
+from potluck.training.receipts import ReceiptDesk
+from potluck.training.restoring import RestorationDesk
 from potluck.training.shards import ShardDesk
 
 
 class Desks:
     """What whoever coordinates does for the run beside rounds. Lives on the event loop."""
 
-    def __init__(self, peer: RoundPeer, averager: Averager) -> None:
+    def __init__(self, peer: RoundPeer, collaboration: Collaboration, manifest: Callable[[], Manifest | None]) -> None:
+        """`manifest` returns the newest one."""
+        averager, keeper = collaboration.averager, collaboration.keeper
         self.shards = ShardDesk(peer, averager.lease)
         self.contributions = ContributionDesk(peer.session, averager)
+        self.receipts = ReceiptDesk(peer, averager)
+        self.restorations = RestorationDesk(averager, keeper.restoring, manifest) if keeper is not None else None
 
     async def close(self) -> None:
         """Calling it twice does no harm."""
+        if self.restorations is not None:
+            await self.restorations.close()
+        await self.receipts.close()
         await self.contributions.close()
 
 
 class AuxiliaryWork:
     """The whole part of a peer that trains nothing itself."""
 
-    def __init__(self, helper: Helper, desks: Desks) -> None:
+    def __init__(self, board: NoticeBoard, helper: Helper, desks: Desks) -> None:
+        self.board = board
         self._helper = helper
         self._desks = desks
 
     @classmethod
-    async def start(cls, peer: RoundPeer, manifest: Manifest | None = None, folder: Path | None = None) -> Self:
+    async def start(cls, peer: RoundPeer, folder: Path | None = None) -> Self:
         """Help with what the manifest says; without one, with whatever the trainers do. Backups go to the folder."""
-        helper = await Helper.of(
-            peer,
-            coordinator=coordinating(manifest) if manifest is not None else None,
-            state=StateConfig(folder=folder),
-        )
-        return cls(helper, Desks(peer, helper.collaboration.averager))
+        board = NoticeBoard(peer.session.hub, peer.session.subjects.run)
+        await board.start()
+        try:
+            manifest = board.manifest
+            helper = await Helper.of(
+                peer,
+                coordinator=coordinating(manifest) if manifest is not None else None,
+                state=StateConfig(folder=folder),
+            )
+        except BaseException:
+            await board.close()
+            raise
+        return cls(board, helper, Desks(peer, helper.collaboration, lambda: board.manifest))
 
     async def close(self) -> None:
         """Leave the round that is under way. Calling it twice does no harm."""
         await self._desks.close()
         await self._helper.close()
+        await self.board.close()

@@ -8,6 +8,7 @@ revision (notice.py); nobody else can change it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import msgspec
@@ -25,6 +26,8 @@ AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
 MAX_MODEL_OPTIONS = 256
 MAX_SETTINGS = 256
+MAX_HISTORY = 64  # changes that are told; the oldest go first
+MAX_WORDS = 300  # characters of what somebody writes down
 
 
 class OptimizerSpec(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,6 +101,26 @@ class Settings(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     end_epoch: Count = 0  # the run is done then; 0: it goes on for ever
 
 
+class Change(Message, frozen=True, kw_only=True):
+    """What an organiser did, for everybody to read."""
+
+    revision: AtLeastOne  # of the manifest that it made
+    at: float  # seconds since 1970, by the organiser's clock
+    by: Annotated[str, msgspec.Meta(max_length=MAX_WORDS)]  # as the person calls itself; the key signs the manifest
+    what: Annotated[str, msgspec.Meta(max_length=MAX_WORDS)]
+    from_epoch: Count = 0  # it counts from here on
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_WORDS)] = ""
+
+
+class Rollback(Message, frozen=True, kw_only=True):
+    """An organiser's order to go back to the state of an earlier epoch; the coordinator carries it out."""
+
+    number: AtLeastOne  # the lineage counts those that were carried out
+    to_epoch: Count
+    digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]  # of that state
+    given_at_epoch: Count  # a lineage that is not as far is another one, and the order not for it
+
+
 class Manifest(Message, frozen=True, kw_only=True):
     """One revision of a run's description."""
 
@@ -109,6 +132,9 @@ class Manifest(Message, frozen=True, kw_only=True):
     model: dict[str, bool | int | float | str] = {}
     exchange: Exchange = Exchange()
     seed: int = 0
+    written: Settings | None = None  # what run.toml said last: what was changed by command since then stays
+    rollback: Rollback | None = None  # the newest order
+    history: Annotated[tuple[Change, ...], msgspec.Meta(max_length=MAX_HISTORY)] = ()  # the newest last
 
     def __post_init__(self) -> None:
         if len(self.model) > MAX_MODEL_OPTIONS:
@@ -116,9 +142,11 @@ class Manifest(Message, frozen=True, kw_only=True):
         epochs = [entry.from_epoch for entry in self.settings]
         if epochs != sorted(set(epochs)):
             raise ConfigurationError(f"settings from the epochs {epochs}: they must be in order, one for an epoch")
-        fixed = {_fixed(entry.training) for entry in self.settings}
-        if len(fixed) > 1:
-            raise ConfigurationError("the algorithm cannot change while a run trains: start another run")
+        if len({_fixed(entry) for entry in self.settings}) > 1:
+            raise ConfigurationError(
+                "the algorithm, the kind of optimizer and max_grad_norm cannot change while a run trains: start "
+                "another run for that"
+            )
 
     @property
     def newest(self) -> Settings:
@@ -129,14 +157,41 @@ class Manifest(Message, frozen=True, kw_only=True):
         """What counts for the step that makes the epoch after `epoch`."""
         return next((entry for entry in reversed(self.settings) if entry.from_epoch <= epoch), self.settings[0])
 
-    def changed(self, settings: Settings, *, epoch: int) -> Manifest:
-        """The next revision, with settings for after `epoch`; those that ended before it are forgotten."""
+    def amended(self, change: Callable[[Settings], Settings], *, from_epoch: int, epoch: int) -> Manifest:
+        """With what counts from `from_epoch` on changed, entries for later epochs included.
+
+        The run is at `epoch`: entries that ended before it are forgotten. The revision is the caller's to count.
+        """
+        from_epoch = max(from_epoch, epoch)
         current = self.at(epoch)
-        coming = [e for e in self.settings if epoch < e.from_epoch < settings.from_epoch and e is not current]
-        current = msgspec.structs.replace(current, from_epoch=min(current.from_epoch, epoch))
-        return msgspec.structs.replace(self, revision=self.revision + 1, settings=(current, *coming, settings))
+        first = msgspec.structs.replace(current, from_epoch=min(current.from_epoch, epoch))
+        entries = [first, *(entry for entry in self.settings if entry.from_epoch > epoch)]
+        counting = [entry for entry in entries if entry.from_epoch <= from_epoch]
+        if counting[-1].from_epoch != from_epoch:
+            entries.insert(len(counting), msgspec.structs.replace(counting[-1], from_epoch=from_epoch))
+        amended = [change(entry) if entry.from_epoch >= from_epoch else entry for entry in entries]
+        return msgspec.structs.replace(self, settings=_without_repeats(amended))
+
+    def recorded(self, what: str, *, by: str, at: float, from_epoch: int, reason: str = "") -> Manifest:
+        """The next revision, with what was done written down."""
+        words = {"by": by[:MAX_WORDS], "what": what[:MAX_WORDS], "reason": reason[:MAX_WORDS]}
+        change = Change(revision=self.revision + 1, at=at, from_epoch=from_epoch, **words)
+        history = (*self.history, change)[-MAX_HISTORY:]
+        return msgspec.structs.replace(self, revision=self.revision + 1, history=history)
 
 
-def _fixed(training: Sync | DiLoCo) -> Sync | DiLoCo:
-    """What of the algorithm stays for the life of a run."""
-    return msgspec.structs.replace(training, target_batch_size=1) if isinstance(training, Sync) else training
+def _without_repeats(entries: list[Settings]) -> tuple[Settings, ...]:
+    """Without those that say the same as the one before."""
+    kept: list[Settings] = []
+    for entry in entries:
+        if not kept or msgspec.structs.replace(entry, from_epoch=kept[-1].from_epoch) != kept[-1]:
+            kept.append(entry)
+    return tuple(kept)
+
+
+def _fixed(settings: Settings) -> tuple[Sync | DiLoCo, str, float]:
+    """What of the settings stays for the life of a run."""
+    training, optimizer = settings.training, settings.optimizer
+    if isinstance(training, Sync):
+        training = msgspec.structs.replace(training, target_batch_size=1)
+    return training, optimizer.name, optimizer.max_grad_norm

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from potluck.errors import DeadlineExceededError, ProtocolError, RetryableError
+from potluck.errors import ConfigurationError, DeadlineExceededError, ProtocolError, RetryableError
 from potluck.hub.connection import Entry, HubConnection, Subscription
 from potluck.hub.keys import Signer, verify
 from potluck.hub.stores import MANIFEST_KEY
@@ -32,8 +32,12 @@ class SignedManifest(Message, frozen=True, kw_only=True):
 
 
 def sign(manifest: Manifest, signer: Signer) -> bytes:
-    """A manifest as it is put up."""
+    """A manifest as it is put up; ConfigurationError when it is so large that nobody would read it."""
     body = encode(manifest)
+    if len(body) > LIMIT_BYTES - 1024:  # beside the key and the signature
+        raise ConfigurationError(
+            f"the manifest has {len(body)} bytes, of {LIMIT_BYTES - 1024} at most: plan fewer changes in advance"
+        )
     signature = signer.sign(_context(manifest.run) + body)
     return encode(SignedManifest(body=body, organiser=signer.public_key, signature=signature))
 

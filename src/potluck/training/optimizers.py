@@ -78,6 +78,10 @@ def follow(optimizer: SharedOptimizer, settings: Settings) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
         group["weight_decay"] = settings.optimizer.weight_decay
+        if "betas" in group:
+            group["betas"] = (settings.optimizer.beta1, settings.optimizer.beta2)
+        elif "momentum" in group:
+            group["momentum"] = settings.optimizer.beta1
     if isinstance(settings.training, manifests.Sync) and isinstance(optimizer, Optimizer):
         optimizer.target_batch_size = settings.training.target_batch_size
 

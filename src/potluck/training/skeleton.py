@@ -27,7 +27,7 @@ target_batch_size = 256      # … of so many samples. May change while the run 
 # algorithm = "diloco"       # many local steps, then one exchange: for slow lines
 # inner_steps = 100
 
-[optimizer]        # may change while the run trains
+[optimizer]        # the learning rate, weight decay and betas may change while the run trains
 name = "adamw"               # or adam, sgd
 learning_rate = 1e-3
 weight_decay = 0.01

@@ -13,11 +13,13 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from potluck.errors import ConfigurationError
+from potluck.peer.lease import LeaseView
 from potluck.recipes.recipe import Recipe
 from potluck.run.joined import Joined
 from potluck.training.batchsize import find_batch_size, to_device
@@ -26,6 +28,7 @@ from potluck.training.helping import Desks
 from potluck.training.manifest import Manifest, Settings, Sync
 from potluck.training.models import untrained
 from potluck.training.optimizers import SharedOptimizer, follow, make_optimizer
+from potluck.training.receipts import ReceiptKeeper
 from potluck.training.shards import LeasedShards
 
 logger = logging.getLogger(__name__)
@@ -48,6 +51,9 @@ class TrainConfig:
 
     max_steps: int | None = None
     """End after so many steps; None: go on until the run ends."""
+
+    receipts: Path | None = None
+    """The file that receipts are kept in; None: they are not."""
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.batch_size < 1:
@@ -92,7 +98,10 @@ class Trainer:
         self.batch_size = self._config.batch_size or self._find_batch_size(first)
         self.optimizer: SharedOptimizer = make_optimizer(run, self.model, first)
         self._lease = self.optimizer.collaboration.averager.lease
-        run.attach(run.call(_open_desks(run, self.optimizer)).close)
+        run.attach(run.call(_open_desks(run, self.optimizer, manifest)).close)
+        if self._config.receipts is not None:
+            keeper = run.call(_keep_receipts(run, self._lease.view, self._config.receipts))
+            run.attach(keeper.close)
         self._seed = zlib.crc32(run.peer_id.encode())
         self.steps = 0
         self.samples = 0
@@ -105,7 +114,8 @@ class Trainer:
         started = time.monotonic()
         try:
             while not stop.is_set() and not self._is_done():
-                if self._settings().paused:
+                if self._is_paused():
+                    self._run.check()
                     self._tell(started, paused=True)
                     stop.wait(PAUSE_SECONDS)
                 else:
@@ -117,6 +127,10 @@ class Trainer:
 
     def _settings(self) -> Settings:
         return self._manifest().at(self.optimizer.epoch)
+
+    def _is_paused(self) -> bool:
+        """By the run's epoch and not by ours: who was left behind when it paused goes on with the others."""
+        return self._manifest().at(max(self.optimizer.epoch, self.optimizer.collaboration.epoch)).paused
 
     def _is_done(self) -> bool:
         end, most = self._settings().end_epoch, self._config.max_steps
@@ -132,13 +146,14 @@ class Trainer:
         self.steps += 1
         self.samples += self.batch_size
         value = loss.item()
-        self.loss = value if math.isnan(self.loss) else LOSS_MEMORY * self.loss + (1 - LOSS_MEMORY) * value
+        is_first = not math.isfinite(self.loss)  # or the first again after something broke
+        self.loss = value if is_first else LOSS_MEMORY * self.loss + (1 - LOSS_MEMORY) * value
 
     def _tell(self, started: float, *, paused: bool = False) -> None:
         now = time.monotonic()
         if now - self._told_at >= TELL_EVERY_SECONDS:
             self._told_at = now
-            loss = self.loss if math.isfinite(self.loss) else None
+            loss = self.loss if self.steps else None  # one that is not finite is told too: it raises an alarm
             self._run.soon(lambda: self._run.peer.session.update_beacon(loss=loss))
             self._on_progress(self._progress(started, paused=paused))
 
@@ -154,9 +169,13 @@ class Trainer:
         return size
 
 
-async def _open_desks(run: Joined, optimizer: SharedOptimizer) -> Desks:
+async def _open_desks(run: Joined, optimizer: SharedOptimizer, manifest: Callable[[], Manifest]) -> Desks:
     """Be ready to do what coordinators do: in a private run trainers are."""
-    return Desks(run.peer, optimizer.collaboration.averager)
+    return Desks(run.peer, optimizer.collaboration, manifest)
+
+
+async def _keep_receipts(run: Joined, coordinators: LeaseView, path: Path) -> ReceiptKeeper:
+    return ReceiptKeeper(run.peer, coordinators, path)
 
 
 def _device(name: str) -> torch.device:

@@ -139,7 +139,7 @@ class Troupe:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT, "XDG_DATA_HOME": str(self.folder / "data" / name)},
                 preexec_fn=os.setpgrp,  # Ctrl-C is for the demo alone, which then asks each of them to leave
             )
         actor = self.actors[name] = Actor(name, process, log)

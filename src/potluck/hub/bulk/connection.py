@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
@@ -29,13 +29,10 @@ DEFAULT_PORTS = {"nats": 4222, "tls": 4222, "ws": 80, "wss": 443}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BulkLogin:
-    """In whose name a connection is opened, and what it listens to."""
+    """In whose name a connection is opened."""
 
     signer: Signer
     """The key that the hub is shown."""
-
-    subject: str
-    """The one subscription; it may have wildcards."""
 
     name: str = "bulk"
     """The lane, which the guard reads."""
@@ -67,6 +64,10 @@ class ConnectionEvents(Protocol):
 
     def message_arrived(self, subject: str, payload: memoryview) -> None:
         """Something was published for us. The view stays valid."""
+        ...
+
+    def message_skipped(self, subject: str, num_bytes: int) -> None:
+        """Something was published for us that is larger than we take."""
         ...
 
     def writable(self) -> None:
@@ -101,6 +102,8 @@ class BulkConnection(asyncio.BufferedProtocol):
         self._staging = bytearray(STAGING_BYTES)
         self._staging_view = memoryview(self._staging)
         self._is_window = False  # what the event loop fills now is a message's own memory
+        self._subscriptions: dict[str, int] = {}  # by subject, their numbers
+        self._last_number = 0
         self._info: asyncio.Future[Mapping[str, Any]] = self._loop.create_future()
         self._accepted: asyncio.Future[None] = self._loop.create_future()
 
@@ -109,6 +112,7 @@ class BulkConnection(asyncio.BufferedProtocol):
         cls,
         server: str,
         login: BulkLogin,
+        subjects: Collection[str],
         events: ConnectionEvents,
         *,
         ssl_context: ssl.SSLContext | None,
@@ -119,7 +123,7 @@ class BulkConnection(asyncio.BufferedProtocol):
         connection = cls(server, events, limits)
         try:
             async with asyncio.timeout(timeout_seconds):
-                await connection._connect(login, ssl_context)
+                await connection._connect(login, subjects, ssl_context)
         except BaseException as error:
             connection.abort("the connection could not be opened")
             await connection.close()
@@ -133,11 +137,6 @@ class BulkConnection(asyncio.BufferedProtocol):
 
     # What its owner asks
 
-    @property
-    def num_oversized(self) -> int:
-        """Messages that were larger than ours may be, and were read past."""
-        return self._hub.num_oversized
-
     def publish(self, subject: str, parts: Sequence[Buffer]) -> int:
         """Write one message whatever the congestion, and return the size of its payload. A large last part is kept."""
         frame = websocketframes.plain_frame_header if self._scheme == "wss" else None
@@ -147,6 +146,10 @@ class BulkConnection(asyncio.BufferedProtocol):
         if self._transport is not None and not self.ended.done():
             self._transport.writelines(pieces)
         return size
+
+    def listen(self, subjects: Collection[str]) -> None:
+        """Listen to these subjects and no others, from now on. What is on its way to us still arrives."""
+        self._say(self._change_subscriptions(subjects))
 
     def ping(self) -> None:
         """Make the hub say something, so that `heard_at` moves on if it lives."""
@@ -173,7 +176,7 @@ class BulkConnection(asyncio.BufferedProtocol):
 
     # The handshake
 
-    async def _connect(self, login: BulkLogin, ssl_context: ssl.SSLContext | None) -> None:
+    async def _connect(self, login: BulkLogin, subjects: Collection[str], ssl_context: ssl.SSLContext | None) -> None:
         url = urlsplit(self.server)
         host, port = url.hostname or "", url.port or DEFAULT_PORTS[self._scheme]
         wants_secure = self._scheme in ("tls", "wss")
@@ -194,8 +197,24 @@ class BulkConnection(asyncio.BufferedProtocol):
         elif info.get("tls_required") and not wants_secure:
             raise CertificateError(f"the hub at {self.server} wants encryption: write its address as tls://…")
         nonce = str(info.get("nonce", ""))
-        self._say(bulkprotocol.greeting(login.signer, nonce, name=login.name, token=login.token, subject=login.subject))
+        subscriptions = self._change_subscriptions(subjects)
+        self._say(
+            bulkprotocol.greeting(login.signer, nonce, name=login.name, token=login.token, subscriptions=subscriptions)
+        )
         await self._accepted
+
+    def _change_subscriptions(self, subjects: Collection[str]) -> bytes:
+        """What is said to the hub. Old ones go first, so that nothing comes twice."""
+        wanted = dict.fromkeys(subjects)
+        unwanted = [subject for subject in self._subscriptions if subject not in wanted]
+        said = [bulkprotocol.unsubscribing(self._subscriptions.pop(subject)) for subject in unwanted]
+        for subject in wanted:
+            if subject not in self._subscriptions:
+                self._last_number += 1
+                self._subscriptions[subject] = self._last_number
+                said.append(bulkprotocol.subscribing(subject, self._last_number))
+        self._hub.last_subscription = self._last_number
+        return b"".join(said)
 
     async def _begin_tls(self, info: Mapping[str, Any], ssl_context: ssl.SSLContext, host: str) -> None:
         if not (info.get("tls_required") or info.get("tls_available")):
@@ -283,6 +302,11 @@ class BulkConnection(asyncio.BufferedProtocol):
         self._check_greeted()
         self._events.message_arrived(subject, payload)
 
+    def said_too_much(self, subject: str, num_bytes: int) -> None:
+        """Something was published for us that is larger than we take."""
+        self._check_greeted()
+        self._events.message_skipped(subject, num_bytes)
+
     def said_ping(self) -> None:
         """Are we there? The hub also asks while the guard decides about us, which may take seconds."""
         self._check_greeted()
@@ -320,7 +344,7 @@ class BulkConnection(asyncio.BufferedProtocol):
             self._transport.writelines(websocketframes.masked_frame([body], websocketframes.PONG))
 
     def _say(self, data: bytes) -> None:
-        if self._transport is None or self.ended.done():
+        if self._transport is None or self.ended.done() or not data:
             return
         if self._scheme == "ws":
             self._transport.writelines(websocketframes.masked_frame([data]))

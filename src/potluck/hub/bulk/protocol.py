@@ -2,7 +2,7 @@
 
     hub says    INFO {json}   MSG subject sid [reply] bytes   HMSG subject sid [reply] header-bytes bytes
                 PING   PONG   +OK   -ERR 'text'
-    we say      CONNECT {json}   SUB subject sid   PUB subject bytes   PING   PONG
+    we say      CONNECT {json}   SUB subject sid   UNSUB sid   PUB subject bytes   PING   PONG
 
 Made for megabytes: once the size of a message is known and is within the limit, it gets memory of its own, `window`
 offers that memory to the socket, and what arrives there is never copied again. So the views handed out stay valid for
@@ -29,7 +29,7 @@ KIB = 1024
 MAX_LINE_BYTES = 32 * KIB  # INFO names every server of a cluster; all other lines are far shorter
 LEAST_WINDOW_BYTES = 4 * KIB  # what is left of a message is copied rather than asked for by itself when it is less
 RECORD_BYTES = 16 * KIB  # the largest TLS record: full ones cost least
-SUBSCRIPTION = b"1"  # a wire has one subscription
+MAX_NUMBER_DIGITS = 10
 
 CRLF = b"\r\n"
 PING = b"PING\r\n"
@@ -49,6 +49,10 @@ class HubSpeech(Protocol):
         """Something was published for us. The view stays valid."""
         ...
 
+    def said_too_much(self, subject: str, num_bytes: int) -> None:
+        """Something was published for us that is larger than we take, and is read past."""
+        ...
+
     def said_ping(self) -> None:
         """Are we there?"""
         ...
@@ -66,9 +70,10 @@ class HubReader:
     """Reads what the hub says."""
 
     def __init__(self, speech: HubSpeech, *, max_message_bytes: int) -> None:
-        self.num_oversized = 0
         self.hub_limit_bytes = max_message_bytes
         """What the hub itself lets through; more than that is not a member's doing, and ends the connection."""
+        self.last_subscription = 1
+        """Numbers up to this are our subscriptions', old ones included; a message for another was never asked for."""
         self._speech = speech
         self._max_message_bytes = max_message_bytes
         self._line = bytearray()  # the beginning of a line
@@ -161,23 +166,26 @@ class HubReader:
 
     def _begin_message(self, line: bytes, fields: Sequence[bytes], *, with_header: bool) -> None:
         num_sizes = 2 if with_header else 1
-        if not 2 + num_sizes <= len(fields) <= 3 + num_sizes or fields[1] != SUBSCRIPTION:
+        if not 2 + num_sizes <= len(fields) <= 3 + num_sizes or not self._is_subscription(fields[1]):
             raise ProtocolError(f"the hub announced a message in a way that is not NATS: {line[:80]!r}")
         size = _read_size(fields[-1])
         self._header_bytes = _read_size(fields[-2]) if with_header else 0
         if self._header_bytes > size or size > max(self.hub_limit_bytes, self._max_message_bytes):
             raise ProtocolError(f"the hub announced a message of {size} bytes, against its own limits")
-        if size > self._max_message_bytes:
-            self.num_oversized += 1
-            self._skip_bytes = size + len(CRLF)
-            return
         try:
             self._subject = fields[0].decode("ascii")
         except UnicodeDecodeError as error:
             raise ProtocolError(f"the hub sent a subject that is not ASCII: {fields[0][:80]!r}") from error
+        if size > self._max_message_bytes:
+            self._skip_bytes = size + len(CRLF)
+            self._speech.said_too_much(self._subject, size)
+            return
         # Not a bytearray: that would be filled with zeros first, which costs as much as a copy.
         self._body = np.empty(size + len(CRLF), np.uint8).data
         self._filled_bytes = 0
+
+    def _is_subscription(self, field: bytes) -> bool:
+        return _is_number(field) and 1 <= int(field) <= self.last_subscription
 
     def _finish_message(self) -> None:
         body, self._body = self._body, None
@@ -190,9 +198,13 @@ class HubReader:
 
 
 def _read_size(field: bytes) -> int:
-    if not field.isdigit() or len(field) > 10:
+    if not _is_number(field):
         raise ProtocolError(f"the hub sent a size that is not a number: {field[:40]!r}")
     return int(field)
+
+
+def _is_number(field: bytes) -> bool:
+    return field.isdigit() and len(field) <= MAX_NUMBER_DIGITS
 
 
 def _read_info(text: bytes) -> dict[str, Any]:
@@ -202,7 +214,17 @@ def _read_info(text: bytes) -> dict[str, Any]:
         raise ProtocolError(f"the hub's INFO cannot be read: {error}") from error
 
 
-def greeting(signer: Signer, nonce: str, *, name: str, token: str, subject: str) -> bytes:
+def subscribing(subject: str, number: int) -> bytes:
+    """Listen to a subject from now on; the number is ours to choose."""
+    return b"SUB %b %d\r\n" % (subject.encode(), number)
+
+
+def unsubscribing(number: int) -> bytes:
+    """Listen no more to what has that number."""
+    return b"UNSUB %d\r\n" % number
+
+
+def greeting(signer: Signer, nonce: str, *, name: str, token: str, subscriptions: bytes) -> bytes:
     """All that we say at first: who we are, what we listen to, and a PING, so that a PONG says that it worked."""
     options: dict[str, Any] = {
         "verbose": False,
@@ -220,7 +242,7 @@ def greeting(signer: Signer, nonce: str, *, name: str, token: str, subject: str)
         options["sig"] = base64.urlsafe_b64encode(signer.sign(nonce.encode())).rstrip(b"=").decode("ascii")
     if token:
         options["auth_token"] = token
-    return b"CONNECT %b\r\nSUB %b %b\r\n%b" % (msgspec.json.encode(options), subject.encode(), SUBSCRIPTION, PING)
+    return b"CONNECT %b\r\n%b%b" % (msgspec.json.encode(options), subscriptions, PING)
 
 
 def publication(

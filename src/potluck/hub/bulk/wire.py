@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -100,6 +100,10 @@ class WireEvents(Protocol):
         """One message; its bytes are hostile until decoded. The view stays valid."""
         ...
 
+    def message_skipped(self, subject: str, num_bytes: int) -> None:
+        """A message that was larger than any of ours, and was read past."""
+        ...
+
 
 class BulkWire:
     """Keeps one bulk connection to the hub open. Lives on one event loop; `open` starts it."""
@@ -115,6 +119,7 @@ class BulkWire:
         self._token = token
         self._pool = ServerPool(address.servers)
         self._events: WireEvents | None = None
+        self._subjects: tuple[str, ...] = ()
         self._connection: BulkConnection | None = None
         self._counts: Counter[str] = Counter()
         self._task: asyncio.Task[None] | None = None
@@ -129,14 +134,21 @@ class BulkWire:
         """The largest message that the hub takes; 0 while there is no connection."""
         return self._connection.max_payload_bytes if self._connection is not None else 0
 
-    def open(self, subject: str, events: WireEvents) -> None:
-        """Begin to connect, and listen to that subject from then on. Opening it twice is a mistake."""
+    def open(self, subjects: Collection[str], events: WireEvents) -> None:
+        """Begin to connect, and listen to these subjects from then on. Opening it twice is a mistake."""
         if self.state != "idle":
             raise RuntimeError(f"this wire cannot be opened: it is {self.state}")
         self._events = events
+        self._subjects = tuple(subjects)
         self.state = "connecting"
-        login = BulkLogin(signer=self._signer, subject=subject, token=self._token)
+        login = BulkLogin(signer=self._signer, token=self._token)
         self._task = asyncio.create_task(self._run(login, events), name="bulk wire")
+
+    def listen(self, subjects: Collection[str]) -> None:
+        """Listen to these subjects instead, on this connection and on those that follow it."""
+        self._subjects = tuple(subjects)
+        if self._connection is not None:
+            self._connection.listen(self._subjects)
 
     def publish(self, subject: str, parts: Sequence[Buffer], *, urgent: bool = False) -> bool:
         """Hand over one message, whose payload is the parts one after another; the last may be large.
@@ -165,8 +177,6 @@ class BulkWire:
         """Counters: messages and bytes each way, connections made and lost, refusals, what was wrong."""
         counts = Counter(dict.fromkeys(ALWAYS_COUNTED, 0))
         counts.update(self._counts)
-        if self._connection is not None:
-            counts["oversized"] += self._connection.num_oversized
         counts["connected"] = int(self.is_connected)
         return counts
 
@@ -202,13 +212,13 @@ class BulkWire:
             opened_at = connection.heard_at
             self._connection, self.state = connection, "connected"
             self._counts["connects"] += 1
+            connection.listen(self._subjects)  # they may have changed while the hub thought about us
             events.wire_connected()
             reason = await self._watch(connection)
             logger.info("the bulk connection to %s is lost: %s", connection.server, reason)
             self._connection, self.state = None, "connecting"
             self._counts["losses"] += 1
             self._counts["protocol_errors"] += connection.broke_protocol
-            self._counts["oversized"] += connection.num_oversized
             connection.abort(reason)
             events.wire_lost(reason)
             await connection.close()
@@ -242,6 +252,7 @@ class BulkWire:
                     connection = await BulkConnection.open(
                         server,
                         login,
+                        self._subjects,
                         self,
                         ssl_context=self._ssl_context,
                         limits=self.config.limits,
@@ -280,6 +291,12 @@ class BulkWire:
         self._counts["bytes_received"] += len(payload)
         if self._connection is not None and self._events is not None:
             self._events.message_arrived(subject, payload)
+
+    def message_skipped(self, subject: str, num_bytes: int) -> None:
+        """Something too large was published for us."""
+        self._counts["oversized"] += 1
+        if self._connection is not None and self._events is not None:
+            self._events.message_skipped(subject, num_bytes)
 
     def writable(self) -> None:
         """Publishing works again."""

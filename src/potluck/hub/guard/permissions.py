@@ -48,7 +48,6 @@ def main_permissions(subjects: Subjects, peer: str, scopes: Scopes) -> Permissio
         subjects.leave(peer),
         subjects.ask(peer, "*"),
         *(subjects.read(peer, store) for store in readable),
-        subjects.relay("*", peer),
         subjects.news(peer, ">"),
     ]
     if scopes.organiser:
@@ -58,7 +57,6 @@ def main_permissions(subjects: Subjects, peer: str, scopes: Scopes) -> Permissio
     publish += [subjects.write(peer, store.name, ">") for store in writable_stores(scopes.coordinates)]
     subscribe = [
         f"{Subjects.inbox(peer)}.>",
-        subjects.relay(peer, "*"),
         subjects.beacon("*"),
         subjects.plan("*"),
         subjects.commit("*"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,7 +24,8 @@ from potluck.hub.subjects import Subjects
 from potluck.link.carrier import Buffer, CarrierEvents
 from potluck.link.channel.packet import HUB_PAYLOAD_BYTES
 from potluck.link.relay.credit import CreditConfig, InboundBudget
-from potluck.link.relay.packet import PACKET_OVERHEAD_BYTES, PREFIX_BYTES, RelayKind, decode, encode_prefix
+from potluck.link.relay.manners import Manners, MannersConfig
+from potluck.link.relay.packet import PACKET_OVERHEAD_BYTES, PREFIX_BYTES, RelayKind, RelayPacket, decode, encode_prefix
 from potluck.link.relay.path import RelayPath, RelayTimes
 from potluck.messages import PROTOCOL_VERSION
 
@@ -32,8 +33,9 @@ logger = logging.getLogger(__name__)
 
 ALWAYS_COUNTED = (
     *("packets_sent", "bytes_sent", "packets_received", "bytes_received"),
-    *("malformed", "strangers", "stale", "beyond_credit", "waits_for_credit"),
+    *("malformed", "strangers", "stale", "beyond_credit", "waits_for_credit", "floods"),
 )
+MOST_SUBSCRIPTIONS = 1000  # fewer than the hub permits to a connection (configuration.py)
 
 
 class Wire(Protocol):
@@ -44,8 +46,12 @@ class Wire(Protocol):
         """The largest message that the hub takes; 0 while there is no connection."""
         ...
 
-    def open(self, subject: str, events: WireEvents) -> None:
-        """Begin to connect, and listen to that subject from then on."""
+    def open(self, subjects: Collection[str], events: WireEvents) -> None:
+        """Begin to connect, and listen to these subjects from then on."""
+        ...
+
+    def listen(self, subjects: Collection[str]) -> None:
+        """Listen to these subjects instead."""
         ...
 
     def publish(self, subject: str, parts: Sequence[Buffer], *, urgent: bool = False) -> bool:
@@ -67,6 +73,9 @@ class RelayConfig:
 
     credit: CreditConfig = field(default_factory=CreditConfig)
     """How much may be on its way to this peer."""
+
+    manners: MannersConfig = field(default_factory=MannersConfig)
+    """How much may come without credit, before a peer is not listened to any more."""
 
     times: RelayTimes = field(default_factory=RelayTimes)
     """How patient paths are."""
@@ -107,7 +116,10 @@ class RelayCarrier:
         self._config = config or RelayConfig()
         self._clock = clock or SystemClock()
         self._budget = InboundBudget(self._config.credit)
+        self._manners = Manners(self._config.manners)
+        self._roster: dict[str, Presence] = {}  # all who are there and speak our version
         self._paths: dict[str, RelayPath] = {}
+        self._listened = self._whom_to_hear()
         self._congested: dict[RelayPath, None] = {}  # wait for the wire, in the order in which they will be told
         self._counts: Counter[str] = Counter()
         self._is_connected = False
@@ -116,7 +128,7 @@ class RelayCarrier:
 
     async def start(self) -> None:
         """Begin to connect. Paths open as soon as the hub and the peers answer."""
-        self._wire.open(self._subjects.relay(self._self_id, "*"), self)
+        self._wire.open(self._listened, self)
 
     # What the owner asks (Carrier)
 
@@ -126,30 +138,38 @@ class RelayCarrier:
         if self._closed or peer == self._self_id:
             return
         if presence.state in ("dead", "left"):
-            self._drop(peer, presence.reason or f"the peer is {presence.state}")
+            self._forget(peer, presence.reason or f"the peer is {presence.state}")
             return
         if card.protocol != PROTOCOL_VERSION:
-            self._drop(peer, f"the peer speaks version {card.protocol} of the protocol")
+            self._forget(peer, f"the peer speaks version {card.protocol} of the protocol")
+            return
+        is_new = peer not in self._roster
+        self._roster[peer] = presence
+        if is_new:
+            self._listen_anew()
+        if self._manners.is_shut_out(peer):
             return
         path = self._paths.get(peer)
         if path is not None and path.session != card.session:
             self._drop(peer, "the peer has started a new session")
             path = None
         if path is None:
-            subject = self._subjects.relay(peer, self._self_id)
-            path = self._paths[peer] = RelayPath(
-                peer,
-                card.session,
-                subject,
-                self,
-                self._budget,
-                self._config.times,
-                self._clock.monotonic,
-                wanted=len(self._paths) < self._config.eager_peers,
-            )
-            if self._is_connected:
-                path.wire_connected()
-            self._keep_ticking()
+            self._make_path(peer, card.session)
+
+    def _make_path(self, peer: str, session: str) -> None:
+        path = self._paths[peer] = RelayPath(
+            peer,
+            session,
+            self._subjects.relay(peer, self._self_id),
+            self,
+            self._budget,
+            self._config.times,
+            self._clock.monotonic,
+            wanted=len(self._paths) < self._config.eager_peers,
+        )
+        if self._is_connected:
+            path.wire_connected()
+        self._keep_ticking()
 
     def send(self, peer: str, header: bytes, payload: Buffer | None) -> bool:
         """Hand over one packet; False: no path, no credit, or the wire is congested."""
@@ -173,6 +193,7 @@ class RelayCarrier:
             self._congested[path] = None
             return False
         path.sent(size)
+        self._manners.earned(peer, self._clock.monotonic())
         self._keep_ticking()
         self._counts["packets_sent"] += 1
         self._counts["bytes_sent"] += num_bytes - PREFIX_BYTES
@@ -181,6 +202,8 @@ class RelayCarrier:
     def why_no_path(self, peer: str) -> str:
         """What stands in the way of a path, for a person to read; empty when there is one."""
         path = self._paths.get(peer)
+        if self._manners.is_shut_out(peer):
+            return "it sent more through the hub than it was allowed to, and is not listened to for a while"
         if path is None:
             return "it is not in the roster, or of another version"
         if path.is_open:
@@ -195,6 +218,7 @@ class RelayCarrier:
         counts["budget_bytes"] = self._budget.budget_bytes
         counts["credited_bytes"] = self._budget.charged_bytes
         counts["senders_waiting"] = self._budget.num_waiting
+        counts["shut_out"] = len(self._manners.shut_out)
         return {**counts, **{f"wire_{name}": value for name, value in self._wire.statistics().items()}}
 
     async def close(self) -> None:
@@ -204,8 +228,14 @@ class RelayCarrier:
             self._timer.cancel()
             self._timer = None
         self._paths.clear()
+        self._roster.clear()
         self._congested.clear()
         await self._wire.close()
+
+    def _forget(self, peer: str, reason: str) -> None:
+        self._drop(peer, reason)
+        if self._roster.pop(peer, None) is not None:
+            self._listen_anew()
 
     def _drop(self, peer: str, reason: str) -> None:
         path = self._paths.pop(peer, None)
@@ -247,25 +277,81 @@ class RelayCarrier:
         """One relay packet, from the peer that the subject names."""
         if not self._is_connected:
             return
-        path = self._paths.get(subject.rpartition(".")[2])
+        peer = subject.rpartition(".")[2]
+        if self._manners.is_shut_out(peer):
+            return  # it was on its way
+        size = len(payload) + PACKET_OVERHEAD_BYTES
+        packet = self._credited(peer, payload, size)
+        if packet is None:
+            self._unbidden(peer, size)
+            return
+        assert packet.header is not None, "a link packet has a header"
+        self._manners.earned(peer, self._clock.monotonic())
+        self._counts["packets_received"] += 1
+        self._counts["bytes_received"] += len(payload) - PREFIX_BYTES
+        self._events.packet_arrived(self, peer, packet.header, packet.payload)
+
+    def message_skipped(self, subject: str, num_bytes: int) -> None:
+        """A message larger than any packet."""
+        peer = subject.rpartition(".")[2]
+        if self._is_connected and not self._manners.is_shut_out(peer):
+            self._unbidden(peer, num_bytes)
+
+    def _credited(self, peer: str, payload: memoryview, size: int) -> RelayPacket | None:
+        """Take in what a peer says: the link packet that it had credit for; None for all else."""
+        path = self._paths.get(peer)
         if path is None:
             self._counts["strangers"] += 1  # not in the roster yet, or any more: it will greet us again
-            return
+            return None
         try:
             packet = decode(payload)
         except ProtocolError:
             self._counts["malformed"] += 1
-            return
+            return None
         if not path.receive(packet):
             self._counts["stale"] += packet.kind is RelayKind.DATA
-            return
-        assert packet.header is not None, "a link packet has a header"
-        if not self._budget.arrived(path.account, len(payload) + PACKET_OVERHEAD_BYTES, self._clock.monotonic()):
+            return None
+        if not self._budget.arrived(path.account, size, self._clock.monotonic()):
             self._counts["beyond_credit"] += 1
+            return None
+        return packet
+
+    # Whom we listen to
+
+    def _unbidden(self, peer: str, size: int) -> None:
+        """Something came without credit: small words do, but there is a limit."""
+        if self._manners.spent(peer, size, self._clock.monotonic()):
             return
-        self._counts["packets_received"] += 1
-        self._counts["bytes_received"] += len(payload) - PREFIX_BYTES
-        self._events.packet_arrived(self, path.peer, packet.header, packet.payload)
+        self._counts["floods"] += 1
+        logger.warning(
+            "%s sends more through the hub than it is allowed to: it is not listened to for a while, but over direct "
+            "links. If it goes on, an organiser should ban it",
+            peer,
+        )
+        self._listen_anew()
+        self._drop(peer, "it floods us")
+        self._keep_ticking()
+
+    def _listen_anew(self) -> None:
+        subjects = self._whom_to_hear()
+        if subjects != self._listened:
+            self._listened = subjects
+            self._wire.listen(subjects)
+
+    def _whom_to_hear(self) -> list[str]:
+        """Everybody; or, while somebody is shut out, all others one by one. Those with a path come first."""
+        shut_out = self._manners.shut_out
+        if not shut_out:
+            return [self._subjects.relay(self._self_id, "*")]
+        peers = [peer for peer in dict.fromkeys((*self._paths, *self._roster)) if peer not in shut_out]
+        return [self._subjects.relay(self._self_id, peer) for peer in peers[:MOST_SUBSCRIPTIONS]]
+
+    def _let_in(self, now: float) -> None:
+        """Those whose time is over are met again."""
+        for peer in self._manners.let_in(now):
+            self._listen_anew()
+            if peer in self._roster:
+                self.update_peer(self._roster[peer])
 
     # What a path tells (PathOwner)
 
@@ -276,6 +362,10 @@ class RelayCarrier:
     def opened(self, path: RelayPath) -> None:
         """Packets can be sent."""
         self._events.path_opened(self, path.peer)
+
+    def given_up(self, path: RelayPath, granted_bytes: int) -> None:
+        """What was granted may still come."""
+        self._manners.given_up(path.peer, granted_bytes, self._clock.monotonic())
 
     def closed(self, path: RelayPath, reason: str) -> None:
         """Packets cannot be sent any more."""
@@ -292,6 +382,7 @@ class RelayCarrier:
         """Look at everything that may be due. A timer calls it; so does a test that has a clock of its own."""
         now = self._clock.monotonic()
         self._budget.write_off_idle(now)
+        self._let_in(now)
         for path in list(self._paths.values()):
             path.tick(now)
 
@@ -302,5 +393,6 @@ class RelayCarrier:
     def _on_timer(self) -> None:
         self._timer = None
         self.tick()
-        if self._budget.num_waiting or any(path.needs_ticks for path in self._paths.values()):
+        is_waiting = self._budget.num_waiting or self._manners.shut_out
+        if is_waiting or any(path.needs_ticks for path in self._paths.values()):
             self._keep_ticking()

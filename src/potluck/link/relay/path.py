@@ -64,6 +64,10 @@ class PathOwner(Protocol):
         """The other side has heard us."""
         ...
 
+    def given_up(self, path: RelayPath, granted_bytes: int) -> None:
+        """We gave it up of our own accord; so much credit may have been used by what is on its way."""
+        ...
+
     def closed(self, path: RelayPath, reason: str) -> None:
         """It was open, and is not any more."""
         ...
@@ -141,14 +145,25 @@ class RelayPath:
         if was_open:
             self._owner.closed(self, reason)
 
+    def _abandon(self, reason: str) -> None:
+        """Give it up though the peer has not."""
+        self._expect_leftovers()
+        self.give_up(reason)
+
+    def _expect_leftovers(self) -> None:
+        """What the peer sends until it knows that the path is gone is its good right."""
+        if self.is_open:
+            self._owner.given_up(self, self.account.limit_bytes - self.account.received_bytes)
+
     def wire_lost(self, reason: str) -> None:
         """Nothing can be sent until the wire is back."""
         self._connected = False
-        self.give_up(reason)
+        self._abandon(reason)
 
     def end(self, reason: str) -> None:
         """The peer is gone, or this process goes."""
         self._connected = False
+        self._expect_leftovers()
         self._budget.close(self.account)
         was_open, self.is_open = self.is_open, False
         if was_open:
@@ -219,7 +234,7 @@ class RelayPath:
             return
         times, since = self._times, self._unanswered_since
         if since is not None and now - since >= times.silent_seconds:
-            self.give_up(f"nothing was heard from the peer for {times.silent_seconds:g} s")
+            self._abandon(f"nothing was heard from the peer for {times.silent_seconds:g} s")
             return
         if since is not None and now - since >= times.ping_seconds and now >= self._ping_at:
             self._ping_at = now + times.ping_seconds

@@ -1,12 +1,12 @@
 """How a chunk of float32 values travels: encoded into one frame of bytes, and back.
 
-    base.py        Codec, the interface; CodecSpec, its name on the wire; EncodedChunk, a frame with its codec
+    base.py        Codec, the interface, and its two kinds; CodecSpec, its name on the wire; EncodedChunk, a frame
     floats.py      float32, float16, bfloat16, scaled float16
     uniform.py     8 bits, evenly spaced between the smallest and the largest value
     blockwise.py   8 bits, evenly spaced in blocks that each have a scale
     e3m0.py        4 bits: a sign and a power of two, in blocks that each have a scale
     sparse.py      the largest values of each block, in 2 or 16 bits;  sparsereply.py: their averages, in 8 bits
-    positions.py   where the values of a sparse frame stand
+    sparseframe.py, positions.py   how many values a sparse frame has, and where they stand
     catalogue.py   from a CodecSpec to its Codec
     choice.py      which tensor takes which codec
     memory.py      tensors over the bytes of a frame without a copy, and scratch that is used again

@@ -2,8 +2,8 @@
 
 A chunk is a contiguous one-dimensional float32 CPU tensor; a frame is any buffer of bytes. A frame carries no name: the
 plan says which codec and how many values, so that a frame can be checked against what was agreed before a byte of it
-is used, and nothing in it can make a reader allocate. Most codecs have one size for so many values; frames of those
-that `Varying` is for may be shorter.
+is used, and nothing in it can make a reader allocate. There are two kinds: frames of a `Fixed` codec have one size for
+so many values, and can be encoded into memory that is there already; those of a `Varying` one may be shorter.
 
 What is not finite cannot be averaged. Encoding refuses it, so that a peer finds its own NaN before it sends;
 decoding refuses it again, since the bytes are a stranger's. Both raise NotFiniteError, and the caller, who knows
@@ -43,7 +43,7 @@ class CodecSpec(Message, frozen=True, kw_only=True, order=True):
 
 
 class Codec(ABC):
-    """One way to encode. Instances hold no state and may be used by many threads at once."""
+    """One way to encode, of either kind. Instances hold no state and may be used by many threads at once."""
 
     name: ClassVar[str]
     granularity: int = 1
@@ -65,32 +65,17 @@ class Codec(ABC):
     def encoded_bytes(self, count: int) -> int:
         """The size of the frame of `count` values; the largest there can be, where sizes vary."""
 
+    @abstractmethod
     def fits(self, size_bytes: int, count: int) -> bool:
         """Whether a frame of `count` values may have this size."""
-        return size_bytes == self.encoded_bytes(count)
 
-    def _encode(self, values: Tensor, frame: Buffer) -> None:
-        """Fill the frame; NotFiniteError where the values hold NaN or infinity."""
-        raise NotImplementedError
+    @abstractmethod
+    def encode(self, values: Tensor) -> memoryview:
+        """The values in a new frame; NotFiniteError where they hold NaN or infinity."""
 
     @abstractmethod
     def _decode(self, frame: Buffer, out: Tensor) -> None:
         """Fill `out` from a frame of the right size, which is hostile otherwise."""
-
-    def encode_into(self, values: Tensor, frame: Buffer) -> None:
-        """Encode into a writable frame of exactly `encoded_bytes` bytes."""
-        _check_chunk(values)
-        if num_bytes(frame) != (expected := self.encoded_bytes(values.numel())):
-            raise ValueError(
-                f"{values.numel()} values take a {self.name} frame of {expected} bytes, not {num_bytes(frame)}"
-            )
-        self._encode(values, frame)
-
-    def encode(self, values: Tensor) -> memoryview:
-        """The values in a new frame."""
-        frame = empty_frame(self.encoded_bytes(values.numel()))
-        self.encode_into(values, frame)
-        return frame
 
     def decode_into(self, frame: Buffer, out: Tensor) -> None:
         """Decode into `out`, whose length says how many values there must be.
@@ -123,6 +108,33 @@ class Codec(ABC):
         self.decode_into(frame, scratch("decoded", count))
 
 
+class Fixed(Codec):
+    """A codec whose frames of so many values all have the same size."""
+
+    @abstractmethod
+    def _encode(self, values: Tensor, frame: Buffer) -> None:
+        """Fill the frame; NotFiniteError where the values hold NaN or infinity."""
+
+    def fits(self, size_bytes: int, count: int) -> bool:
+        """Whether a frame of `count` values has this size."""
+        return size_bytes == self.encoded_bytes(count)
+
+    def encode_into(self, values: Tensor, frame: Buffer) -> None:
+        """Encode into a writable frame of exactly `encoded_bytes` bytes."""
+        _check_chunk(values)
+        if num_bytes(frame) != (expected := self.encoded_bytes(values.numel())):
+            raise ValueError(
+                f"{values.numel()} values take a {self.name} frame of {expected} bytes, not {num_bytes(frame)}"
+            )
+        self._encode(values, frame)
+
+    def encode(self, values: Tensor) -> memoryview:
+        """The values in a new frame."""
+        frame = empty_frame(self.encoded_bytes(values.numel()))
+        self.encode_into(values, frame)
+        return frame
+
+
 class Varying(Codec):
     """A codec whose frames are as long as the values need, up to `encoded_bytes`."""
 
@@ -133,10 +145,6 @@ class Varying(Codec):
     def fits(self, size_bytes: int, count: int) -> bool:
         """Whether a frame of `count` values may have this size; decoding looks closer."""
         return size_bytes <= self.encoded_bytes(count)
-
-    def encode_into(self, values: Tensor, frame: Buffer) -> None:
-        """Nobody knows beforehand how long the frame will be."""
-        raise ValueError(f"frames of {self.name} vary in length: let encode make them")
 
     def encode(self, values: Tensor) -> memoryview:
         """The values in a new frame."""

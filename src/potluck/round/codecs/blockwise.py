@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from potluck.errors import ConfigurationError
-from potluck.round.codecs.base import LARGEST, SMALLEST, Codec, CodecSpec, not_finite, read_scales, within_range
+from potluck.round.codecs.base import LARGEST, SMALLEST, Codec, CodecSpec, Fixed, not_finite, read_scales, within_range
 from potluck.round.codecs.memory import Buffer, scratch, tensor_over
 from potluck.round.codecs.reductions import MAX_FLOAT32
 
@@ -81,7 +81,7 @@ class Blocked(Codec):
             rows.mul_(factors[blocks].unsqueeze(1))
 
 
-class Blockwise8(Blocked):
+class Blockwise8(Blocked, Fixed):
     """Signed bytes, one scale per block."""
 
     name = "blockwise8"

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from potluck.round.codecs.base import read_scales
+from potluck.round.codecs.base import Fixed, read_scales
 from potluck.round.codecs.blockwise import Blocked
 from potluck.round.codecs.memory import Buffer, scratch, tensor_over
 
@@ -28,7 +28,7 @@ _HALF_EXPONENT = 1 << 9  # half a unit of float16's exponent field
 _SIGN_AND_EXPONENT = 0x9C00 - 0x10000  # the sign and the lower three exponent bits of a float16, as int16
 
 
-class E3M0(Blocked):
+class E3M0(Blocked, Fixed):
     """Half a byte per value, one scale per block."""
 
     name = "e3m0"

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from potluck.errors import ProtocolError
-from potluck.round.codecs.base import LARGEST, Codec, require_finite, within_range
+from potluck.round.codecs.base import LARGEST, Fixed, require_finite, within_range
 from potluck.round.codecs.memory import Buffer, scratch, tensor_over
 from potluck.round.codecs.reductions import magnitude, tree_sum
 
 
-class Float32(Codec):
+class Float32(Fixed):
     """The values as they are; 4 bytes each."""
 
     name = "float32"
@@ -51,7 +51,7 @@ class Float32(Codec):
         out.add_(values)
 
 
-class _HalfWidth(Codec):
+class _HalfWidth(Fixed):
     """Sixteen bits that torch converts to and from float32 in one pass, rounding to nearest even."""
 
     dtype: torch.dtype
@@ -100,7 +100,7 @@ class BFloat16(_HalfWidth):
     infinity_bits = 0x7F80
 
 
-class ScaledFloat16(Codec):
+class ScaledFloat16(Fixed):
     """float16 of (x − mean)/scale, with mean and scale in a header of two float32.
 
     The scale is the power of two that brings the largest deviation D just below 2¹⁵: scaling then rounds nothing, the

@@ -16,7 +16,6 @@ The average of such contributions is less sparse than each of them, and has more
 
 from __future__ import annotations
 
-import struct
 from abc import abstractmethod
 from functools import cached_property
 
@@ -24,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from potluck.errors import ConfigurationError, ProtocolError
-from potluck.round.codecs.base import Bytes, Codec, CodecSpec, Varying, require_finite, within_range
-from potluck.round.codecs.memory import Buffer, num_bytes, scratch, tensor_over
+from potluck.errors import ConfigurationError
+from potluck.round.codecs.base import Bytes, Codec, CodecSpec, require_finite, within_range
+from potluck.round.codecs.memory import Buffer, scratch, tensor_over
 from potluck.round.codecs.positions import (
     Positions,
     best_low_bits,
@@ -38,15 +37,15 @@ from potluck.round.codecs.positions import (
     write_positions,
 )
 from potluck.round.codecs.reductions import row_sums
+from potluck.round.codecs.sparseframe import HEAD_BYTES, Sparse, write_head
 from potluck.round.codecs.sparsereply import Sparse8
 
 BLOCK = 4096
 NUM_BINS = 4
 RANGE_IN_SIGMAS = 6.0
-_COUNT = struct.Struct("<I")
 
 
-class TopK(Varying):
+class TopK(Sparse):
     """What both have in common: which values are sent, and where they stand."""
 
     granularity = BLOCK
@@ -68,27 +67,15 @@ class TopK(Varying):
         """Where no two senders have chosen the same positions."""
         return Sparse8.bytes_of(min(count, num_senders * self._most(count)), count)
 
-    def encoded_bytes(self, count: int) -> int:
-        """The most: every block is full."""
-        return self._frame_bytes(self._most(count), count) if count else 0
-
     def _encode_varying(self, values: Tensor) -> list[Bytes]:
         count = values.numel()
         values = within_range(values)
         chosen = torch.from_numpy(positions := choose(values, self.keep))
-        head = np.frombuffer(_COUNT.pack(len(positions)), np.uint8)
         where = write_positions(positions, count, self._low_bits)
-        return [head, *self._write_values(values[chosen], positions, num_blocks(count), where)]
+        return [write_head(len(positions)), *self._write_values(values[chosen], positions, num_blocks(count), where)]
 
-    def _decode(self, frame: Buffer, out: Tensor) -> None:
+    def _decode_values(self, frame: Buffer, num_values: int, out: Tensor) -> None:
         count = out.numel()
-        if not count:
-            return
-        if num_bytes(frame) < _COUNT.size:
-            raise ProtocolError(f"a {self.name} frame of {num_bytes(frame)} bytes has no head: dropped")
-        num_values = _COUNT.unpack_from(frame)[0]
-        if num_values > self._most(count) or self._frame_bytes(num_values, count) != num_bytes(frame):
-            raise ProtocolError(f"{num_bytes(frame)} bytes are no {self.name} frame of {num_values} values: dropped")
         at = self._positions_at(num_values, count)
         positions = read_positions(frame, at, num_values, count, self._low_bits)
         values = self._read_values(frame, positions, count, at + positions_bytes(num_values, count, self._low_bits))
@@ -108,12 +95,7 @@ class TopK(Varying):
     def _positions_at(self, num_values: int, count: int) -> int:
         """Where the positions begin in the frame."""
 
-    @abstractmethod
-    def _frame_bytes(self, num_values: int, count: int) -> int:
-        """The size of a frame with so many values."""
-
     def _most(self, count: int) -> int:
-        """The most values that are sent of a chunk."""
         return count // BLOCK * self.keep + min(self.keep, count % BLOCK)
 
 
@@ -128,14 +110,14 @@ class Sparse2(TopK):
         return self._positions_at(num_values, count) + where + bits_bytes(num_values, 2)
 
     def _positions_at(self, num_values: int, count: int) -> int:
-        return _COUNT.size + 2 * NUM_BINS * num_blocks(count)
+        return HEAD_BYTES + 2 * NUM_BINS * num_blocks(count)
 
     def _write_values(self, values: Tensor, positions: Positions, blocks: int, where: list[Bytes]) -> list[Bytes]:
         tables, codes = into_bins(values, positions, blocks, self.keep)
         return [tables.view(torch.uint8).reshape(-1).numpy(), *where, pack_bits(codes.numpy(), 2)]
 
     def _read_values(self, frame: Buffer, positions: Positions, count: int, after: int) -> Tensor:
-        tables = tensor_over(frame, torch.bfloat16, offset=_COUNT.size, count=NUM_BINS * num_blocks(count))
+        tables = tensor_over(frame, torch.bfloat16, offset=HEAD_BYTES, count=NUM_BINS * num_blocks(count))
         codes = unpack_bits(frame, after, len(positions), 2)
         return tables.float()[torch.from_numpy(positions // BLOCK * NUM_BINS + codes)]
 
@@ -151,13 +133,13 @@ class Sparse16(TopK):
         return self._positions_at(num_values, count) + where
 
     def _positions_at(self, num_values: int, count: int) -> int:
-        return _COUNT.size + 2 * num_values
+        return HEAD_BYTES + 2 * num_values
 
     def _write_values(self, values: Tensor, positions: Positions, blocks: int, where: list[Bytes]) -> list[Bytes]:
         return [values.to(torch.bfloat16).view(torch.uint8).numpy(), *where]
 
     def _read_values(self, frame: Buffer, positions: Positions, count: int, after: int) -> Tensor:
-        return tensor_over(frame, torch.bfloat16, offset=_COUNT.size, count=len(positions)).float()
+        return tensor_over(frame, torch.bfloat16, offset=HEAD_BYTES, count=len(positions)).float()
 
 
 def num_blocks(count: int) -> int:

@@ -10,22 +10,18 @@ would, but for the four bytes of its head.
 
 from __future__ import annotations
 
-import struct
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from potluck.errors import ProtocolError
-from potluck.round.codecs.base import Bytes, Varying, read_scales
+from potluck.round.codecs.base import Bytes, read_scales
 from potluck.round.codecs.blockwise import Blocked
 from potluck.round.codecs.memory import Buffer, num_bytes, scratch, tensor_over
 from potluck.round.codecs.positions import best_low_bits, positions_bytes, read_positions, write_positions
+from potluck.round.codecs.sparseframe import HEAD_BYTES, Sparse, write_head
 
-_COUNT = struct.Struct("<I")
 
-
-class Sparse8(Varying, Blocked):
+class Sparse8(Sparse, Blocked):
     """Signed bytes with a scale per block, for those values that are not zero."""
 
     name = "sparse8"
@@ -35,11 +31,14 @@ class Sparse8(Varying, Blocked):
     def bytes_of(cls, num_values: int, count: int) -> int:
         """The size of a frame with so many values that are not zero, in blocks of the default size."""
         scales = 4 * -(-count // cls.default_block)
-        return _COUNT.size + scales + min(count, num_values + _where(num_values, count))
+        return HEAD_BYTES + scales + min(count, num_values + _where(num_values, count))
 
-    def encoded_bytes(self, count: int) -> int:
-        """The most: all values are there."""
-        return _COUNT.size + 4 * self.num_blocks(count) + count if count else 0
+    def _most(self, count: int) -> int:
+        return count
+
+    def _frame_bytes(self, num_values: int, count: int) -> int:
+        where = 0 if num_values == count else _where(num_values, count)
+        return HEAD_BYTES + 4 * self.num_blocks(count) + where + num_values
 
     def _encode_varying(self, values: Tensor) -> list[Bytes]:
         count = values.numel()
@@ -50,24 +49,16 @@ class Sparse8(Varying, Blocked):
         positions = np.flatnonzero(quantized.numpy())
         num_values = len(positions)
         if num_values + _where(num_values, count) >= count:
-            return [_head(count), head, quantized.numpy().view(np.uint8)]
+            return [write_head(count), head, quantized.numpy().view(np.uint8)]
         low_bits = best_low_bits(num_values, count)
         where = write_positions(positions, count, low_bits)
-        return [_head(num_values), head, *where, quantized.numpy()[positions].view(np.uint8)]
+        return [write_head(num_values), head, *where, quantized.numpy()[positions].view(np.uint8)]
 
-    def _decode(self, frame: Buffer, out: Tensor) -> None:
+    def _decode_values(self, frame: Buffer, num_values: int, out: Tensor) -> None:
         count = out.numel()
-        if not count:
-            return
-        if num_bytes(frame) < _COUNT.size:
-            raise ProtocolError(f"a {self.name} frame of {num_bytes(frame)} bytes has no head: dropped")
-        num_values = _COUNT.unpack_from(frame)[0]
-        at = _COUNT.size + 4 * self.num_blocks(count)
-        where = 0 if num_values == count else _where(num_values, count)
-        if num_values > count or num_bytes(frame) != at + where + num_values:
-            raise ProtocolError(f"{num_bytes(frame)} bytes are no {self.name} frame of {num_values} values: dropped")
-        scales = read_scales(memoryview(frame)[_COUNT.size :], self.num_blocks(count))
-        values = tensor_over(frame, torch.int8, offset=at + where, count=num_values)
+        at = HEAD_BYTES + 4 * self.num_blocks(count)
+        scales = read_scales(memoryview(frame)[HEAD_BYTES:], self.num_blocks(count))
+        values = tensor_over(frame, torch.int8, offset=num_bytes(frame) - num_values, count=num_values)
         if num_values == count:
             out.copy_(values)
         else:
@@ -79,7 +70,3 @@ class Sparse8(Varying, Blocked):
 
 def _where(num_values: int, count: int) -> int:
     return positions_bytes(num_values, count, best_low_bits(num_values, count))
-
-
-def _head(num_values: int) -> Bytes:
-    return np.frombuffer(_COUNT.pack(num_values), np.uint8)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from potluck.errors import ProtocolError
-from potluck.round.codecs.base import LARGEST, SMALLEST, Codec, within_range
+from potluck.round.codecs.base import LARGEST, SMALLEST, Fixed, within_range
 from potluck.round.codecs.memory import Buffer, scratch, tensor_over
 
 
-class Uniform8(Codec):
+class Uniform8(Fixed):
     """Signed bytes around a center, one step for the chunk."""
 
     name = "uniform8"

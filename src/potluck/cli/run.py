@@ -1,0 +1,271 @@
+"""`potluck run`: steer a run while it trains. On the machine that hosts it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from potluck.round.plan import Commit
+    from potluck.state.backupfile import BackupInfo
+    from potluck.training.manifest import Manifest
+    from potluck.training.steering import Steering
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    help="Steer a run while it trains: pause, resume, change settings, roll back. On the machine that hosts it.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+Run = Annotated[str, typer.Option("--run", help="The run's name; unless given, that of the run.toml in this folder.")]
+Folder = Annotated[Path | None, typer.Option(help="The folder of the run, if it has one of its own.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
+By = Annotated[str, typer.Option("--by", help="Who does it, for the log; else POTLUCK_NAME, else your user name.")]
+Reason = Annotated[str, typer.Option(help="Why, for everybody to read in the log.")]
+
+
+@app.command("pause")
+def pause(run: Run = "", folder: Folder = None, by: By = "", reason: Reason = "", as_json: AsJson = False) -> None:
+    """Have all trainers wait, from now on. What they have computed is kept.
+
+    Example: [bold]potluck run pause --reason "the loss rises"[/bold]
+    """
+    manifest = _steer(run, folder, lambda helm, _where: helm.pause(by=_name(by), reason=reason))
+    _tell(manifest, as_json, "The run is paused. `potluck run resume` has it go on.")
+
+
+@app.command("resume")
+def resume(run: Run = "", folder: Folder = None, by: By = "", reason: Reason = "", as_json: AsJson = False) -> None:
+    """Have the trainers go on.
+
+    Example: [bold]potluck run resume[/bold]
+    """
+    manifest = _steer(run, folder, lambda helm, _where: helm.resume(by=_name(by), reason=reason))
+    _tell(manifest, as_json, "The run goes on.")
+
+
+@app.command("set")
+def change(
+    changes: Annotated[list[str], typer.Argument(metavar="NAME=VALUE…", help="As in learning_rate=1e-4; see `show`.")],
+    run: Run = "",
+    folder: Folder = None,
+    from_epoch: Annotated[int | None, typer.Option(help="Count from this epoch on; unless given, from soon.")] = None,
+    by: By = "",
+    reason: Reason = "",
+    as_json: AsJson = False,
+) -> None:
+    """Change settings of the run. All peers follow at the same epoch.
+
+    Examples: [bold]potluck run set learning_rate=1e-4[/bold]
+
+    [bold]potluck run set target_batch_size=4096 --from-epoch 5000[/bold]
+    """
+    values = dict(_pair(text) for text in changes)
+
+    async def work(helm: Steering, _where: Path) -> Manifest:
+        return await helm.change(values, by=_name(by), from_epoch=from_epoch, reason=reason)
+
+    manifest = _steer(run, folder, work)
+    newest = manifest.history[-1] if manifest.history else None
+    epoch = newest.from_epoch if newest is not None else 0
+    _tell(manifest, as_json, f"From epoch {epoch} on: {', '.join(changes)}.")
+
+
+@app.command("rollback")
+def rollback(
+    to: Annotated[int | None, typer.Option(help="The epoch to go back to; unless given, those are listed.")] = None,
+    run: Run = "",
+    folder: Folder = None,
+    by: By = "",
+    reason: Reason = "",
+    wait_seconds: Annotated[float, typer.Option(help="How long to wait until it is carried out.")] = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Have the run go on from the state of an earlier epoch, of which the host has a backup.
+
+    Epochs go on counting: what was epoch 120 becomes, say, epoch 346. All peers drop what they have and take it over.
+
+    Examples: [bold]potluck run rollback[/bold] lists what there is; [bold]potluck run rollback --to 120[/bold]
+    """
+    if to is None:
+        _list_backups(_steer(run, folder, _backups), as_json)
+        return
+
+    async def work(helm: Steering, where: Path) -> tuple[Manifest, Commit | None]:
+        backup = _backup_of(await _backups(helm, where), to)
+        manifest = await helm.roll_back(backup, by=_name(by), reason=reason)
+        assert manifest.rollback is not None
+        return manifest, await helm.until_restored(manifest.rollback, wait_seconds)
+
+    manifest, commit = _steer(run, folder, work)
+    if as_json:
+        from potluck.cli import console
+
+        epoch = commit.epoch if commit is not None else None
+        console.print_json({"revision": manifest.revision, "to": to, "done": commit is not None, "epoch": epoch})
+    elif commit is not None:
+        typer.echo(f"The run went back to epoch {to}, and is at epoch {commit.epoch} with that state.")
+    else:
+        typer.echo(
+            f"Ordered: back to epoch {to}. Nobody has carried it out yet; whoever coordinates next will. See "
+            "`potluck run show`."
+        )
+
+
+@app.command("show")
+def show(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
+    """Show the run's settings as they count now, and what is ordered or planned.
+
+    Example: [bold]potluck run show --json[/bold]
+    """
+
+    async def work(helm: Steering, _where: Path) -> tuple[Manifest, Commit | None]:
+        return await helm.manifest(), await helm.head()
+
+    manifest, head = _steer(run, folder, work)
+    _show(_summary(manifest, head), as_json)
+
+
+@app.command("log")
+def log(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
+    """List what organisers did: when, who, what, from which epoch on, and why.
+
+    Example: [bold]potluck run log[/bold]
+    """
+    import msgspec
+
+    from potluck.cli import console
+
+    manifest = _steer(run, folder, lambda helm, _where: helm.manifest())
+    rows = [msgspec.structs.asdict(change) for change in manifest.history]
+    if as_json:
+        console.print_json(rows)
+        return
+    console.show_table(
+        [{**row, "at": _when(row["at"])} for row in rows], empty="Nothing was changed since the run began."
+    )
+
+
+def _steer(run: str, folder: Path | None, work: Callable[[Steering, Path], Awaitable[T]]) -> T:
+    """Do something in the organiser's name, with the keys in the run's folder."""
+    from potluck.cli import console
+    from potluck.cli.folders import hosted_run
+    from potluck.hub.address import HubAddress
+    from potluck.hub.keys import HubKeys
+    from potluck.training.steering import steering
+
+    console.set_up_logging(verbose=False)
+    where, record = hosted_run(run, folder)
+    keys = HubKeys.load_or_create(where / "identity")
+
+    async def connected() -> T:
+        address = HubAddress(servers=record.servers, ca_pem=record.ca_pem)
+        async with steering(address, keys, record.run) as helm:
+            return await work(helm, where)
+
+    return console.run(connected())
+
+
+def _name(by: str) -> str:
+    from potluck.peer import environment
+    from potluck.training.organising import own_name
+
+    return by or environment.person_name() or own_name()
+
+
+def _pair(text: str) -> tuple[str, str]:
+    from potluck.errors import ConfigurationError
+
+    name, sign, value = text.partition("=")
+    if not (name and sign and value):
+        raise ConfigurationError(f"{text!r} is not NAME=VALUE: write it as in learning_rate=1e-4")
+    return name.strip(), value.strip()
+
+
+async def _backups(helm: Steering, where: Path) -> list[BackupInfo]:
+    from potluck.state.backups import Backups
+
+    manifest = await helm.manifest()
+    return Backups(where / "states" / "backups", run=manifest.run).infos()
+
+
+def _backup_of(backups: list[BackupInfo], epoch: int) -> BackupInfo:
+    from potluck.errors import ConfigurationError
+
+    found = next((backup for backup in backups if backup.epoch == epoch), None)
+    if found is None:
+        there = ", ".join(str(backup.epoch) for backup in backups) or "none yet"
+        raise ConfigurationError(f"the host has no backup of epoch {epoch}: it has those of {there}")
+    return found
+
+
+def _list_backups(backups: list[BackupInfo], as_json: bool) -> None:
+    from potluck.cli import console
+
+    rows = [
+        {
+            "epoch": backup.epoch,
+            "saved": _when(backup.saved_at),
+            "megabytes": round(backup.inventory.num_bytes / 1e6, 1),
+            "digest": backup.digest[:12],
+        }
+        for backup in backups
+    ]
+    if as_json:
+        console.print_json(rows)
+    else:
+        console.show_table(rows, empty="The host has no backup yet: it takes one every ten epochs.")
+
+
+def _summary(manifest: Manifest, head: Commit | None) -> dict[str, Any]:
+    from potluck.training.changes import values_of
+    from potluck.training.restoring import pending
+
+    epoch = head.epoch if head is not None else 0
+    order = pending(manifest, head)
+    now = manifest.at(epoch)
+    coming = [entry for entry in manifest.settings if entry.from_epoch > epoch]
+    return {
+        "run": manifest.run,
+        "epoch": epoch,
+        "revision": manifest.revision,
+        "paused": now.paused,
+        "rollback": f"to epoch {order.to_epoch}, not carried out yet" if order is not None else "",
+        "settings": values_of(now),
+        "coming": [{"from_epoch": entry.from_epoch, **values_of(entry)} for entry in coming],
+    }
+
+
+def _show(summary: dict[str, Any], as_json: bool) -> None:
+    from potluck.cli import console
+
+    if as_json:
+        console.print_json(summary)
+        return
+    typer.echo(f"{summary['run']}: epoch {summary['epoch']}{', paused' if summary['paused'] else ''}")
+    if summary["rollback"]:
+        typer.echo(f"ordered: back {summary['rollback']}")
+    for name, value in summary["settings"].items():
+        later = [
+            f"{entry[name]} from epoch {entry['from_epoch']}" for entry in summary["coming"] if entry[name] != value
+        ]
+        typer.echo(f"  {name} = {value}" + (f"   ({', '.join(later)})" if later else ""))
+
+
+def _tell(manifest: Manifest, as_json: bool, text: str) -> None:
+    from potluck.cli import console
+
+    if as_json:
+        console.print_json({"revision": manifest.revision, "paused": manifest.newest.paused})
+    else:
+        typer.echo(text)
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

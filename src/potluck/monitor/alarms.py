@@ -1,0 +1,249 @@
+"""When an organiser should look: what is wrong with a run, and what to do about it (pure).
+
+Events in, alarms out. What peers say of themselves raises an alarm at most: nothing here changes the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Literal
+
+from potluck.errors import ConfigurationError
+from potluck.hub.presence import Beacon, Presence
+from potluck.round.plan import Commit
+
+Kind = Literal["standstill", "loss not finite", "loss rising", "all clients", "dropped"]
+
+SILENT_SECONDS = 10.0  # a beacon older than that says nothing any more
+LONGEST_NAME = 40
+KEPT_EPOCHS = 512
+KEPT_DEATHS = 64
+MAX_NAMES = 4096
+NAMED = 3  # peers in a text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlarmConfig:
+    """When to speak."""
+
+    standstill_seconds: float = 60.0
+    """No epoch for so long is nothing unusual."""
+
+    standstill_factor: float = 5.0
+    """Nor is so many times what epochs have taken lately."""
+
+    loss_window: int = 10
+    """Over how many epochs losses are averaged."""
+
+    loss_factor: float = 1.2
+    """The loss rises when the newest average is so many times the best one, and beyond what noise explains."""
+
+    clients_seconds: float = 30.0
+    """How long peers have, to find out that somebody can be dialled."""
+
+    dropped_epochs: int = 5
+    """A peer left out of so many of the last 20 epochs."""
+
+    deaths: int = 3
+    """Or one that died so often within ten minutes."""
+
+    def __post_init__(self) -> None:
+        if self.loss_window < 2 or self.loss_factor <= 1.0 or self.dropped_epochs < 1 or self.deaths < 1:
+            raise ConfigurationError(f"{self}: windows need 2 epochs, the factor is above 1, and counts are at least 1")
+
+
+RECENT_EPOCHS = 20
+DEATH_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Something to look at."""
+
+    kind: Kind
+    text: str
+    since: float  # by the clock of whoever watches
+    peer: str = ""
+
+    @property
+    def key(self) -> tuple[Kind, str]:
+        """By which one is known from another."""
+        return self.kind, self.peer
+
+
+@dataclass(slots=True)
+class _Peer:
+    presence: Presence
+    loss: float | None = None
+    heard_at: float = -math.inf
+
+
+@dataclass(slots=True)
+class Alarms:
+    """What is wrong with one run, as far as a watcher can tell."""
+
+    config: AlarmConfig = field(default_factory=AlarmConfig)
+    _peers: dict[str, _Peer] = field(default_factory=dict)
+    _names: dict[str, str] = field(default_factory=dict)
+    _commits: deque[tuple[float, Commit]] = field(default_factory=lambda: deque(maxlen=RECENT_EPOCHS))
+    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_EPOCHS))
+    _deaths: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=KEPT_DEATHS))
+    _since: dict[tuple[str, str], float] = field(default_factory=dict)
+    _moved_at: float | None = None  # when an epoch came last, or training became possible
+    _clients_since: float | None = None
+
+    # What happens
+
+    def peer_changed(self, presence: Presence, now: float) -> None:
+        """The guard's word on a peer."""
+        known = self._peers.get(presence.peer)
+        if presence.state in ("dead", "left"):
+            self._peers.pop(presence.peer, None)
+            if known is not None and presence.state == "dead":
+                self._deaths.append((now, presence.peer))
+            return
+        if len(self._names) >= MAX_NAMES:
+            self._names.clear()  # those who are still there say theirs again
+        self._names[presence.peer] = presence.card.name[:LONGEST_NAME] or presence.peer[:12]
+        if known is None or known.presence.card.session != presence.card.session:
+            self._peers[presence.peer] = _Peer(presence)
+        else:
+            known.presence = presence
+
+    def beacon_came(self, peer: str, beacon: Beacon, now: float) -> None:
+        """A peer's word on itself; of strangers, none."""
+        known = self._peers.get(peer)
+        if known is not None and known.presence.card.session == beacon.session:
+            known.loss, known.heard_at = beacon.loss, now
+
+    def committed(self, commit: Commit, now: float) -> None:
+        """An epoch is final."""
+        self._commits.append((now, commit))
+        self._moved_at = now
+        if commit.restored is not None:
+            self._losses.clear()  # what comes is compared with what comes
+            return
+        known = [loss for loss in self._told_losses(now) if math.isfinite(loss)]
+        if known:
+            self._losses.append(sum(known) / len(known))
+
+    # What follows from it
+
+    def look(self, now: float, *, is_paused: bool = False, coordinator: str = "") -> list[Alarm]:
+        """What is wrong now; `coordinator` is empty where nobody coordinates."""
+        if is_paused or self._moved_at is None:
+            self._moved_at = now  # from here on, when training can go on
+        found = [
+            *self._standstill(now, is_paused, coordinator),
+            *self._bad_losses(now),
+            *self._rising_loss(),
+            *self._all_clients(now),
+            *self._dropped(now),
+        ]
+        self._since = {key: self._since.get(key, now) for key, _ in found}
+        return [Alarm(kind, text, self._since[kind, peer], peer) for (kind, peer), text in found]
+
+    def _standstill(self, now: float, is_paused: bool, coordinator: str) -> Iterator[tuple[tuple[Kind, str], str]]:
+        assert self._moved_at is not None
+        quiet = now - self._moved_at
+        usual = self._seconds_per_epoch()
+        limit = max(self.config.standstill_seconds, self.config.standstill_factor * (usual or 0.0))
+        trainers = self._alive("trainer")
+        has_begun = bool(self._commits) or bool(trainers)
+        if is_paused or not has_begun or quiet <= limit:
+            return
+        if not trainers:
+            why = "nobody trains: invite somebody, or join yourself"
+        elif not coordinator:
+            why = "nobody coordinates: start the host again, or let a full peer coordinate (potluck members invite)"
+        else:
+            why = "see whether trainers make samples (potluck monitor), and what the host's log says"
+        often = f", where one took {usual:.0f} s before" if usual is not None else ""
+        yield ("standstill", ""), f"no epoch for {quiet:.0f} s{often}: {why}"
+
+    def _bad_losses(self, now: float) -> Iterator[tuple[tuple[Kind, str], str]]:
+        bad = [peer for peer, loss in self._losses_by_peer(now) if not math.isfinite(loss)]
+        if bad:
+            who = self._listed(bad)
+            text = f"the loss is not finite at {who}: take a smaller learning rate (potluck run set), or roll back"
+            yield ("loss not finite", ""), text
+
+    def _rising_loss(self) -> Iterator[tuple[tuple[Kind, str], str]]:
+        window = self.config.loss_window
+        losses = list(self._losses)
+        if len(losses) < 3 * window:
+            return
+        recent = _mean(losses[-window:])
+        starts = range(len(losses) - 2 * window + 1)
+        best_at = min(starts, key=lambda start: _mean(losses[start : start + window]))
+        best = losses[best_at : best_at + window]
+        noise = math.sqrt(_mean([(loss - _mean(best)) ** 2 for loss in best]))
+        if recent > _mean(best) + max(
+            (self.config.loss_factor - 1.0) * abs(_mean(best)), 3 * noise / math.sqrt(window)
+        ):
+            text = (
+                f"the loss rises: {recent:.4g} over the last {window} epochs, {_mean(best):.4g} at its best. Take a "
+                "smaller learning rate (potluck run set), or roll back (potluck run rollback)"
+            )
+            yield ("loss rising", ""), text
+
+    def _all_clients(self, now: float) -> Iterator[tuple[tuple[Kind, str], str]]:
+        computing = [known for known in self._peers.values() if known.presence.card.role != "observer"]
+        trainers = self._alive("trainer")
+        if len(trainers) < 2 or any(known.presence.card.addresses for known in computing):
+            self._clients_since = None
+            return
+        if self._clients_since is None:
+            self._clients_since = now
+        if now - self._clients_since > self.config.clients_seconds:
+            text = (
+                "everybody is a client peer, so all bytes go through the hub: open a port on one machine and have it "
+                "join with --listen tcp://0.0.0.0:PORT, or add an aux peer with a public address"
+            )
+            yield ("all clients", ""), text
+
+    def _dropped(self, now: float) -> Iterator[tuple[tuple[Kind, str], str]]:
+        left_out = Counter(peer for _, commit in self._commits for peer in commit.left_out)
+        reasons = {peer: why for _, commit in self._commits for peer, why in commit.left_out.items()}
+        died = Counter(peer for at, peer in self._deaths if now - at <= DEATH_SECONDS)
+        for peer in sorted(left_out.keys() | died.keys()):
+            name = self._names.get(peer, peer[:12])
+            if left_out[peer] >= self.config.dropped_epochs:
+                last = f"{left_out[peer]} of the last {len(self._commits)} epochs"
+                text = f"{name} was left out of {last} (last: {reasons[peer]})"
+                yield ("dropped", peer), f"{text}. Its line or machine may be too slow; `potluck doctor` there tells"
+            elif died[peer] >= self.config.deaths:
+                text = f"{name} was lost {died[peer]} times in ten minutes: have its person look at its log"
+                yield ("dropped", peer), text
+
+    # What it looks at
+
+    def _alive(self, role: str) -> list[str]:
+        return [peer for peer, known in self._peers.items() if known.presence.card.role == role]
+
+    def _losses_by_peer(self, now: float) -> Iterator[tuple[str, float]]:
+        for peer, known in self._peers.items():
+            if known.loss is not None and now - known.heard_at <= SILENT_SECONDS:
+                yield peer, known.loss
+
+    def _told_losses(self, now: float) -> Iterator[float]:
+        return (loss for _, loss in self._losses_by_peer(now))
+
+    def _seconds_per_epoch(self) -> float | None:
+        times = [commit.committed_at for _, commit in self._commits]
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        return median(gaps) if gaps else None
+
+    def _listed(self, peers: Sequence[str]) -> str:
+        names = [self._names.get(peer, peer[:12]) for peer in peers]
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        return ", ".join(names[:NAMED]) + more
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

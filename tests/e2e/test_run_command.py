@@ -1,0 +1,55 @@
+"""`potluck run`: an organiser steers a run of real processes, by the real commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commandline import Terminal, events
+from test_public_run import LONG_SECONDS, Organiser, end, until_epoch
+
+from potluck.testing.polling import poll_until_sync
+from potluck.testing.processes import ManagedProcess
+
+
+def until_progress(process: ManagedProcess, **wanted: Any) -> dict[str, Any]:
+    def find() -> dict[str, Any] | None:
+        found = [e for e in events(process) if e["event"] == "progress" and wanted.items() <= e.items()]
+        assert found or process.exit_code is None, process.output()
+        return found[-1] if found else None
+
+    return poll_until_sync(find, LONG_SECONDS, lambda: f"{wanted} at {process.name}: {process.output()[-2000:]}")
+
+
+@pytest.mark.timeout(400)
+def test_pause_roll_back_change_and_resume(terminal: Terminal) -> None:
+    organiser = Organiser(terminal)
+    host, link = organiser.host()
+    place = ("--run", "waves", "--folder", terminal.folder / "hub")
+    ada = organiser.join(link, "Ada", "--batch-size", "64")
+    until_epoch(ada, 12)  # the host takes a state over every ten epochs
+
+    def steer(*arguments: str | Path) -> Any:
+        return terminal.ask("run", *arguments, *place, patience_seconds=LONG_SECONDS)
+
+    assert steer("pause", "--by", "Grace", "--reason", "to look at it")["paused"]
+    until_progress(ada, paused=True)
+    oldest = min(int(path.stem.removeprefix("epoch-")) for path in (terminal.folder / "hub").rglob("epoch-*.json"))
+    done = steer("rollback", "--to", str(oldest), "--by", "Grace")
+    assert done["done"], host.output()
+    assert f"goes back to the state of epoch {oldest}" in host.output().replace("\n", " ")
+    steer("set", "learning_rate=2e-3", "--by", "Grace")
+    assert not steer("resume", "--by", "Grace")["paused"]
+    until_epoch(ada, done["epoch"] + 3)
+    log = steer("log")
+    told = ["paused", f"back to epoch {oldest}", "optimizer.learning_rate = 2e-3", "resumed"]
+    assert [row["what"] for row in log] == told
+    assert (log[0]["by"], log[0]["reason"]) == ("Grace", "to look at it")
+    assert log[2]["from_epoch"] == done["epoch"] + 2
+    receipts = terminal.ask("receipts", patience_seconds=LONG_SECONDS)
+    [row] = receipts["receipts"]
+    assert (row["run"], row["name"], receipts["not_genuine"]) == ("waves", "Ada", 0)
+    assert row["samples"] >= 256 * row["epochs"] > 0
+    end(ada)
+    end(host)

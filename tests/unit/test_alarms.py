@@ -1,0 +1,152 @@
+"""When an organiser should look."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from potluck.errors import ConfigurationError
+from potluck.hub.presence import Beacon, Card, Presence
+from potluck.monitor.alarms import AlarmConfig, Alarms
+from potluck.round.plan import Commit, Restoration, RoundKey
+
+
+class Scene:
+    """A run that a test has things happen in."""
+
+    def __init__(self, *trainers: str, client: bool = False) -> None:
+        self.alarms = Alarms()
+        self.now = 0.0
+        self.epoch = 0
+        self.trainers = trainers
+        for name in trainers:
+            self.tell(name, client=client)
+
+    def tell(self, name: str, state: Any = "alive", *, client: bool = False, role: Any = "trainer") -> None:
+        addresses = () if client else ("tcp://127.0.0.1:1",)
+        card = Card(session="s", role=role, name=name, addresses=addresses)
+        presence = Presence(peer=name, card=card, state=state, host="", person=name)
+        self.alarms.peer_changed(presence, self.now)
+
+    def epochs(self, *losses: float, seconds: float = 1.0, **commit: Any) -> None:
+        for loss in losses:
+            self.now += seconds
+            self.epoch += 1
+            for name in self.trainers:
+                self.alarms.beacon_came(name, Beacon(session="s", loss=loss), self.now)
+            key = RoundKey(epoch=self.epoch, token=1, attempt=0)
+            fields: dict[str, Any] = {"digest": "", "parent": "", "layout": "", "members": (), "committed_at": self.now}
+            made = Commit(epoch=self.epoch, key=key, term=1, coordinator="host", **{**fields, **commit})
+            self.alarms.committed(made, self.now)
+
+    def kinds(self, *, after: float = 0.0, **look: Any) -> list[str]:
+        self.now += after
+        return [alarm.kind for alarm in self.alarms.look(self.now, **{"coordinator": "host", **look})]
+
+    def text(self, **look: Any) -> str:
+        [alarm] = self.alarms.look(self.now, **{"coordinator": "host", **look})
+        return alarm.text
+
+
+def test_a_run_that_trains_is_left_alone() -> None:
+    scene = Scene("Ada", "Grace")
+    scene.epochs(*(3.0 - 0.01 * n for n in range(100)))
+    assert scene.kinds(after=30.0) == []
+
+
+def test_no_epoch_for_long() -> None:
+    scene = Scene("Ada")
+    scene.epochs(3.0, 3.0, 3.0, seconds=20.0)
+    assert scene.kinds(after=90.0) == []  # an epoch takes 20 s here
+    assert scene.kinds(after=20.0) == ["standstill"]
+    assert "110 s" in scene.text()
+    assert "20 s before" in scene.text()
+    since = scene.alarms.look(scene.now)[0].since
+    scene.now += 5.0
+    assert scene.alarms.look(scene.now)[0].since == since
+    assert "nobody coordinates" in scene.text(coordinator="")
+    scene.tell("Ada", "left")
+    assert "nobody trains" in scene.text()
+    scene.epochs(3.0)
+    assert scene.kinds() == []
+
+
+def test_a_pause_is_no_standstill_and_neither_is_what_has_not_begun() -> None:
+    scene = Scene()
+    assert scene.kinds() == []
+    assert scene.kinds(after=1e6) == []
+    scene.tell("Ada")
+    scene.epochs(3.0)
+    assert scene.kinds(after=1e6, is_paused=True) == []
+    assert scene.kinds(after=30.0) == []
+    assert scene.kinds(after=31.0) == ["standstill"]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite(loss: float) -> None:
+    scene = Scene("Ada")
+    scene.epochs(3.0, loss)
+    assert scene.kinds() == ["loss not finite"]
+    assert "Ada" in scene.text()
+    scene.epochs(3.0)
+    assert scene.kinds() == []
+
+
+def test_a_loss_that_rises_is_told_until_the_run_went_back() -> None:
+    scene = Scene("Ada")
+    scene.epochs(*[2.0] * 40)
+    assert scene.kinds() == []
+    scene.epochs(*[2.6] * 10)
+    assert scene.kinds() == ["loss rising"]
+    assert "2.6" in scene.text()
+    scene.epochs(2.6, restored=Restoration(order=1, epoch=3, digest=""), num_restored=1)
+    assert scene.kinds() == []
+
+
+def test_noise_is_no_rise() -> None:
+    scene = Scene("Ada")
+    scene.epochs(*([2.0, 4.0] * 20), *([3.0, 4.5] * 5))
+    assert scene.kinds() == []
+
+
+def test_everybody_is_a_client() -> None:
+    scene = Scene("Ada", "Grace", client=True)
+    scene.tell("watcher", role="observer")
+    assert scene.kinds() == []
+    assert scene.kinds(after=31.0) == ["all clients"]
+    scene.tell("host", role="aux")
+    assert scene.kinds() == []
+    scene.tell("host", "left", role="aux")
+    assert scene.kinds() == []  # it may come back
+
+
+def test_one_peer_is_dropped_again_and_again() -> None:
+    scene = Scene("Ada", "Grace")
+    scene.epochs(*[3.0] * 4, left_out={"Ada": "too slow"})
+    assert scene.kinds() == []
+    scene.epochs(3.0, left_out={"Ada": "too slow"})
+    assert scene.kinds() == ["dropped"]
+    assert "Ada was left out of 5 of the last 5 epochs (last: too slow)" in scene.text()
+    scene.epochs(*[3.0] * 20)
+    assert scene.kinds() == []
+
+
+def test_one_peer_dies_again_and_again() -> None:
+    scene = Scene("Ada", "Grace")
+    for _ in range(3):
+        scene.tell("Ada", "dead")
+        scene.tell("Ada", "dead")  # said twice
+        scene.tell("Ada")
+        scene.epochs(3.0)
+    assert scene.kinds() == ["dropped"]
+    assert "3 times" in scene.text()
+    for _ in range(60):
+        scene.epochs(3.0, seconds=10.0)
+    assert scene.kinds() == []
+
+
+def test_settings_that_cannot_be() -> None:
+    with pytest.raises(ConfigurationError):
+        AlarmConfig(loss_factor=1.0)

@@ -66,9 +66,8 @@ class DashboardChild:
     async def _serve_once(self) -> int:
         options = self._options
         port = _usual_or_free_port(options.listen) if options.port is None else options.port
-        where = ("--run", options.run, "--folder", str(options.folder))
-        if options.recipe is not None:
-            where += ("--recipe", str(options.recipe))
+        recipe = ("--recipe", str(options.recipe)) if options.recipe is not None else ()
+        where = ("--run", options.run, "--folder", str(options.folder), *recipe)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "potluck.cli", "dashboard", *where, "--listen", options.listen, "--port", str(port),
             "--while-read", "--json", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,

@@ -38,6 +38,7 @@ width = 512
 heads = 8
 context = 32
 [training]
+algorithm = "sync"
 target_batch_size = 32
 matchmaking_seconds = 1.0
 """

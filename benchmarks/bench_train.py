@@ -140,6 +140,9 @@ def measure(kind: str, num_steps: int, log_folder: Path | None) -> dict[str, Any
         "seconds_to_loss": seconds_to(TARGET_LOSS, losses),
         "final_loss": losses[-1][2],
         "computing_share": min(end["computing"] for end in ends),
+        "gradients_share": min(end["gradients"] for end in ends),
+        "working_share": max(end["working"] for end in ends),
+        "waiting_share": max(end["waiting"] for end in ends),
         "megabytes_per_peer": max(outcome["line_bytes"]) / 1e6,
         "epochs": max(end["epoch"] for end in ends),
         "slowest_batch_seconds": max(end["slowest_batch_seconds"] for end in ends),
@@ -148,7 +151,8 @@ def measure(kind: str, num_steps: int, log_folder: Path | None) -> dict[str, Any
     }
     say(
         f"{kind:12} {result['seconds']:6.1f} s, {_shown(result['seconds_to_loss'])} s to a loss of {TARGET_LOSS}, "
-        f"{result['final_loss']:.3f} in the end, {100 * result['computing_share']:.0f}% computing, "
+        f"{result['final_loss']:.3f} in the end, {100 * result['computing_share']:.1f}% computing "
+        f"({100 * result['gradients_share']:.1f}% gradients), {100 * result['working_share']:.1f}% own work, "
         f"{result['megabytes_per_peer']:.1f} MB a peer, {result['epochs']} epochs"
     )
     return result

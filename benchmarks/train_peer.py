@@ -14,7 +14,7 @@ from potluck.optim.methods.sparseloco import SparseLoCo
 from potluck.peer.identity import Identity
 from potluck.testing.polling import poll_until_sync
 from toylm import ToyLM
-from trainloop import Task, train
+from trainloop import Steps, Task, train
 
 PORT = 4700
 PATIENCE_SECONDS = 120.0
@@ -24,9 +24,9 @@ def make_optimizer(run: Any, task: Task, model: ToyLM) -> Any:
     """By the name of the contender."""
 
     def shared(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=task.lr)
+        return Steps(parameters, lr=task.lr)
 
-    local = torch.optim.AdamW(model.named_parameters(), lr=task.local_lr)
+    local = Steps(model.named_parameters(), lr=task.local_lr)
     lazy = {"inner_steps": task.options.get("inner_steps", 20), "overlap_steps": task.options.get("overlap_steps", 0)}
     lazy["keep_overlap_work"] = bool(lazy["overlap_steps"])
     large = {
@@ -83,11 +83,10 @@ def _last_round(optimizer: Any) -> dict[str, Any]:
     result = optimizer.driver.last_result
     if result is None:
         return {}
-    member = next(member for member in result.commit.members if member.peer == optimizer.run.peer_id)
     return {
         "seconds": result.commit.seconds,
-        "sent_bytes": member.sent_bytes,
-        "received_bytes": member.received_bytes,
+        "sent_bytes": result.sent_bytes,
+        "received_bytes": result.received_bytes,
         "codecs": sorted({run.codec.name for run in result.commit.runs}),
     }
 

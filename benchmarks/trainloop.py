@@ -5,12 +5,17 @@ trains on "go", says "trained", and says "finished" on "stop", with the losses o
 
 *A device of one's own.* Four peers share the cores of one machine here, where each would have its own. So a step has a
 fixed time: the gradients are computed, as fast as that goes, and the peer sleeps for what is left of it.
+
+*Computing* is what plain PyTorch would do too: gradients, in that fixed time, and the torch optimizer's own step (as
+`Steps` sees it) where the training loop waits for it. All else that a step takes is the contender's: its work in the
+training thread, and what it waits for. Of the two, work is known by the thread's processor time.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,6 +79,22 @@ def say(event: str, **told: Any) -> None:
     print(json.dumps({"event": event, **told}), flush=True)
 
 
+class Steps(torch.optim.AdamW):
+    """The torch optimizer of every contender; knows how long its steps have kept the training thread."""
+
+    seconds = 0.0
+    cpu_seconds = 0.0
+
+    def step(self, closure: Any = None) -> Any:
+        began, cpu_began = time.perf_counter(), time.thread_time()
+        try:
+            return super().step(closure)
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                Steps.seconds += time.perf_counter() - began
+                Steps.cpu_seconds += time.thread_time() - cpu_began
+
+
 def train(
     task: Task,
     model: ToyLM,
@@ -88,26 +109,35 @@ def train(
     say("ready")
     sys.stdin.readline()
     kept: list[tuple[float, int, list[torch.Tensor]]] = []
-    computing = slowest = 0.0
+    gradients = slowest = ours = ours_cpu = aside = 0.0
+    Steps.seconds = Steps.cpu_seconds = 0.0
     started = time.perf_counter()
     for number in range(1, task.num_steps + 1):
         began = time.perf_counter()
         loss_of(model, texts.batch((task.number << 32) + number, task.batch_size)).backward()
         slowest = max(slowest, time.perf_counter() - began)
         time.sleep(max(0.0, began + task.step_seconds - time.perf_counter()))
-        computing += time.perf_counter() - began
+        stepping, cpu_began = time.perf_counter(), time.thread_time()
+        gradients += stepping - began
         step()
+        ours += time.perf_counter() - stepping
+        ours_cpu += time.thread_time() - cpu_began
         if task.number == 0 and number % task.kept_every == 0:
+            keeping = time.perf_counter()
             parameters = [parameter.detach().to(torch.float16) for parameter in model.parameters()]
-            kept.append((time.perf_counter() - started, number, parameters))
-    seconds = time.perf_counter() - started
+            kept.append((keeping - started - aside, number, parameters))
+            aside += time.perf_counter() - keeping
+    seconds = time.perf_counter() - started - aside
     finish()
     say("trained", seconds=seconds)
     sys.stdin.readline()
     say(
         "finished",
         seconds=seconds,
-        computing=computing / seconds,
+        computing=(gradients + Steps.seconds) / seconds,
+        gradients=gradients / seconds,
+        working=(ours_cpu - Steps.cpu_seconds) / seconds,
+        waiting=(ours - Steps.seconds - ours_cpu + Steps.cpu_seconds) / seconds,
         slowest_batch_seconds=slowest,
         epoch=epoch(),
         losses=[(at, number, evaluate(model, texts, parameters)) for at, number, parameters in kept],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from potluck.testing import ports
 from potluck.testing.leaks import Snapshot, pending_tasks
 from potluck.testing.processes import Children
+
+os.environ["POTLUCK_NO_DASHBOARD"] = "1"  # hosts that tests start have none, unless a test says otherwise
 
 _BEFORE = pytest.StashKey[Snapshot]()
 _FAILED = pytest.StashKey[bool]()

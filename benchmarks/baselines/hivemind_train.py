@@ -20,7 +20,7 @@ from hivemind.compression import Float16Compression
 from hivemind.optim.grad_averager import GradientAverager
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from trainloop import Task, train
+from trainloop import Steps, Task, train
 
 PORT = 4800
 
@@ -49,7 +49,7 @@ def main() -> None:
         target_batch_size=task.target_batch_size,
         batch_size_per_step=task.batch_size,
         params=list(model.parameters()),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=task.lr),
+        optimizer=lambda parameters: Steps(parameters, lr=task.lr),
         scheduler=task.scheduler,
         offload_optimizer=False,
         grad_compression=Float16Compression(),

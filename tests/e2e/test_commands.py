@@ -25,7 +25,10 @@ from potluck.testing.processes import Children
 
 COMMANDS = [
     [],
-    *([name] for name in ("demo", "init", "host", "join", "monitor", "leaderboard", "doctor", "members")),
+    *(
+        [name]
+        for name in ("demo", "init", "host", "join", "monitor", "dashboard", "leaderboard", "vote", "doctor", "members")
+    ),
     *(
         ["members", name]
         for name in (
@@ -50,7 +53,7 @@ def test_every_command_explains_itself(terminal: Terminal, command: list[str]) -
     output = terminal.run(*command, "--help")
     assert "Usage: " in output
     assert "--help" in output
-    if command and command[0] in ("init", "host", "join", "monitor", "leaderboard", "doctor"):
+    if command and command[0] in ("init", "host", "join", "monitor", "dashboard", "leaderboard", "vote", "doctor"):
         assert "Example: potluck" in output
 
 

@@ -47,12 +47,17 @@ def test_a_run_is_started_and_joined_as_the_readme_says(terminal: Terminal, monk
             joined.append(terminal.start(*command))
         elif command[0] == "monitor":
             assert "epoch" in terminal.run(*command, "--once")
+        elif command[0] == "dashboard":
+            dashboard = terminal.start(*command, "--port", "0")
+            dashboard.wait_for_line("The dashboard is at", PATIENCE_SECONDS)
+            dashboard.interrupt()
+            assert dashboard.wait(PATIENCE_SECONDS) == 0, dashboard.output()
         else:
             answer = terminal.run(*command)
             if command[:2] == ["members", "invite"]:
                 [invited] = re.findall(r"potluck://\S+", answer)
                 assert JoinLink.parse(invited).invite != JoinLink.parse(link).invite
-    assert {words[0] for words in others} == {"join", "monitor", "doctor", "members"}
+    assert {words[0] for words in others} == {"join", "monitor", "dashboard", "doctor", "members"}
     assert joined
     for process in joined:
         poll_until_sync(lambda p=process: "You are in" in p.output(), PATIENCE_SECONDS, process.output)

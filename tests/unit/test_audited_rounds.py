@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,13 +13,18 @@ import msgspec
 import pytest
 from liars import LIES, Altering, BadlySealed, Deluded, Liar, LyingWork, TwoFaced, partial_to
 from roundlab import SMALL_CHUNKS, Lab, Member, assert_same_average, at_point, lab, mean_of
+from test_audit import make_plan
 
 from potluck.errors import ProtocolError, RoundFailedError
+from potluck.messages import Message
+from potluck.round import auditor as auditor_module
 from potluck.round import testimony
 from potluck.round.aggregators import AGGREGATOR_NAMES, AggregatorSpec
 from potluck.round.audit import AuditConfig
 from potluck.round.codecs import CODEC_NAMES, CodecChoice
+from potluck.round.director import OTHER_DIGEST
 from potluck.round.gathering import GatherConfig
+from potluck.round.plan import Report
 from potluck.testing.virtualloop import in_virtual_time
 
 EVERY_CHUNK = AuditConfig(chunks_per_reducer=10_000)
@@ -53,6 +58,17 @@ async def test_honest_rounds_pass_the_audit() -> None:
             assert commit.audited >= 8
         assert statistics(there)["coordinator_audits"] == 2
         assert "coordinator_liars" not in statistics(there)
+
+
+@in_virtual_time
+async def test_an_audit_recomputes_with_the_weights_that_the_plan_gives() -> None:
+    async with strangers(2) as there:
+        weights = {0: 1.0, 1: 2.0, 2: 5.0}
+        tasks = [task for m in there.members for task in there.start([m], weight=weights[m.number])]
+        results = await asyncio.gather(*tasks)
+        assert_same_average(there.members, mean_of(there.members, weights))
+        assert results[0].commit.excluded == {}
+        assert results[0].commit.audited > 0
 
 
 @in_virtual_time
@@ -489,6 +505,76 @@ async def test_nobody_testifies_to_another_round_than_it_is_in() -> None:
         with pytest.raises(ProtocolError, match="not a round in which"):
             await answers[0]
         assert results[0].commit.excluded == {}
+
+
+async def refusal(
+    there: Lab, point: str, asked: Member, make: Callable[[Any], Message], reply: type[Message] = testimony.Testimony
+) -> str:
+    """Why a member does not answer its coordinator at some point of a round, which goes well."""
+    coordinator = there.members[0]
+    answers: list[asyncio.Task[Any]] = []
+
+    def ask() -> None:
+        question = make(asked.averager._participation._round.exchanger)  # type: ignore[union-attr]
+        request = coordinator.peer.links.request(asked.id, question, reply=reply, timeout_seconds=5)
+        answers.append(asyncio.create_task(request))
+
+    with at_point(point, ask, peer=coordinator.id if point == "round.auditing" else asked.id) as reached:
+        results = await there.average()
+    assert reached
+    assert results[0].commit.excluded == {}
+    with pytest.raises(ProtocolError) as refused:
+        await answers[0]
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("what", ["another generation", "a chunk that is not there"])
+@in_virtual_time
+async def test_a_witness_says_nothing_of_averages_that_it_does_not_hold(what: str) -> None:
+    def make(exchanger: Any) -> Message:
+        last, is_late = len(exchanger.grid) - 1, what == "another generation"
+        return testimony.Challenge(key=exchanger.key, chunk=last + (not is_late), generation=int(is_late))
+
+    async with strangers(2) as there:
+        assert "not one that this peer can testify to" in await refusal(there, "round.auditing", there.members[1], make)
+
+
+@in_virtual_time
+async def test_a_witness_that_lacks_averages_says_so() -> None:
+    def make(exchanger: Any) -> Message:
+        return testimony.Challenge(key=exchanger.key, chunk=0, generation=0)
+
+    async with strangers(2) as there:
+        assert "lacks averages" in await refusal(there, "round.planned", there.members[1], make)
+
+
+@in_virtual_time
+async def test_in_a_round_that_is_not_audited_nobody_testifies() -> None:
+    def challenge(exchanger: Any) -> Message:
+        return testimony.Challenge(key=exchanger.key, chunk=0, generation=0)
+
+    def inventory(exchanger: Any) -> Message:
+        return testimony.Inventory(key=exchanger.key)
+
+    async with lab(2) as there:
+        asked = there.members[1]
+        assert "can testify to" in await refusal(there, "round.complete", asked, challenge)
+        assert "is not audited" in await refusal(there, "round.complete", asked, inventory, testimony.Holdings)
+
+
+def dissent(*, trouble: str = OTHER_DIGEST, revision: int = 4, digest: str = "other") -> bool:
+    plan = msgspec.structs.replace(make_plan(1, 1), revision=5)
+    plan = msgspec.structs.replace(plan, members=(msgspec.structs.replace(plan.members[0], trouble=trouble),))
+    return auditor_module._dissents(plan, 0, Report(key=plan.key, revision=revision, digest=digest), "agreed")
+
+
+def test_who_was_left_out_for_its_digest_under_the_newest_plan_is_asked_why() -> None:
+    assert dissent()
+    assert dissent(revision=5)
+    assert not dissent(revision=3), "its averages are of another plan"
+    assert not dissent(digest="agreed")
+    assert not dissent(digest=""), "it lacks averages"
+    assert not dissent(trouble="dead"), "nobody doubts its averages"
 
 
 @in_virtual_time

@@ -10,11 +10,14 @@ import pytest
 
 from potluck.errors import ConfigurationError, RetryableError
 from potluck.hub.presence import Card, Presence
-from potluck.round.adoption import Claim, find_adoption
+from potluck.peer.identity import Identity
+from potluck.round.adoption import Claim, find_adoption, read_claims
+from potluck.round.audit import AuditConfig
 from potluck.round.chunks import ChunkGrid, Run
 from potluck.round.codecs import CodecSpec
 from potluck.round.gathering import READY_SECONDS, GatherConfig, Gathering, Proposal, alive_trainers, senders
-from potluck.round.plan import Part, Participant, Plan, Ready, RoundKey
+from potluck.round.plan import Completed, Part, Participant, Plan, Ready, RoundKey
+from potluck.round.signing import sign_word
 from potluck.round.trigger import Quorum, ReadySender
 
 KEY = RoundKey(epoch=1, token=7, attempt=0)
@@ -195,6 +198,87 @@ def test_who_holds_other_tensors_is_left_out_by_weight_and_named() -> None:
     assert "other tensors" in plan.left_out["A"]
 
 
+@pytest.mark.parametrize(
+    ("config", "others", "is_audited"),
+    [
+        ({}, [{"trusted": False}], True),
+        ({}, [{"trusted": True}], False),
+        ({}, [{"trusted": False, "addresses": ()}], False),
+        ({"audit": AuditConfig(chunks_per_reducer=0)}, [{"trusted": False}], False),
+    ],
+    ids=["a stranger reduces", "all are trusted", "the stranger cannot reduce", "audits are off"],
+)
+def test_a_round_is_audited_where_somebody_might_reduce_whom_nobody_vouches_for(
+    config: dict[str, Any], others: list[dict[str, Any]], is_audited: bool
+) -> None:
+    room = Room(**config)
+    room.add("A", card={"trusted": True})
+    for number, card in enumerate(others):
+        room.add(f"B{number}", card=card)
+    assert room.plan().audit == is_audited
+
+
+def test_a_stranger_alone_has_nobody_to_deceive() -> None:
+    for trusted_reducers in (False, True):
+        room = Room(trusted_reducers=trusted_reducers)
+        room.add("A", card={"trusted": False})
+        plan = room.plan()
+        assert not plan.audit
+        assert plan.members[0].reduces
+
+
+def test_who_says_that_it_sends_nothing_only_receives() -> None:
+    room = Room()
+    room.add("A")
+    room.add("B", sends=False)
+    assert [(member.sends, member.weight) for member in room.plan().members] == [(True, 1.0), (False, 0.0)]
+
+
+@pytest.mark.parametrize("layouts", [("a", "b"), ("b", "a")])
+def test_of_two_layouts_with_the_same_weight_the_first_by_name_counts(layouts: tuple[str, str]) -> None:
+    room = Room()
+    for peer, layout in zip("AB", layouts, strict=True):
+        room.add(peer, layout=layout)
+    assert room.plan().layout == "a"
+
+
+def test_a_chunk_takes_as_long_as_its_copies_need() -> None:
+    room = Room()
+    for peer in "ABCD":
+        room.add(peer)
+    assert not room.propose().is_measured
+    for peer in "ABCD":
+        room.add(peer, card={"upload_bytes_per_second": FAST, "download_bytes_per_second": FAST})
+    proposal = room.propose()
+    assert proposal.is_measured
+    assert proposal.chunk_seconds == pytest.approx(3 * proposal.plan.chunk_bytes / FAST, rel=0.01)
+
+
+def test_an_aux_peer_on_a_slow_line_does_not_make_chunks_small() -> None:
+    sizes = []
+    for speed in (FAST, 1e4):
+        room = Room()
+        for peer in "AB":
+            room.add(peer, card={"upload_bytes_per_second": FAST, "download_bytes_per_second": FAST})
+        aux = {"role": "aux", "upload_bytes_per_second": speed, "download_bytes_per_second": speed, "addresses": ()}
+        room.add("C", card=aux)
+        sizes.append(room.plan().chunk_bytes)
+    assert sizes[0] == sizes[1]
+
+
+def test_who_is_barred_has_no_part_and_no_say_and_is_told_why() -> None:
+    room = Room()
+    room.add("A")
+    room.add("B", weight=9.0, layout="other")
+    room.add("C")
+    candidates = room.gathering.candidates(room.roster.values(), epoch=1, token=7, now=0.0)
+    barred = {"B": "it lied", "Z": "it is not even here"}
+    plan = room.gathering.propose(candidates, KEY, hub_now=0.0, barred=barred).plan
+    assert [member.peer for member in plan.members] == ["A", "C"]
+    assert plan.layout == "l"
+    assert plan.left_out == {"B": "it lied"}
+
+
 def test_weights_are_capped_by_their_median_if_the_run_says_so() -> None:
     room = Room(weight_cap=2.0)
     for peer, weight in zip("ABC", (1.0, 1.0, 1e9), strict=True):
@@ -328,6 +412,27 @@ ALIVE = {peer: f"{peer}1" for peer in "ABC"}
 
 def claims(peers: str, *, digest: str = "d", **plan: Any) -> list[Claim]:
     return [Claim(peer, finished_plan(**plan), digest) for peer in peers]
+
+
+def test_claims_are_of_this_epoch_signed_by_who_coordinated_then_and_not_to_be_audited() -> None:
+    old, other = Identity.temporary(), Identity.temporary()
+
+    def completed(signer: Identity = old, run: str = "run", **changes: Any) -> Completed:
+        plan = msgspec.structs.replace(finished_plan(), **changes)
+        return Completed(coordinator=signer.peer_id, plan=sign_word(plan, signer, run), digest="d")
+
+    said = {
+        "good": completed(),
+        "other epoch": completed(key=msgspec.structs.replace(KEY, epoch=2)),
+        "audited": completed(audit=True),
+        "never coordinated": completed(other),
+        "other run": completed(run="elsewhere"),
+        "other term": completed(key=msgspec.structs.replace(KEY, token=8)),
+        "no plan": Completed(coordinator=old.peer_id, plan=b"x", digest="d"),
+    }
+    read, bad = read_claims(said, "run", {KEY.token: old.peer_id}, epoch=KEY.epoch)
+    assert [(claim.peer, claim.digest) for claim in read] == [("good", "d")]
+    assert bad.keys() == {"never coordinated", "other run", "other term", "no plan"}
 
 
 def test_a_round_that_all_members_completed_is_adopted() -> None:

@@ -16,7 +16,7 @@ from potluck.hub.presence import Beacon
 from potluck.messages import encode
 from potluck.optim.collaboration import Collaboration
 from potluck.optim.progress.keeper import TOPIC
-from potluck.optim.progress.pace import Pace, is_worth_another_step
+from potluck.optim.progress.pace import Pace, is_worth_another_step, patience_seconds
 from potluck.optim.progress.tracker import FORGET_SECONDS, ProgressTracker, RunProgress, predict_seconds
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
@@ -50,6 +50,17 @@ def test_a_prediction_is_not_a_reason_to_start() -> None:
     late = tracker.summary(5.0)
     assert late.due_in_seconds == 0.0
     assert not late.is_due
+
+
+def test_an_epoch_stays_due_when_those_who_average_in_the_background_count_towards_the_next() -> None:
+    tracker = ProgressTracker(10)
+    tracker.heard("quick", beacon(samples=6), 0.0)
+    tracker.heard("slow", beacon(samples=4), 0.0)
+    assert tracker.summary(0.0).is_due
+    tracker.heard("quick", beacon(epoch=1, samples=2), 0.1)
+    assert tracker.summary(0.1).is_due
+    tracker.committed(1)
+    assert not tracker.summary(0.2).is_due
 
 
 def test_an_epoch_begins_anew_and_the_outdated_do_not_count() -> None:
@@ -154,11 +165,21 @@ def test_pace_leaves_out_the_time_in_rounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("due", "step", "grace", "worth"),
-    [(None, 5, 1, True), (10, 5, 1, True), (1, 5, 1, False), (4.5, 5, 1, True), (0, 0, 0, True), (0, 1, 3, True)],
+    ("due", "step", "worth"),
+    [(None, 5, True), (10, 5, True), (5, 5, True), (2.6, 5, True), (2.4, 5, False), (0, 1, False), (0, 0, True)],
 )
-def test_another_step_or_not(due: float | None, step: float, grace: float, worth: bool) -> None:
-    assert is_worth_another_step(due, step, grace) is worth
+def test_another_step_or_not(due: float | None, step: float, worth: bool) -> None:
+    assert is_worth_another_step(due, step) is worth
+
+
+@pytest.mark.parametrize(
+    ("due", "step", "grace", "patience"),
+    [(0.1, 0.5, 3, 0.5), (0.1, 4, 3, 3.1), (0, 2, 2, 2), (1, 10, 3, 4)],
+)
+def test_nobody_waits_for_what_was_only_predicted_longer_than_it_would_lose(
+    due: float, step: float, grace: float, patience: float
+) -> None:
+    assert patience_seconds(due, step, grace) == pytest.approx(patience)
 
 
 # The news

@@ -318,6 +318,23 @@ def test_a_frozen_reducer_is_replaced() -> None:
     assert world.outcome.holders == (0, 1, 3)
 
 
+def test_silence_counts_only_while_the_coordinator_itself_was_listening() -> None:
+    director = Director(make_plan(3, 3, 1), Patience(), 0.0)
+
+    def heard(*members: int, at: float) -> None:
+        for index in members:
+            director.report_arrived(index, Report(key=KEY, number=round(at * 10), revision=0), at)
+
+    heard(0, 1, 2, at=0.1)
+    director.tick(0.1)
+    director.tick(2.6)  # its own loop stood still, and the reports of that time wait to be read
+    assert [member.receives for member in director.plan.members] == [True, True, True]
+    for tenth in range(27, 45):
+        heard(0, 1, at=tenth / 10)
+        director.tick(tenth / 10)
+    assert [member.receives for member in director.plan.members] == [True, True, False]
+
+
 def test_a_member_with_another_digest_is_left_out() -> None:
     plan = make_plan(3, 1, 1)
     director = Director(plan, Patience(), 0.0)

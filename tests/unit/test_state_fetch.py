@@ -364,6 +364,29 @@ async def test_a_state_that_is_replaced_meanwhile_is_still_served_to_the_end() -
 
 
 @in_virtual_time
+async def test_a_fetch_comes_to_an_end_however_many_epochs_pass() -> None:
+    """A keeper holds two epochs, and gives what it was asked for when it has let go of it for everybody else."""
+    async with state_lab() as lab:
+        keeper = await lab.join("keeper")
+        joiner = await lab.join("joiner")
+        slow = Conditions(bytes_per_second=2 * MIB)
+        lab.run.network.set_conditions(slow, kind="direct", sender=keeper.id, receiver=joiner.id)
+        lab.commit(1, keeper)
+        await keeper.publish(model(1, 16), 1)
+        fetching = asyncio.create_task(joiner.keeper.fetch(timeout_seconds=TIMEOUT_SECONDS))
+        epoch = 1
+        while not fetching.done():
+            epoch += 1
+            lab.commit(epoch, keeper)
+            await keeper.publish(model(epoch, 16), epoch)  # takes a second
+        assert epoch > 6
+        with await fetching as fetched:
+            assert fetched.epoch == 1
+            assert same(fetched.tensors(), model(1, 16))
+            assert sum(fetched.report.given.values()) == 17  # each chunk once
+
+
+@in_virtual_time
 async def test_a_keeper_stays_within_its_rate_and_joiners_share_it() -> None:
     async with state_lab() as lab:
         keeper = await lab.join("keeper", serving=_limited(4 * MIB))

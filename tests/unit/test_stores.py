@@ -29,9 +29,25 @@ def names(stores: list[StoreDefinition]) -> set[str]:
 
 
 def test_who_reads_and_writes_what() -> None:
-    assert names(readable_stores()) == {"roster", "manifest", "lease", "lineage", "shards", "contributions"}
+    assert names(readable_stores()) == {
+        "roster",
+        "manifest",
+        "lease",
+        "lineage",
+        "shards",
+        "contributions",
+        "history",
+        "ballot",
+    }
     assert writable_stores(coordinates=False) == []
-    assert names(writable_stores(coordinates=True)) == {"lease", "lineage", "shards", "contributions"}
+    assert names(writable_stores(coordinates=True)) == {
+        "lease",
+        "lineage",
+        "shards",
+        "contributions",
+        "history",
+        "ballot",
+    }
 
 
 def test_what_outlives_a_restart_is_kept_in_files() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,15 +12,26 @@ import typer
 from potluck import tasks
 
 if TYPE_CHECKING:
+    from potluck.cli.dashboardchild import DashboardOptions
     from potluck.monitor.alarms import Alarm, Kind
     from potluck.monitor.watcher import Watcher
-    from potluck.run.host import Host
+    from potluck.run.host import Host, HostConfig
     from potluck.run.peer import Peer
+    from potluck.state.keeper import StateConfig
     from potluck.training.helping import AuxiliaryWork
     from potluck.training.manifest import Manifest
 
 
 ALARMS_EVERY_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backing:
+    """How the host saves the run's state; checked when it is used, since that needs torch."""
+
+    every_epochs: int
+    keep_last: int
+    keep_every: int
 
 
 def host(
@@ -62,10 +74,23 @@ def host(
     organisations: Annotated[
         list[str] | None, typer.Option("--organisation", help="Hugging Face organisation whose members to let in.")
     ] = None,
+    backup_every: Annotated[int, typer.Option(help="Save the run's state every so many epochs.")] = 10,
+    keep_last: Annotated[int, typer.Option(help="The newest so many backups stay.")] = 3,
+    keep_every: Annotated[
+        int, typer.Option(help="Of those before, each of such a multiple of epochs stays for good; 0: none does.")
+    ] = 0,
+    dashboard: Annotated[bool, typer.Option(help="Serve the live dashboard, where it is installed.")] = True,
+    dashboard_port: Annotated[
+        int | None,
+        typer.Option(help="Its port; 0 picks a free one. Unless given: 8484, if that is free."),
+    ] = None,
+    dashboard_listen: Annotated[
+        str, typer.Option(help="Its address, if not that of the hub: 127.0.0.1 shows it to this machine alone.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a line.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
 ) -> None:
-    """Start a run: a hub that everybody can reach, its guard, and an aux peer. Prints the join link.
+    """Start a run: a hub that everybody can reach, its guard, an aux peer, a dashboard. Prints the join link.
 
     Example: [bold]potluck init my-run && potluck host my-run --announce my-server.example.org[/bold]
     """
@@ -115,7 +140,35 @@ def host(
         hub_url=hub,
         hub_ca=hub_ca,
     )
-    console.run(console.until_interrupted(lambda stop: _serve(Host(config), manifest, stop, as_json)))
+    shown = _dashboard_options(config, dashboard, dashboard_listen or listen, dashboard_port)
+    if shown is not None and manifest is not None and manifest.recipe.digest:
+        shown = replace(shown, recipe=_beside(run_file) / manifest.recipe.name)
+    backups = Backing(every_epochs=backup_every, keep_last=keep_last, keep_every=keep_every)
+    console.run(console.until_interrupted(lambda stop: _serve(Host(config), manifest, backups, shown, stop, as_json)))
+
+
+def _dashboard_options(config: HostConfig, wanted: bool, listen: str, port: int | None) -> DashboardOptions | None:
+    """How to serve the dashboard; None where it is not wanted or not installed."""
+    from potluck.cli.dashboard import is_installed
+    from potluck.cli.dashboardchild import DashboardOptions
+    from potluck.peer import environment
+
+    if not wanted or environment.wants_no_dashboard() or not is_installed():
+        return None
+    hosts = config.hub.advertised_hosts
+    return DashboardOptions(
+        run=config.hub.run,
+        folder=config.hub.folder,
+        listen=listen,
+        port=port,
+        shown_host=hosts[0] if hosts and listen in ("0.0.0.0", "::") else "",
+    )
+
+
+def _beside(run_file: Path | None) -> Path:
+    """The folder of run.toml."""
+    path = run_file or Path("run.toml")
+    return path if path.is_dir() else path.parent
 
 
 def _manifest(run_file: Path | None) -> Manifest | None:
@@ -125,11 +178,19 @@ def _manifest(run_file: Path | None) -> Manifest | None:
         return None
     from potluck.training.runfile import manifest_of, read_run_file
 
-    return manifest_of(read_run_file(path), path if path.is_dir() else path.parent)
+    return manifest_of(read_run_file(path), _beside(run_file))
 
 
-async def _serve(host: Host, manifest: Manifest | None, stop: asyncio.Event, as_json: bool) -> None:
+async def _serve(
+    host: Host,
+    manifest: Manifest | None,
+    backups: Backing,
+    shown: DashboardOptions | None,
+    stop: asyncio.Event,
+    as_json: bool,
+) -> None:
     from potluck.cli import console
+    from potluck.cli.dashboardchild import DashboardChild
 
     async def start() -> bool:
         if host.config.hub.cluster is not None and not as_json:
@@ -143,14 +204,19 @@ async def _serve(host: Host, manifest: Manifest | None, stop: asyncio.Event, as_
 
     if not await console.unless_stopped(start(), stop):
         return
+    child = None
     try:
         _announce(host, as_json)
-        await _watch(host, stop, as_json)
+        if shown is not None:
+            child = DashboardChild(shown, as_json)
+        await _watch(host, backups, stop, as_json)
     finally:
+        if child is not None:
+            await child.close()
         await host.stop()
 
 
-async def _watch(host: Host, stop: asyncio.Event, as_json: bool) -> None:
+async def _watch(host: Host, backups: Backing, stop: asyncio.Event, as_json: bool) -> None:
     """Tell who comes and goes until asked to stop, or until the hub dies."""
     from potluck.cli import console
 
@@ -158,24 +224,32 @@ async def _watch(host: Host, stop: asyncio.Event, as_json: bool) -> None:
     roster = host.peer.session.roster
     end = roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json))
     try:
-        await console.unless_stopped(_help(host, as_json), stop)
+        await console.unless_stopped(_help(host, backups, as_json), stop)
     finally:
         end()
 
 
-async def _help(host: Host, as_json: bool) -> None:
+async def _help(host: Host, backups: Backing, as_json: bool) -> None:
     """Have the host's own peer reduce for the trainers, and coordinate; raises when the hub has died."""
     from potluck.cli import console
 
     module = await console.import_slowly("potluck.training.helping")
     assert host.peer is not None
-    helper: AuxiliaryWork = await module.AuxiliaryWork.start(host.peer, host.config.hub.folder / "states")
+    helper: AuxiliaryWork = await module.AuxiliaryWork.start(host.peer, _state_config(host, backups))
     alarming = asyncio.create_task(_tell_alarms(host.peer, as_json), name="alarms")
     try:
         await host.failed()
     finally:
         await tasks.end(alarming)
         await helper.close()
+
+
+def _state_config(host: Host, backups: Backing) -> StateConfig:
+    from potluck.state.backups import BackupConfig
+    from potluck.state.keeper import StateConfig
+
+    config = BackupConfig(every_epochs=backups.every_epochs, keep_last=backups.keep_last, keep_every=backups.keep_every)
+    return StateConfig(folder=host.config.hub.folder / "states", backups=config)
 
 
 async def _tell_alarms(peer: Peer, as_json: bool) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from potluck.monitor.alarms import Alarm
+    from potluck.monitor.exporters import Exporters
     from potluck.monitor.view import Overview, PeerRow
     from potluck.monitor.watcher import Watcher
     from potluck.run.peer import Peer
@@ -25,6 +26,12 @@ def monitor(
     once: Annotated[bool, typer.Option(help="Look once, and end.")] = False,
     identity_path: Annotated[
         Path | None, typer.Option(help="File with the key you watch by; a new one is made unless given.")
+    ] = None,
+    wandb: Annotated[
+        str, typer.Option(metavar="PROJECT", help="Log each epoch to this project of Weights & Biases as well.")
+    ] = "",
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write each epoch for TensorBoard into this folder as well.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a second.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
@@ -39,12 +46,18 @@ def monitor(
     console.set_up_logging(verbose)
 
     async def watch(peer: Peer, stop: asyncio.Event) -> None:
-        await _watch(peer, stop, once=once, as_json=as_json)
+        module = await console.import_slowly("potluck.monitor.exporters")
+        run = peer.session.subjects.run
+        exporters: Exporters = module.open_exporters(run, wandb_project=wandb, tensorboard_folder=tensorboard)
+        try:
+            await _watch(peer, stop, exporters, once=once, as_json=as_json)
+        finally:
+            exporters.close()
 
     observe(parse_link(link, "potluck monitor"), "monitor", identity_path, as_json, watch)
 
 
-async def _watch(peer: Peer, stop: asyncio.Event, *, once: bool, as_json: bool) -> None:
+async def _watch(peer: Peer, stop: asyncio.Event, exporters: Exporters, *, once: bool, as_json: bool) -> None:
     import msgspec
     from rich.live import Live
 
@@ -59,6 +72,7 @@ async def _watch(peer: Peer, stop: asyncio.Event, *, once: bool, as_json: bool) 
                 await console.unless_stopped(asyncio.sleep(EVERY_SECONDS), stop)
                 now = peer.session.clock.monotonic()
                 overview, rows = watcher.view.overview(now), watcher.view.rows(now)
+                exporters.epoch_seen(overview)
                 alarms = watcher.alarms()
                 if as_json:
                     peers = [msgspec.to_builtins(row) for row in rows]

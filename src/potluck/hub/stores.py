@@ -69,6 +69,8 @@ STORES: tuple[StoreDefinition, ...] = (
     StoreDefinition(name="lineage", description="the committed epochs", readers="all", writers="coordinators"),
     StoreDefinition(name="shards", description="who trains on what", readers="all", writers="coordinators"),
     StoreDefinition(name="contributions", description="who gave how much", readers="all", writers="coordinators"),
+    StoreDefinition(name="history", description="how the run has gone", readers="all", writers="coordinators"),
+    StoreDefinition(name="ballot", description="names for the model, and votes", readers="all", writers="coordinators"),
 )  # fmt: skip
 
 

@@ -7,11 +7,13 @@ the lineage's.
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
 
 from potluck.hub.presence import Beacon, Presence
 from potluck.round.plan import Commit
+from potluck.run.linknews import LinkFigures, LinkNews
+from potluck.training.history import mean_loss
 
 SILENT_SECONDS = 10.0  # a beacon older than that says nothing any more
 KEPT_COMMITS = 32  # from which the speed of epochs is taken
@@ -35,6 +37,22 @@ class PeerRow:
     upload_bytes_per_second: float | None
     download_bytes_per_second: float | None
     coordinates: bool = False  # now
+    version: str = ""
+    share: float = 0.0  # of the samples per second of all
+    since: float = 0.0  # hub time of the last change of state
+    num_direct: int = 0  # links
+    num_relayed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRow:
+    """A link between two peers that are both there."""
+
+    one: str
+    other: str
+    path: str  # direct or relay
+    bytes_per_second: float | None  # the faster way
+    rtt_seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +71,10 @@ class Overview:
     num_peers: int
     bytes_per_epoch: int
     coordinator: str
+    fastest_samples_per_second: float = 0.0  # of one peer: what it would do alone
+    roles: dict[str, int] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
+    committed_at: float | None = None  # hub time of the newest epoch
 
 
 @dataclass(slots=True)
@@ -69,6 +91,7 @@ class RunView:
     coordinator: str = ""
     _presences: dict[str, Presence] = field(default_factory=dict)
     _beacons: dict[str, _Heard] = field(default_factory=dict)
+    _links: dict[str, LinkNews] = field(default_factory=dict)
     _commits: deque[Commit] = field(default_factory=lambda: deque(maxlen=KEPT_COMMITS))
 
     def peer_changed(self, presence: Presence) -> None:
@@ -76,6 +99,7 @@ class RunView:
         if presence.state in ("dead", "left"):
             self._presences.pop(presence.peer, None)
             self._beacons.pop(presence.peer, None)
+            self._links.pop(presence.peer, None)
         else:
             self._presences[presence.peer] = presence
 
@@ -84,6 +108,11 @@ class RunView:
         presence = self._presences.get(peer)
         if presence is not None and presence.card.session == beacon.session:
             self._beacons[peer] = _Heard(beacon, now)
+
+    def links_told(self, peer: str, news: LinkNews) -> None:
+        """A peer's word on its links."""
+        if peer in self._presences:
+            self._links[peer] = news
 
     def committed(self, commit: Commit) -> None:
         """An epoch is final."""
@@ -97,11 +126,14 @@ class RunView:
     def rows(self, now: float) -> list[PeerRow]:
         """All peers, the trainers first, the fastest of them on top."""
         rows = [self._row(presence, now) for presence in self._presences.values()]
+        if total := sum(row.samples_per_second for row in rows):
+            rows = [replace(row, share=row.samples_per_second / total) for row in rows]
         return sorted(rows, key=lambda row: (row.role != "trainer", -row.samples_per_second, row.name, row.peer))
 
     def overview(self, now: float) -> Overview:
         """The whole run."""
-        rows = [row for row in self.rows(now) if row.role == "trainer"]
+        everybody = self.rows(now)
+        rows = [row for row in everybody if row.role == "trainer"]
         at_work = [row for row in rows if row.epoch == self.epoch]
         rate = sum(row.samples_per_second for row in rows)
         samples = sum(row.samples for row in at_work)
@@ -113,18 +145,33 @@ class RunView:
             samples=samples,
             target=target,
             samples_per_second=rate,
-            loss=_mean_loss(rows),
+            loss=mean_loss((row.loss, row.samples_per_second) for row in rows),
             seconds_per_epoch=self._seconds_per_epoch(),
             due_in_seconds=max(0.0, missing / rate) if target and rate > 0 else None,
             num_trainers=len(rows),
             num_peers=len(self._presences),
             bytes_per_epoch=sum(member.sent_bytes for member in self._commits[-1].members) if self._commits else 0,
             coordinator=self._name(self.coordinator),
+            fastest_samples_per_second=max((row.samples_per_second for row in rows), default=0.0),
+            roles=dict(Counter(row.role for row in everybody).most_common()),
+            places=dict(Counter(row.place for row in everybody).most_common()),
+            committed_at=self._commits[-1].committed_at if self._commits else None,
         )
+
+    def links(self) -> list[LinkRow]:
+        """Who is linked to whom. Each end may have told of a link: the one that knows its speed counts."""
+        told: dict[tuple[str, str], list[LinkFigures]] = {}
+        for peer, news in self._links.items():
+            for link in news.links:
+                if link.peer in self._presences:
+                    told.setdefault((min(peer, link.peer), max(peer, link.peer)), []).append(link)
+        return [_link_row(one, other, ends) for (one, other), ends in sorted(told.items())]
 
     def _row(self, presence: Presence, now: float) -> PeerRow:
         card = presence.card
         heard = self._beacons.get(presence.peer)
+        news = self._links.get(presence.peer, LinkNews())
+        links = [link for link in news.links if link.peer in self._presences]
         beacon = heard.beacon if heard is not None and now - heard.at <= SILENT_SECONDS else Beacon(session="")
         return PeerRow(
             peer=presence.peer,
@@ -140,6 +187,10 @@ class RunView:
             upload_bytes_per_second=card.upload_bytes_per_second,
             download_bytes_per_second=card.download_bytes_per_second,
             coordinates=presence.peer == self.coordinator,
+            version=card.version[:LONGEST_NAME],
+            since=presence.since,
+            num_direct=sum(link.path == "direct" for link in links),
+            num_relayed=sum(link.path == "relay" for link in links),
         )
 
     def _name(self, peer: str) -> str:
@@ -158,8 +209,17 @@ class RunView:
         return (last.committed_at - first.committed_at) / epochs if epochs > 0 else None
 
 
-def _mean_loss(rows: list[PeerRow]) -> float | None:
-    """Weighted by speed: a fast peer has seen more of the data."""
-    known = [(row.loss, row.samples_per_second) for row in rows if row.loss is not None]
-    weight = sum(rate for _, rate in known)
-    return sum(loss * rate for loss, rate in known) / weight if weight > 0 else None
+def _link_row(one: str, other: str, ends: list[LinkFigures]) -> LinkRow:
+    speeds = [s for end in ends for s in (end.upload_bytes_per_second, end.download_bytes_per_second) if _is_figure(s)]
+    trips = [end.rtt_seconds for end in ends if _is_figure(end.rtt_seconds)]
+    return LinkRow(
+        one=one,
+        other=other,
+        path="direct" if any(end.path == "direct" for end in ends) else "relay",
+        bytes_per_second=max((speed for speed in speeds if speed is not None), default=None),
+        rtt_seconds=min((trip for trip in trips if trip is not None), default=None),
+    )
+
+
+def _is_figure(value: float | None) -> bool:
+    return value is not None and 0.0 <= value < math.inf

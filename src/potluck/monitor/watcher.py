@@ -19,6 +19,8 @@ from potluck.peer.roster import RosterEvent
 from potluck.peer.session import Session
 from potluck.round.lineage import Lineage
 from potluck.round.plan import Commit
+from potluck.run.linknews import MAX_NEWS_BYTES, LinkNews
+from potluck.run.linknews import TOPIC as LINK_NEWS
 from potluck.training.notice import NoticeBoard
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ class Watcher:
     def __init__(self, session: Session) -> None:
         self.view = RunView(session.subjects.run)
         self._alarms = Alarms()
-        self._board = NoticeBoard(session.hub, session.subjects.run)
+        self.board = NoticeBoard(session.hub, session.subjects.run)
         self.counts: Counter[str] = Counter()
         self._session = session
         self._lease = LeaseView()
@@ -64,9 +66,10 @@ class Watcher:
         self._subscriptions = [
             await session.hub.store("lease").watch(self._lease_changed),
             await session.hub.subscribe(session.subjects.beacon("*"), self._beacon_came),
+            await session.hub.subscribe(session.subjects.news("*", LINK_NEWS), self._links_told),
         ]
         await self._lineage.start()
-        await self._board.start()
+        await self.board.start()
 
     async def close(self) -> None:
         """Follow no more. Calling it twice does no harm."""
@@ -75,12 +78,12 @@ class Watcher:
         for subscription in subscriptions:
             await subscription.cancel()
         await self._lineage.close()
-        await self._board.close()
+        await self.board.close()
 
     @property
     def is_paused(self) -> bool:
         """Whether an organiser has the trainers wait."""
-        manifest = self._board.manifest
+        manifest = self.board.manifest
         return manifest is not None and manifest.at(self.view.epoch).paused
 
     def alarms(self) -> list[Alarm]:
@@ -113,3 +116,11 @@ class Watcher:
         now = self._session.clock.monotonic()
         self.view.beacon_came(peer, beacon, now)
         self._alarms.beacon_came(peer, beacon, now)
+
+    def _links_told(self, delivery: Delivery) -> None:
+        try:
+            news = decode(LinkNews, delivery.payload, limit_bytes=MAX_NEWS_BYTES)
+        except ProtocolError:
+            self.counts["bad_link_news"] += 1
+            return
+        self.view.links_told(delivery.subject.rsplit(".", 2)[-2], news)

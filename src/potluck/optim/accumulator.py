@@ -67,13 +67,18 @@ class GradientAccumulator:
             total = self._sums.get(name)
             if total is None:
                 missing.add(name)
-                total = torch.zeros_like(parameter, dtype=_sum_dtype(parameter), requires_grad=False)
+                total = _zeros(parameter)
             elif self._units != 1.0:
                 total.div_(self._units)
             tensors[name] = total
         taken = MeanGradients(tensors, self.samples, frozenset(missing), self.num_batches)
         self.reset()
         return taken
+
+    def nothing(self) -> MeanGradients:
+        """The mean over no samples; what is here stays here."""
+        zeros = {name: _zeros(parameter) for name, parameter in self._parameters.items()}
+        return MeanGradients(zeros, 0, frozenset(zeros), 0)
 
     def put_back(self, taken: MeanGradients) -> None:
         """What was taken was not used: count it again, beside what came since."""
@@ -165,3 +170,7 @@ class GradientAccumulator:
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+
+
+def _zeros(parameter: Parameter) -> Tensor:
+    return torch.zeros_like(parameter, dtype=_sum_dtype(parameter), requires_grad=False)

@@ -5,14 +5,17 @@ Methods marked *any thread* only read immutable values or post to the loop; coro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from potluck.optim.parameters import RolesByPrefix
 from potluck.optim.progress.keeper import ProgressKeeper
 from potluck.optim.progress.tracker import RunProgress
+from potluck.peer.session import Session
 from potluck.round.averager import Averager, AveragerConfig, RoundPeer
 from potluck.round.codecs import CodecChoice, CodecSpec
 from potluck.round.coordinator import CoordinatorConfig
@@ -22,7 +25,12 @@ from potluck.round.workers import Workers
 from potluck.run.joined import Joined
 from potluck.state.keeper import StateKeeper
 
+logger = logging.getLogger(__name__)
+
 ROLES = RolesByPrefix()
+LOOK_EVERY_SECONDS = 0.5
+
+T = TypeVar("T")
 
 
 class CollaborationConfig(Protocol):
@@ -100,10 +108,27 @@ class Collaboration:
         return self.progress.latest
 
     async def average(
-        self, tensors: Mapping[str, Tensor] | None, *, weight: float, epoch: int, timeout_seconds: float
+        self,
+        tensors: Mapping[str, Tensor] | None,
+        *,
+        weight: float,
+        epoch: int,
+        reduces: bool = True,
+        timeout_seconds: float,
     ) -> RoundResult:
         """Take part in making an epoch."""
-        return await self.averager.average(tensors, weight=weight, epoch=epoch, timeout_seconds=timeout_seconds)
+        return await self.averager.average(
+            tensors, weight=weight, epoch=epoch, reduces=reduces, timeout_seconds=timeout_seconds
+        )
+
+    async def work(self, on_tensors: Callable[[], T]) -> T:
+        """Have work done in a worker."""
+        return await self.averager.work(on_tensors)
+
+    @property
+    def is_in_round(self) -> bool:
+        """Whether a round has begun that counts on this peer (any thread)."""
+        return self.averager.is_in_round
 
     async def until_due(self, epoch: int, seconds: float) -> bool:
         """Wait until the epoch after `epoch` is due."""
@@ -111,6 +136,23 @@ class Collaboration:
 
     def _committed(self, _commit: Commit) -> None:
         self.progress.committed()
+
+
+async def until_hub_is_there(session: Session) -> None:
+    """Wait for a hub that is away just now, and say so. Raises why the session ended, if it does meanwhile."""
+    has_said = False
+    while not session.hub.is_connected:
+        if session.ended.done():
+            session.ended.result()
+        if not has_said:
+            has_said = True
+            logger.warning("the hub is away just now: training begins when it is back")
+        await asyncio.sleep(LOOK_EVERY_SECONDS)
+
+
+async def has_other_trainers(session: Session) -> bool:
+    """Whether somebody else trains."""
+    return any(p.card.role == "trainer" and p.peer != session.peer_id for p in session.roster.alive())
 
 
 def join_collaboration(run: Joined, config: CollaborationConfig, codec: CodecSpec | None = None) -> Collaboration:
@@ -128,6 +170,7 @@ def join_collaboration(run: Joined, config: CollaborationConfig, codec: CodecSpe
         await collaboration.start()
         return collaboration
 
+    run.call(until_hub_is_there(run.peer.session))
     collaboration = run.call(start())
     run.attach(collaboration.close)
     return collaboration

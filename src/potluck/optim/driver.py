@@ -29,7 +29,8 @@ from potluck.run.joined import Joined
 
 logger = logging.getLogger(__name__)
 
-LEAVE_SECONDS = 10.0
+LEAVE_SECONDS = 10.0  # for a round to be left
+LAST_ROUND_SECONDS = 10.0  # for the round in the background to end, when this peer does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +114,9 @@ class Driver:
 
     # Rounds
 
-    def round(self, *, delay_step: bool = False) -> bool:
+    def round(self, *, delay_step: bool = False, timeout_seconds: float | None = None) -> bool:
         """Take part in the next epoch, and step; False if our offer did not count (then it may have been caught up)."""
-        pending = self._start()
+        pending = self._start(timeout_seconds)
         self._pending = pending
         try:
             concurrent.futures.wait([pending.result])
@@ -123,14 +124,14 @@ class Driver:
             self._leave_round()
             self._method.withdraw(pending.offer)
             raise
-        if delay_step and pending.result.exception() is None and pending.result.result().holds:
+        if delay_step and self._has_averages(pending):
             self._step_later(pending)
             return True
         return self.land()
 
     def begin_round(self, *, delay_step: bool) -> None:
         """Take part in the next epoch in the background."""
-        pending = self._start()
+        pending = self._start(in_background=True)
         self._pending = pending
         if delay_step:
             self._step_later(pending)
@@ -149,8 +150,18 @@ class Driver:
             work: concurrent.futures.Future[Any] = self._pending.stepped or self._pending.result
             concurrent.futures.wait([work])
 
-    def close(self) -> None:
-        """Leave the round in the background, if any. Calling it twice does no harm."""
+    def close(self, *, wait_seconds: float = LAST_ROUND_SECONDS) -> None:
+        """Bring in the round in the background, if it ends in time, else leave it. Calling it twice does no harm.
+
+        If all peers of a run ended in the middle of a round, its epoch would be committed, and nobody would have the
+        state after it.
+        """
+        pending = self._pending
+        if pending is not None:
+            work: concurrent.futures.Future[Any] = pending.stepped or pending.result
+            concurrent.futures.wait([work], timeout=wait_seconds)
+            if self._is_done(pending) and self._has_averages(pending):
+                self.land()
         self._leave_round()
         steps, self._steps = self._steps, None
         if steps is not None:
@@ -163,20 +174,25 @@ class Driver:
             concurrent.futures.wait([pending.result], timeout=LEAVE_SECONDS)
 
     async def _release(self) -> None:
-        """On the event loop, when the run is left."""
-        await asyncio.to_thread(self.close)
+        """On the event loop, when the run is left; whoever is interrupted does not want to wait for others."""
+        is_out = self._run.is_interrupted or self._run.peer.session.ended.done()
+        await asyncio.to_thread(lambda: self.close(wait_seconds=0.0 if is_out else LAST_ROUND_SECONDS))
 
-    def _start(self) -> _Pending:
+    def _start(self, timeout_seconds: float | None = None, *, in_background: bool = False) -> _Pending:
         assert self._pending is None, "one round at a time"
         epoch = self.epoch + 1
         offer = self._method.offer(epoch)
-        work = self._collaboration.average(
-            offer.tensors,
-            weight=offer.weight,
-            epoch=epoch,
-            timeout_seconds=self._config.averaging_timeout_seconds,
+        if not in_background:
+            offer.tensors  # noqa: B018 - this thread has nothing else to do
+        patience = timeout_seconds or self._config.averaging_timeout_seconds
+        return _Pending(epoch, offer, self._run.submit(self._average(offer, epoch, patience)))
+
+    async def _average(self, offer: Offer, epoch: int, timeout_seconds: float) -> RoundResult:
+        if not offer.is_made:
+            await self._collaboration.work(lambda: offer.tensors)
+        return await self._collaboration.average(
+            offer.tensors, weight=offer.weight, epoch=epoch, timeout_seconds=timeout_seconds
         )
-        return _Pending(epoch, offer, self._run.submit(work))
 
     @staticmethod
     def _is_done(pending: _Pending) -> bool:
@@ -189,8 +205,14 @@ class Driver:
 
     def _step_in_background(self, pending: _Pending) -> None:
         concurrent.futures.wait([pending.result])
-        if not pending.result.cancelled() and pending.result.exception() is None and pending.result.result().holds:
+        if self._has_averages(pending):
             self._accept(pending)
+
+    @staticmethod
+    def _has_averages(pending: _Pending) -> bool:
+        """Whether a round that is over has an epoch for us."""
+        result = pending.result
+        return not result.cancelled() and result.exception() is None and result.result().holds
 
     def _accept(self, pending: _Pending) -> None:
         self._method.accept(pending.offer, epoch=pending.epoch, alone=pending.result.result().alone)
@@ -216,13 +238,8 @@ class Driver:
             pending.stepped.result()  # raises what the step raised
         else:
             self._accept(pending)
-        self._recovery.epoch = pending.epoch
         self.counts["epochs"] += 1
-        if not self._recovery.is_finite():
-            self._recovery.roll_back()
-        else:
-            self._method.land()
-            self._recovery.keep()
+        self._recovery.advance(pending.epoch)
         return True
 
     # Taking over states

@@ -48,10 +48,14 @@ class LocalUpdates(Method):
 
     def offer(self, epoch: int) -> Offer:
         """The state as it is now."""
-        before = {name: tensor.detach().clone() for name, tensor in self._averaged().items()}
-        offer = Offer({name: tensor.clone() for name, tensor in before.items()}, float(self.samples), before)
-        self.samples = 0
+        offer = self.blank(epoch)
+        offer.weight, self.samples = float(self.samples), 0
         return offer
+
+    def blank(self, epoch: int) -> Offer:
+        """The state as it is now, to be replaced by what comes."""
+        before = {name: tensor.detach().clone() for name, tensor in self._averaged().items()}
+        return Offer({name: tensor.clone() for name, tensor in before.items()}, 0.0, before)
 
     @torch.no_grad()
     def accept(self, offer: Offer, *, epoch: int, alone: bool) -> None:

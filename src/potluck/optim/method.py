@@ -11,7 +11,7 @@ place, and tells the method how that ended. A new method is one file with one su
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,14 +21,32 @@ Metadata = dict[str, Any]
 """What belongs to a state beside tensors: numbers, texts, lists and dicts of them, as JSON can hold."""
 
 
-@dataclass(slots=True)
 class Offer:
     """What a peer brings to a round. The averages are written into the tensors."""
 
-    tensors: dict[str, Tensor]
-    weight: float
-    detail: Any = None
-    """Whatever the method wants to find again when the round is over."""
+    def __init__(
+        self, tensors: dict[str, Tensor] | Callable[[], dict[str, Tensor]], weight: float, detail: Any = None
+    ) -> None:
+        """`detail` is whatever the method wants to find again when the round is over.
+
+        Where it takes long to make the tensors, give a function that does so out of copies: for a round in the
+        background it is called in a worker.
+        """
+        self.weight = weight
+        self.detail = detail
+        self._tensors = tensors
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the tensors are there."""
+        return not callable(self._tensors)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By the names by which they travel; made when they are first asked for."""
+        if callable(self._tensors):
+            self._tensors = self._tensors()
+        return self._tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +104,13 @@ class Method(ABC):
     @abstractmethod
     def offer(self, epoch: int) -> Offer:
         """What to average for this epoch. What it holds is not touched until the round is over."""
+
+    @abstractmethod
+    def blank(self, epoch: int) -> Offer:
+        """Room for the averages of this epoch, without weight: for a peer that only listens, or hears them later.
+
+        Local work is left where it is; `accept` of it keeps that work on top of the new state, where work is kept.
+        """
 
     @abstractmethod
     def accept(self, offer: Offer, *, epoch: int, alone: bool) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from potluck.errors import ConfigurationError
-from potluck.optim.collaboration import join_collaboration
+from potluck.optim.collaboration import has_other_trainers, join_collaboration
 from potluck.optim.driver import Driver
 from potluck.optim.gradscaler import Unscaler
 from potluck.optim.helper import Helper
@@ -33,12 +33,13 @@ from potluck.optim.methods.transform import Transform
 from potluck.optim.modelstate import ModelState, SchedulerFactory
 from potluck.optim.options import OptimizerConfig
 from potluck.optim.parameters import are_finite
-from potluck.optim.progress.pace import Pace, is_worth_another_step
+from potluck.optim.progress.pace import Pace, is_worth_another_step, patience_seconds
 from potluck.optim.targetbatch import TargetBatch
 from potluck.run.joined import Joined
 
 logger = logging.getLogger(__name__)
 
+LEAST_ROUND_SECONDS = 10.0  # for a round that is due when somebody leaves
 CONFIRM_SECONDS = 1.5  # how long to wait for the coordinator's word when the run should have its batch
 
 Factory = Callable[[Any], torch.optim.Optimizer]
@@ -139,6 +140,26 @@ class Optimizer(torch.optim.Optimizer):
                 self._round()
         self._pace.resume(time.monotonic())
         return loss
+
+    def hand_in(self, timeout_seconds: float) -> int:
+        """Bring the samples so far into the run's next epoch, before leaving; how many did count.
+
+        With others, that epoch is waited for, as long as it comes in time: starting it early would cost them theirs.
+        Who is alone makes it at once, of fewer samples than usual.
+        """
+        self.driver.land()
+        samples, epoch = self.samples, self.epoch
+        if not samples or self.driver.is_behind:
+            return 0
+        deadline = time.monotonic() + timeout_seconds
+        if self.run.call(has_other_trainers(self.run.peer.session)):
+            latest = self.collaboration.latest
+            if latest is not None and latest.epoch == epoch and (latest.due_in_seconds or 0.0) > timeout_seconds:
+                return 0
+            if not self.run.call(self.collaboration.until_due(epoch, timeout_seconds)) or self.driver.is_behind:
+                return 0
+        left = max(deadline - time.monotonic(), LEAST_ROUND_SECONDS)
+        return samples if self.driver.round(timeout_seconds=left) else 0
 
     # Where we are
 
@@ -261,11 +282,11 @@ class Optimizer(torch.optim.Optimizer):
                 return True
             self._unconfirmed = progress.latest
             return False
-        due_in_seconds = latest.due_in_seconds if latest is not None and latest.epoch == epoch else None
-        grace_seconds = self.config.matchmaking_seconds
-        if is_worth_another_step(due_in_seconds, self._pace.seconds_per_step, grace_seconds):
+        due_in_seconds, step_seconds = progress.due_in_seconds(epoch), self._pace.seconds_per_step
+        if due_in_seconds is None or is_worth_another_step(due_in_seconds, step_seconds):
             return False
-        return self.run.call(self.collaboration.until_due(epoch, (due_in_seconds or 0.0) + grace_seconds))
+        wait_seconds = patience_seconds(due_in_seconds, step_seconds, self.config.matchmaking_seconds)
+        return self.run.call(self.collaboration.until_due(epoch, wait_seconds))
 
     def _round(self) -> None:
         """The run has its batch: average, and step, as far as the delays say."""
@@ -283,7 +304,7 @@ class Optimizer(torch.optim.Optimizer):
         self._report()
 
     def shutdown(self) -> None:
-        """Leave the round in the background, if any; the run itself goes on until it is left."""
+        """Bring in the round in the background, or leave it if it takes long; the run goes on until it is left."""
         if self._helper is None:
             self.driver.close()
 

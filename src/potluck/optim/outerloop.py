@@ -56,6 +56,7 @@ class OuterLoop(Method):
         self._weighting: Weighting = weighting
         self._shared = {name: _float32(parameter) for name, parameter in state.parameters.items()}
         self._fresh: set[str] = set()  # parameters whose shared values have not been brought into the model
+        self._fresh_extra: dict[str, Tensor] = {}  # averages that have not been brought into the model either
         self._offered: dict[str, Tensor] = {}  # parameters as they were offered, where overlapping work is kept
 
     @property
@@ -86,11 +87,22 @@ class OuterLoop(Method):
         change = {name: self._shared[name] - self.state.parameters[name].float() for name in names}
         if self.schedule.keeps_overlap:
             self._offered = {name: _float32(self.state.parameters[name]) for name in names}
-        tensors = prefixed(GRADIENT, self.transform.encode(change))
-        tensors |= {name: tensor.detach().clone() for name, tensor in prefixed(EXTRA, self.state.extra).items()}
-        offer = Offer(tensors, self._weight(), (self.samples, self.steps))
+        extra = self._copied_extra()
+        offer = Offer(lambda: self._to_travel(change) | extra, self._weight(), (self.samples, self.steps))
         self.samples = self.steps = 0
         return offer
+
+    def blank(self, epoch: int) -> Offer:
+        """No change. What this peer has done since it took over the shared parameters is put on top of the result."""
+        names = self.fragments[self.schedule.fragment_of_epoch(epoch)]
+        nothing = {name: torch.zeros_like(self._shared[name]) for name in names}
+        return Offer(self._to_travel(nothing) | self._copied_extra(), 0.0)
+
+    def _to_travel(self, change: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return prefixed(GRADIENT, self.transform.encode(change))
+
+    def _copied_extra(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in prefixed(EXTRA, self.state.extra).items()}
 
     def _weight(self) -> float:
         match self._weighting:
@@ -104,18 +116,22 @@ class OuterLoop(Method):
     @torch.no_grad()
     def accept(self, offer: Offer, *, epoch: int, alone: bool) -> None:
         """The outer step."""
-        samples, _ = offer.detail
-        if not samples:
+        if not offer.weight:
             self.transform.abandon()
         change = self.transform.decode(without_prefix(GRADIENT, offer.tensors))
+        if offer.detail is None:  # nothing was offered: all that was done since the last epoch stays on top
+            self._offered = {name: self._shared[name].clone() for name in change}
         self.outer.step(self._shared, change)
         self._fresh |= change.keys()
         if not alone:
-            for name, average in without_prefix(EXTRA, offer.tensors).items():
-                self.state.extra[name].copy_(average)
+            self._fresh_extra = without_prefix(EXTRA, offer.tensors)
 
+    @torch.no_grad()
     def land(self) -> None:
         """Mix what is new into this peer's parameters."""
+        for name, average in self._fresh_extra.items():
+            self.state.extra[name].copy_(average)
+        self._fresh_extra = {}
         self._keep_overlap()
         mix(self.state.parameters, self._shared, sorted(self._fresh), self.schedule.mixing)
         self._fresh = set()
@@ -188,7 +204,7 @@ class OuterLoop(Method):
         self.outer.load_numbers(metadata.get("outer", {}))
         self.transform.load_shared(without_prefix(TRANSFORM, tensors), metadata.get("transform", {}))
         self.state.load_numbers(metadata)
-        self._fresh, self._offered = set(), {}
+        self._fresh, self._fresh_extra, self._offered = set(), {}, {}
         self.state.land()
 
     def state_dict(self) -> dict[str, Any]:

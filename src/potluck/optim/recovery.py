@@ -1,7 +1,7 @@
 """Which state a peer stands on: taken over at the start, caught up with, repaired, rolled back; and kept for others.
 
     begin       the run's state, from whoever has it, in memory or on disk; this peer's own where there is none
-    catch_up    the lineage is further than this peer: the newest state there is
+    catch_up    the lineage is further than this peer: the newest state there is, and what came since (listening.py)
     mend        this peer's bits are not those of the others: the chunks that differ
     roll_back   the step made something that is not finite: another peer's state, or the last good one
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from potluck.errors import ConfigurationError, DeadlineExceededError, FatalError, RetryableError
 from potluck.optim.collaboration import Collaboration
+from potluck.optim.listening import Listener
 from potluck.optim.method import Method, Snapshot, StateSource
 from potluck.optim.parameters import are_finite
 from potluck.run.joined import Joined
@@ -85,10 +86,13 @@ class Recovery:
         self._num_restored = self._collaboration.num_restored
         if source is not None:
             patience = self._config.load_state_timeout_seconds
-            snapshot = self._run.call(source.resume(base=self._method.tensors(), timeout_seconds=patience))
+            listener = Listener(self._method, self._collaboration)
+            resuming = source.resume(base=self._method.tensors(), timeout_seconds=patience)
+            snapshot = self._run.call(listener.during(resuming))
             if snapshot is not None:
                 self.counts["resumed"] += 1
                 self._load(snapshot)
+                self._replay(listener.averages)
         if self._collaboration.epoch > self.epoch:
             self.catch_up()
         else:
@@ -101,7 +105,8 @@ class Recovery:
             return
         logger.info("this peer is at epoch %d and the run at %d: fetching its state", self.epoch, head)
         num_restored = self._collaboration.num_restored
-        snapshot = self._fetch(head)
+        listener = Listener(self._method, self._collaboration)
+        snapshot = self._fetch(head, listener)
         if num_restored > self._num_restored:
             self._num_restored = num_restored
             self.counts["went_back"] += 1
@@ -109,8 +114,28 @@ class Recovery:
         self._load(snapshot)
         self.counts["caught_up"] += 1
         self.keep()
+        self._replay(listener.averages)
 
-    def _fetch(self, at_least_epoch: int) -> Snapshot:
+    def _replay(self, averages: dict[int, dict[str, Tensor]]) -> None:
+        """Do what the others have done since the state that was fetched."""
+        while (heard := averages.get(self.epoch + 1)) is not None:
+            offer = self._method.blank(self.epoch + 1)
+            for name, tensor in offer.tensors.items():
+                tensor.copy_(heard[name])
+            self._method.accept(offer, epoch=self.epoch + 1, alone=False)
+            self.counts["replayed"] += 1
+            self.advance(self.epoch + 1)
+
+    def advance(self, epoch: int) -> None:
+        """The method has accepted the averages of this epoch: bring them in, or go back if they are of no use."""
+        self.epoch = epoch
+        if not self.is_finite():
+            self.roll_back()
+        else:
+            self._method.land()
+            self.keep()
+
+    def _fetch(self, at_least_epoch: int, listener: Listener) -> Snapshot:
         source = self._source
         if source is None:
             raise FatalError(
@@ -120,10 +145,9 @@ class Recovery:
         deadline = time.monotonic() + self._config.load_state_timeout_seconds
         while (left := deadline - time.monotonic()) > 0:
             wanted = max(at_least_epoch, self._collaboration.epoch)
+            fetching = source.fetch(at_least_epoch=wanted, base=self._method.tensors(), timeout_seconds=left)
             try:
-                return self._run.call(
-                    source.fetch(at_least_epoch=wanted, base=self._method.tensors(), timeout_seconds=left)
-                )
+                return self._run.call(listener.during(fetching))
             except RetryableError as error:
                 self.counts["failed_fetches"] += 1
                 logger.info("the run's state was not to be had yet: %s", error)

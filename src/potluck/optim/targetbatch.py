@@ -43,12 +43,18 @@ class TargetBatch(Method):
 
     def offer(self, epoch: int) -> Offer:
         """The mean gradients, and now and then the state."""
-        taken = self.gradients.take()
-        encoded = self.transform.encode(taken.tensors)
-        tensors = prefixed(GRADIENT, encoded)
-        if self._average_state_every and epoch % self._average_state_every == 0:
-            tensors |= self._averaged_state()
-        return Offer(tensors, float(taken.samples), taken)
+        return self._offer(self.gradients.take(), epoch)
+
+    def blank(self, epoch: int) -> Offer:
+        """Gradients of no samples."""
+        return self._offer(self.gradients.nothing(), epoch)
+
+    def _offer(self, taken: MeanGradients, epoch: int) -> Offer:
+        is_averaged = bool(self._average_state_every and epoch % self._average_state_every == 0)
+        state = self._averaged_state() if is_averaged else {}
+        return Offer(
+            lambda: prefixed(GRADIENT, self.transform.encode(taken.tensors)) | state, float(taken.samples), taken
+        )
 
     def _averaged_state(self) -> dict[str, Tensor]:
         # Copies: a half-written state would be worse than a little memory, and the model computes on meanwhile.

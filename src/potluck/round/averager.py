@@ -19,7 +19,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -39,6 +39,8 @@ from potluck.round.plan import Commit, Restoration
 from potluck.round.workers import Workers
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class RoundPeer(Protocol):
@@ -138,12 +140,14 @@ class Averager:
         *,
         weight: float = 0.0,
         epoch: int | None = None,
+        reduces: bool = True,
         timeout_seconds: float,
     ) -> RoundResult:
         """Take part in making an epoch, the next one unless named, and return when it is committed.
 
         The tensors are changed in place, after the commit, if this peer holds the averages then; else the result says
-        who does. RoundFailedError when nothing is committed in time: it names the phase and the peers.
+        who does. Without `reduces`, others average for this peer as long as there are any that can. RoundFailedError
+        when nothing is committed in time: it names the phase and the peers.
         """
         if not 0.0 <= weight <= 1e12:
             raise ConfigurationError(f"a weight of {weight}: take the number of samples, from 0 to 1e12")
@@ -151,7 +155,9 @@ class Averager:
             raise ConfigurationError(f"timeout_seconds={timeout_seconds}: a round needs some time")
         wanted = epoch if epoch is not None else self.epoch + 1
         flat = self._bind(tensors) if tensors is not None else None
-        result = await self._participation.take_part(flat, weight=weight, epoch=wanted, timeout_seconds=timeout_seconds)
+        result = await self._participation.take_part(
+            flat, weight=weight, epoch=wanted, reduces=reduces, timeout_seconds=timeout_seconds
+        )
         logger.info("%s", result.describe())
         return result
 
@@ -162,6 +168,15 @@ class Averager:
     async def restore(self, restored: Restoration) -> Commit:
         """Make an earlier state that of the next epoch. RetryableError unless this peer coordinates, and is first."""
         return await self._coordinator.restore(restored)
+
+    @property
+    def is_in_round(self) -> bool:
+        """Whether others count on this peer now. Any thread may read it."""
+        return self._participation.is_in_round
+
+    async def work(self, on_tensors: Callable[[], T]) -> T:
+        """Have work on tensors done by one of the workers, between rounds."""
+        return await self._workers.run(on_tensors)
 
     def listen(self, listener: Callable[[Commit], None]) -> None:
         """Call `listener` for each epoch that is committed, whoever took part."""

@@ -272,7 +272,9 @@ class Coordinator:
                 return TICK_SECONDS
         barred = self._barred(candidates)
         ready = senders(candidate for candidate in candidates if candidate.peer not in barred)
-        due_at = self._config.trigger.due_at(ready, alive_trainers(self._session.roster) - barred.keys())
+        listening = {candidate.peer for candidate in candidates if not candidate.sends}
+        trainers = alive_trainers(self._session.roster) - barred.keys() - listening
+        due_at = self._config.trigger.due_at(ready, trainers)
         if due_at is None:
             return IDLE_SECONDS
         wait_seconds = max(due_at, office.not_before, self._returned_by(ready)) - now

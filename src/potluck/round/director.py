@@ -53,6 +53,10 @@ class Patience:
     expected_seconds: float = 0.0
     """How long the round should take by measured speeds; slow lines get that time."""
 
+    pause_seconds: float = 0.75
+    """Two looks at the clock further apart than this mean that the coordinator itself stood still: what members said
+    meanwhile has not been read yet, and their silence proves nothing."""
+
     repeat_seconds: float = 0.5
     """A plan that somebody has not answered is published again after this long: the hub may have lost it."""
 
@@ -98,6 +102,7 @@ class Director:
         self._majority_at: float | None = None
         self._published_revision = plan.revision
         self._published_at = now
+        self._ticked_at = now
         self._over = False
 
     def report_arrived(self, member: int, report: Report, now: float) -> list[Decision]:
@@ -131,14 +136,19 @@ class Director:
         """Look at the clock; to be called a few times a second."""
         if self._over:
             return []
+        if now - self._ticked_at > self._patience.pause_seconds:
+            self.resume(now)
+        self._ticked_at = now
         self._lose(self._silent(now))
         self._lose(self._stragglers(now))
         self._mend(self._broken_links())
         return self._next(now) or self._repeat(now)
 
     def resume(self, now: float) -> None:
-        """The hub was away, and with it our plans: nobody's silence until now means anything."""
+        """The hub was away, and with it our plans, or we stood still: nobody's silence until now means anything."""
         self._attendance.excuse(now)
+        if self._majority_at is not None:
+            self._majority_at = now
 
     def seconds_of(self, member: int) -> float:
         """How long a member took to have all averages; 0 if it has not got them."""

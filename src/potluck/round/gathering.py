@@ -181,17 +181,22 @@ class Gathering:
         )
 
     def _members(self, candidates: list[Candidate]) -> list[Member]:
+        able = [candidate for candidate in candidates if self._may_reduce(candidate)]
+        reducers = {candidate.peer for candidate in able if candidate.ready.reduces} or {c.peer for c in able}
         return [
             Member(
                 peer=candidate.peer,
                 sends=candidate.sends,
-                reduces=bool(candidate.presence.card.addresses)
-                and (candidate.presence.trusted or not self.config.trusted_reducers),
+                reduces=candidate.peer in reducers,
                 upload_bytes_per_second=candidate.presence.card.upload_bytes_per_second,
                 download_bytes_per_second=candidate.presence.card.download_bytes_per_second,
             )
             for candidate in candidates
         ]
+
+    def _may_reduce(self, candidate: Candidate) -> bool:
+        presence = candidate.presence
+        return bool(presence.card.addresses) and (presence.trusted or not self.config.trusted_reducers)
 
     def _check_trusted(self, members: list[Member]) -> None:
         if self.config.trusted_reducers and len(members) > 1 and not any(member.reduces for member in members):

@@ -118,16 +118,21 @@ class Participation:
         """Counters."""
         return {**self.counts, **self._mailroom.counts, **self._witness.counts}
 
+    @property
+    def is_in_round(self) -> bool:
+        """Whether others count on this peer: it is in a plan that is not committed yet."""
+        return self._round is not None
+
     # What the caller wants
 
     async def take_part(
-        self, tensors: FlatTensors | None, *, weight: float, epoch: int, timeout_seconds: float
+        self, tensors: FlatTensors | None, *, weight: float, epoch: int, reduces: bool = True, timeout_seconds: float
     ) -> RoundResult:
         """Be ready for an epoch until it is committed; RoundFailedError when that does not happen in time."""
         if self._wish is not None:
             raise ConfigurationError("this peer is in a round already: await the first call before the next one")
         wish = self._wish = _Wish(
-            _ready_message(self._session.card.session, tensors, weight, epoch),
+            _ready_message(self._session.card.session, tensors, weight, epoch, reduces),
             tensors,
             self._clock.monotonic(),
             asyncio.get_running_loop().create_future(),
@@ -372,11 +377,12 @@ class Participation:
         return msgspec.structs.replace(ready, completed=completed)
 
 
-def _ready_message(session: str, tensors: FlatTensors | None, weight: float, epoch: int) -> Ready:
+def _ready_message(session: str, tensors: FlatTensors | None, weight: float, epoch: int, reduces: bool) -> Ready:
+    ready = Ready(session=session, epoch=epoch, weight=weight, sends=False, reduces=reduces)
     if tensors is None:
-        return Ready(session=session, epoch=epoch, sends=False)
+        return ready
     layout = tensors.layout
-    return Ready(session=session, epoch=epoch, weight=weight, sends=weight > 0, layout=layout.digest, runs=layout.runs)
+    return msgspec.structs.replace(ready, sends=weight > 0, layout=layout.digest, runs=layout.runs)
 
 
 def _check_plan(plan: Plan, tensors: FlatTensors | None, me: int) -> None:

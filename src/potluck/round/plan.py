@@ -125,6 +125,7 @@ class Ready(Message, frozen=True, kw_only=True):
     epoch: Counter  # the one it would help to make
     weight: Weight = 0.0
     sends: bool = True
+    reduces: bool = True  # may be given parts, if there is somebody to give them to otherwise
     layout: Name = ""
     runs: tuple[Run, ...] = ()
     token: Counter = 0  # of the newest lease it knows: an earlier word means nothing to that coordinator

@@ -62,6 +62,7 @@ class Joined:
         self._peer: RunningPeer | None = None
         self._closers: list[Callable[[], Awaitable[None]]] = []
         self._claimed: set[str] = set()
+        self._is_interrupted = False
 
     @property
     def peer(self) -> RunningPeer:
@@ -69,6 +70,11 @@ class Joined:
         if self._peer is None:
             raise ConfigurationError("the run is not joined: use it inside of `with potluck.join(…) as run:`")
         return self._peer
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the run is being left because of an error or Ctrl-C: then nothing is waited for that can be left."""
+        return self._is_interrupted
 
     @property
     def peer_id(self) -> str:
@@ -102,6 +108,7 @@ class Joined:
         return self.open()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._is_interrupted = error is not None
         self.close()
 
     def claim(self, part: str) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import potluck
 from potluck import tasks
 from potluck.clock import Clock, SystemClock
-from potluck.errors import AccessError, ConfigurationError
+from potluck.errors import AccessError, ConfigurationError, RetryableError
 from potluck.hub.address import HubAddress
 from potluck.hub.bulk.wire import BulkWire, BulkWireConfig
 from potluck.hub.guard.lobby import Answer, Application
@@ -33,11 +33,14 @@ from potluck.link.direct.sockets import SocketSettings
 from potluck.link.limits import LinkConfig
 from potluck.link.links import Links
 from potluck.link.relay.carrier import RelayCarrier
+from potluck.messages import encode
 from potluck.peer import environment
 from potluck.peer.admission import be_admitted, why_refused
 from potluck.peer.identity import Identity
 from potluck.peer.roster import RosterEvent
 from potluck.peer.session import Session, new_session_id
+from potluck.run.linknews import TOPIC as LINK_NEWS
+from potluck.run.linknews import link_news
 from potluck.run.reachable import ReachabilityKeeper
 from potluck.run.speedtest import SpeedTester
 
@@ -158,6 +161,8 @@ class Peer:
             service=config.service,
             version=potluck.__version__,
             link_key=self.direct.link_key,
+            upload_bytes_per_second=config.links.send_bytes_per_second,  # until it is measured
+            download_bytes_per_second=config.links.receive_bytes_per_second,
         )
         self.session = Session(self._connect, identity, self._subjects, card, self.clock)
         self.reachability = ReachabilityKeeper(self.session, self.links, self.direct, reachability)
@@ -246,11 +251,25 @@ class Peer:
             total = self.links.statistics()
             card = self.session.card
             self.session.update_card(
-                upload_bytes_per_second=_worth_telling(card.upload_bytes_per_second, total.upload_bytes_per_second),
+                upload_bytes_per_second=_worth_telling(
+                    card.upload_bytes_per_second,
+                    _capped(total.upload_bytes_per_second, self.config.links.send_bytes_per_second),
+                ),
                 download_bytes_per_second=_worth_telling(
-                    card.download_bytes_per_second, total.download_bytes_per_second
+                    card.download_bytes_per_second,
+                    _capped(total.download_bytes_per_second, self.config.links.receive_bytes_per_second),
                 ),
             )
+            try:
+                news = encode(link_news(self.peer_id, total))
+                await self.session.hub.publish(self._subjects.news(self.peer_id, LINK_NEWS), news)
+            except RetryableError as error:  # told again in a few seconds
+                logger.debug("the links were not told: %s", error)
+
+
+def _capped(measured: float | None, most: float | None) -> float | None:
+    """A measured speed, at most what this peer allows itself: bursts are faster, and nobody should count on them."""
+    return measured if measured is None or most is None else min(measured, most)
 
 
 def _worth_telling(told: float | None, measured: float | None) -> float | None:

@@ -178,7 +178,7 @@ class Fetcher:
         while not schedule.is_complete:
             self._wake.clear()
             now = self._now()
-            schedule.keepers_changed(k for k in self._keepers(digest) if k not in self.report.liars)
+            schedule.keepers_changed(k for k in self._serving(digest) if k not in self.report.liars)
             self._end_useless_sources()
             for keeper in schedule.overdue(now, self._config.answer_seconds):
                 self._sources[keeper].give_up(f"it sent nothing for {self._config.answer_seconds:g} s")
@@ -186,6 +186,11 @@ class Fetcher:
                 self._source(ask.keeper, inventory).ask(ask.chunk)
             gone_at = self._check_time(digest, until, bool(schedule.usable()), gone_at)
             await self._pause(min(schedule.next_at(now) or until, until, now + LOOK_EVERY_SECONDS) - now)
+
+    def _serving(self, digest: str) -> Iterable[str]:
+        """Who says that it has the state; and whoever is giving it, which may go on after the run has moved on."""
+        giving = [keeper for keeper, source in self._sources.items() if not source.is_over]
+        return dict.fromkeys([*self._keepers(digest), *giving])
 
     def _end_useless_sources(self) -> None:
         # What they were asked for is taken back: if they sent it later, it would look as if nobody had asked.

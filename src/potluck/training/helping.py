@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Self
 
 from potluck.optim.collaboration import Collaboration
 from potluck.optim.helper import Helper
 from potluck.round.averager import RoundPeer
 from potluck.state.keeper import StateConfig
+from potluck.training.ballot import BallotDesk
 from potluck.training.contributions import ContributionDesk
+from potluck.training.historydesk import HistoryDesk
 from potluck.training.manifest import Manifest
 from potluck.training.notice import NoticeBoard
 from potluck.training.optimizers import coordinating
@@ -29,6 +30,8 @@ class Desks:
         self.contributions = ContributionDesk(peer.session, averager)
         self.receipts = ReceiptDesk(peer, averager)
         self.restorations = RestorationDesk(averager, keeper.restoring, manifest) if keeper is not None else None
+        self.history = HistoryDesk(peer.session, averager)
+        self.ballot = BallotDesk(peer.session, averager)
 
     async def close(self) -> None:
         """Calling it twice does no harm."""
@@ -36,6 +39,8 @@ class Desks:
             await self.restorations.close()
         await self.receipts.close()
         await self.contributions.close()
+        await self.history.close()
+        await self.ballot.close()
 
 
 class AuxiliaryWork:
@@ -47,8 +52,8 @@ class AuxiliaryWork:
         self._desks = desks
 
     @classmethod
-    async def start(cls, peer: RoundPeer, folder: Path | None = None) -> Self:
-        """Help with what the manifest says; without one, with whatever the trainers do. Backups go to the folder."""
+    async def start(cls, peer: RoundPeer, state: StateConfig | None = None) -> Self:
+        """Help with what the manifest says; without one, with whatever the trainers do. `state`: see StateConfig."""
         board = NoticeBoard(peer.session.hub, peer.session.subjects.run)
         await board.start()
         try:
@@ -56,11 +61,13 @@ class AuxiliaryWork:
             helper = await Helper.of(
                 peer,
                 coordinator=coordinating(manifest) if manifest is not None else None,
-                state=StateConfig(folder=folder),
+                state=state,
             )
         except BaseException:
             await board.close()
             raise
+        averager = helper.collaboration.averager
+        board.listen(lambda newest: averager.coordinate_by(coordinating(newest)))
         return cls(board, helper, Desks(peer, helper.collaboration, lambda: board.manifest))
 
     async def close(self) -> None:

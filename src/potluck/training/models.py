@@ -1,4 +1,4 @@
-"""A recipe's model: as the manifest's seed makes it, and with the values that a run's state has."""
+"""A recipe's model: as the manifest's seed makes it, with the values that a run's state has, and what it does then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from potluck.errors import ConfigurationError
-from potluck.optim.parameters import EXTRA, PARAMETER, named_parameters
+from potluck.optim.parameters import EXTRA, PARAMETER
 from potluck.recipes.recipe import Recipe
 
 
@@ -23,13 +23,29 @@ def untrained(recipe: Recipe[Any], seed: int, device: torch.device | None = None
 @torch.no_grad()
 def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Put a run's state, as snapshots and backups name its tensors, into the model of the run's recipe."""
-    naming = torch.optim.SGD(model.parameters(), lr=1.0)  # names go by the places in an optimizer; none is trained here
-    wanted: dict[str, Tensor] = {PARAMETER + name: parameter for name, parameter in named_parameters(naming).items()}
-    for name, tensor in wanted.items():
-        given = state.get(name)
-        if given is None or given.shape != tensor.shape:
-            raise ConfigurationError(f"{name!r} is not in this state as this model has it: it is of another recipe")
-        tensor.copy_(given)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        given = state.get(PARAMETER + name)
+        if given is None or given.shape != parameter.shape:
+            raise ConfigurationError(f"parameter {name!r} is not like that in the run's state: it is of another recipe")
+        parameter.copy_(given)
     for name, buffer in model.named_buffers():
         if (given := state.get(EXTRA + name)) is not None:
             buffer.copy_(given)
+
+
+def weights_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of a run's state, what a model is made of, by the model's own names: no optimizer, no bookkeeping."""
+    found = {name.removeprefix(PARAMETER): tensor for name, tensor in state.items() if name.startswith(PARAMETER)}
+    for name, tensor in state.items():
+        if name.startswith(EXTRA) and "/" not in (short := name.removeprefix(EXTRA)):
+            found[short] = tensor
+    return found
+
+
+def preview(recipe: Recipe[Any], model: nn.Module) -> tuple[str, dict[str, float]]:
+    """What the model does now, and how well."""
+    model.eval()
+    with torch.no_grad():
+        return recipe.preview(model), dict(recipe.evaluate(model))

@@ -54,6 +54,7 @@ class ProgressKeeper:
         self._wake = asyncio.Event()
         self._told_at = 0.0
         self._told_samples = 0
+        self._heard_at = 0.0  # the newest word
         self._stop_listening: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
@@ -106,6 +107,13 @@ class ProgressKeeper:
             return self._tracker.target is not None and samples >= self._tracker.target
         others = max(0, latest.samples - self._told_samples)
         return latest.is_due or 0 < latest.target <= others + samples
+
+    def due_in_seconds(self, epoch: int) -> float | None:
+        """When the epoch after `epoch` should be due, from now on; None: nobody can tell. Any thread may ask."""
+        latest, heard_at = self.latest, self._heard_at
+        if latest is None or latest.epoch != epoch or latest.due_in_seconds is None:
+            return None
+        return max(0.0, latest.due_in_seconds - (self._session.clock.monotonic() - heard_at))
 
     async def until_due(self, epoch: int, seconds: float) -> bool:
         """Wait until the coordinator says that the epoch after `epoch` is due, or has come; False: not in time."""
@@ -168,6 +176,7 @@ class ProgressKeeper:
         self._take(progress)
 
     def _take(self, progress: RunProgress) -> None:
+        self._heard_at = self._session.clock.monotonic()
         self.latest = progress
         self._changed.set()
 

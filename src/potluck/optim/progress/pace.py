@@ -48,12 +48,23 @@ class Pace:
         self._seconds_per_sample += alpha * (seconds / num_samples - self._seconds_per_sample)
 
 
-def is_worth_another_step(due_in_seconds: float | None, step_seconds: float, grace_seconds: float) -> bool:
+def is_worth_another_step(due_in_seconds: float | None, step_seconds: float) -> bool:
     """Whether to compute on, or rather wait for the round that is about to start.
 
-    Another step ends after `step_seconds`; the round waits for us until `due_in_seconds` + `grace_seconds`. Who would
-    miss it loses all its samples of the epoch, and must fetch the state: then waiting costs less.
+    Another step ends after `step_seconds`, and everybody's round begins so much too late; waiting wastes what is left
+    until it is due. Peers are more or less alike, so the smaller of the two is the better for all of them.
     """
     if due_in_seconds is None or step_seconds <= 0.0:
         return True
-    return step_seconds <= due_in_seconds + grace_seconds
+    return step_seconds - due_in_seconds <= due_in_seconds
+
+
+def patience_seconds(due_in_seconds: float, step_seconds: float, grace_seconds: float) -> float:
+    """How long to wait for a round that is about to start, before computing on after all.
+
+    It was predicted and may not come: then a step's time is lost, and no more. But the round waits for us only until
+    `due_in_seconds` + `grace_seconds`, and who would miss it in a long step loses all its samples of the epoch, and
+    must fetch the state.
+    """
+    open_seconds = due_in_seconds + grace_seconds
+    return min(step_seconds, open_seconds)

@@ -4,6 +4,9 @@ Every trainer says in its beacons how many samples it has handed in since the la
 The coordinator adds them up and tells everybody (`RunProgress`): among n peers that is n messages in and n out, where
 everybody listening to everybody would be n². Between two beacons of a peer its samples are extrapolated, for the
 prediction alone: a round starts when the samples *are* there.
+
+Who averages in the background counts its samples towards the epoch after the one that is being made. What it had for
+that one it says no more; but that it is ahead says that it was due, and those who have not come yet should.
 """
 
 from __future__ import annotations
@@ -95,6 +98,7 @@ class ProgressTracker:
         for peer in [peer for peer, known in self._peers.items() if now - known.heard_at > FORGET_SECONDS]:
             del self._peers[peer]
         current = [known for known in self._peers.values() if known.epoch == self.epoch]
+        is_begun = any(known.epoch == self.epoch + 1 for known in self._peers.values())
         samples = sum(known.samples for known in current)
         target = self.target or _most_common([known.target for known in current if known.target])
         rate = sum(known.samples_per_second for known in current)
@@ -111,7 +115,7 @@ class ProgressTracker:
             num_trainers=sum(1 for known in current if known.samples or known.samples_per_second),
             num_behind=sum(1 for known in self._peers.values() if known.epoch < self.epoch),
             due_in_seconds=due_in_seconds,
-            is_due=0 < target <= samples,
+            is_due=0 < target <= samples or is_begun,
         )
 
 

@@ -1,0 +1,90 @@
+"""What every page has around it: the head with the run's name and state, the way to the other pages, light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nicegui import ui
+from starlette.requests import Request
+
+from potluck.monitor.dashboard.gate import Visitor
+from potluck.monitor.dashboard.parts import box, words
+
+if TYPE_CHECKING:
+    from potluck.monitor.dashboard.state import Dashboard
+
+COOKIE = "potluck-organiser"
+THEME_COOKIE = "potluck-theme"
+EVERY_SECONDS = 1.0
+PAGES = (
+    ("/", "Overview"),
+    ("/rounds", "Rounds"),
+    ("/peers", "Peers"),
+    ("/leaderboard", "Leaderboard"),
+    ("/preview", "Preview"),
+    ("/name", "Name it"),
+)
+ORGANISER_PAGES = (("/members", "Members"), ("/control", "Control"))
+TOGGLE_THEME = f"""() => {{
+    const dark = !document.body.classList.contains('body--dark');
+    Quasar.Dark.set(dark);
+    document.cookie = '{THEME_COOKIE}=' + (dark ? 'dark' : 'light') + ';path=/;max-age=31536000;samesite=lax';
+}}"""
+
+
+@dataclass(slots=True)
+class Page:
+    """One open page."""
+
+    dashboard: Dashboard
+    visitor: Visitor | None
+    session: str | None  # the organiser's, if it is one
+
+    def live(self, refresh: Callable[[], None], every_seconds: float = EVERY_SECONDS) -> None:
+        """Call `refresh` now, and again and again while the page is open."""
+        refresh()
+        ui.timer(every_seconds, refresh, immediate=False)
+
+
+@contextmanager
+def frame(dashboard: Dashboard, request: Request, here: str, title: str) -> Iterator[Page]:
+    """The page around what the caller puts in it. Where only organisers may look, the server has seen to that."""
+    session = request.cookies.get(COOKIE)
+    visitor = dashboard.visitor(session)
+    ui.page_title(f"{title} · {dashboard.run}")
+    ui.colors(primary="#d9480f", dark="#221f1c", positive="#2f8a51", negative="#c92a2a", warning="#b8860b")
+    ui.dark_mode({"dark": True, "light": False}.get(request.cookies.get(THEME_COOKIE, "")))
+    with box("top", "header"):
+        with box("top-row"):
+            with ui.link(target="/").classes("brand"):
+                box("brand-mark")
+                words(dashboard.run, "brand-name")
+            pill = words("", "pill")
+            box("spacer")
+            if dashboard.organising is not None:
+                if visitor is not None:
+                    with box("", "form").props("method=post action=/logout"), box("icon-link", "button") as leave:
+                        leave.props("type=submit").tooltip(f"{visitor.name}: log out")
+                        ui.icon("logout")
+                else:
+                    with ui.link(target="/login").classes("icon-link").tooltip("For organisers"):
+                        ui.icon("key")
+            with box("icon-link", "button").tooltip("Light or dark") as theme:
+                ui.icon("contrast")
+            theme.props('type=button aria-label="light or dark"').on("click", js_handler=TOGGLE_THEME)
+        with box("nav", "nav"):
+            for target, name in (*PAGES, *(ORGANISER_PAGES if visitor is not None else ())):
+                ui.link(name, target).classes("nav-link here" if target == here else "nav-link")
+    page = Page(dashboard, visitor, session)
+
+    def refresh() -> None:
+        word, tone = dashboard.status()
+        pill.text = word
+        pill.classes(replace=f"pill {tone}")
+
+    with box("page", "main"):
+        yield page
+    page.live(refresh)

@@ -1,0 +1,1 @@
+"""A file per page. Each has a function that fills the frame, called once for each visitor."""

@@ -1,0 +1,132 @@
+"""The rounds: how long each took and what for, who was slow, who was dropped and why, what was repaired."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from nicegui import events, ui
+
+from potluck.monitor import figures
+from potluck.monitor.dashboard import charts
+from potluck.monitor.dashboard.frame import Page
+from potluck.monitor.dashboard.parts import Chart, Figure, box, card, item, words
+from potluck.training.history import RoundRecord
+
+DRAWN = 60
+LISTED = 12
+
+
+class RoundsPage:
+    """The newest rounds, and one of them in detail."""
+
+    def __init__(self, page: Page) -> None:
+        self._dashboard = page.dashboard
+        self._chosen: int | None = None  # an epoch; None: the newest
+        self._shown: object = None
+        with box("grid four"):
+            self._median = Figure("A round takes")
+            self._share = Figure("Training, not exchanging")
+            self._repaired = Figure("Repaired")
+            self._dropped = Figure("Left out")
+        with card("Rounds", "click one to see its members") as sheet:
+            with sheet.default_slot.children[0]:
+                self._with_training = ui.toggle(["Rounds alone", "With training"], value="Rounds alone")
+                self._with_training.props("unelevated no-caps dense toggle-color=primary")
+                self._with_training.on_value_change(self.refresh)
+            self._chart = Chart({})
+            self._chart.element.on_point_click(self._clicked)
+        with box("grid two"):
+            with card() as sheet:
+                with box("card-head"):
+                    self._title = words("", "card-title")
+                    self._note = words("", "card-note")
+                self._members = Chart({}, "chart")
+                self._detail = box("list")
+            self._sheet = sheet
+            with card("What went wrong", f"in the newest {DRAWN} rounds"):
+                self._trouble = box("list")
+        page.live(self.refresh)
+
+    def refresh(self) -> None:
+        """Show how it is now."""
+        rounds = self._dashboard.follower.past.rounds(DRAWN)
+        with_training = self._with_training.value == "With training"
+        version = (rounds[-1].epoch if rounds else 0, with_training)
+        if self._shown == (version, self._chosen):
+            return
+        self._shown = (version, self._chosen)
+        options = self._dashboard.shared(
+            f"rounds, with training: {with_training}",
+            version,
+            lambda: charts.round_phases(rounds, with_training=with_training),
+        )
+        self._chart.show(options, version)
+        self._show_figures(rounds)
+        chosen = [record for record in rounds if record.epoch == self._chosen] or rounds[-1:]
+        if chosen:
+            self._show_one(chosen[0])
+        self._show_trouble(rounds)
+
+    def _clicked(self, event: events.EChartPointClickEventArguments) -> None:
+        rounds = self._dashboard.follower.past.rounds(DRAWN)
+        if 0 <= event.data_index < len(rounds) and event.series_type == "bar":
+            self._chosen = rounds[event.data_index].epoch
+            self.refresh()
+
+    def _show_figures(self, rounds: list[RoundRecord]) -> None:
+        if not rounds:
+            return
+        self._median.show(figures.duration(median(record.seconds for record in rounds)), "from plan to commit, median")
+        phases = [charts.phases_of(record) for record in rounds]
+        total = sum(sum(phase) for phase in phases)
+        share = sum(phase[0] for phase in phases) / total if total else 0.0
+        self._share.show(f"{100 * share:.0f}%", f"of the time of {len(rounds)} rounds")
+        repairs = sum(record.repairs for record in rounds)
+        self._repaired.show(str(repairs), "plans that were revised")
+        self._dropped.show(str(sum(len(record.left_out) for record in rounds)), "members, in all")
+
+    def _show_one(self, record: RoundRecord) -> None:
+        self._title.text = f"Epoch {record.epoch:,}"
+        when = figures.clock(record.committed_at)
+        self._note.text = f"{len(record.members)} members, {figures.duration(record.seconds)}, {when}"
+        self._members.show(charts.member_seconds(record), record.epoch)
+        height = 60 + 24 * max(1, min(len(record.members), 24))
+        self._members.element.style(replace=f"height: {height}px")
+        self._detail.clear()
+        with self._detail:
+            lines = [(f"{name} was left out", reason) for name, reason in record.left_out.items()]
+            lines += [(f"{name} was slow", f"{seconds:.2f} s") for name, seconds in slow_members(record)]
+            if record.went_back_to is not None:
+                lines.append((f"The run went back to epoch {record.went_back_to:,}", "by an organiser's order"))
+            if record.repairs:
+                lines.append((f"The plan was revised {times(record.repairs)}", "only missing parts moved again"))
+            if record.audited:
+                chunks = "1 chunk was" if record.audited == 1 else f"{record.audited} chunks were"
+                lines.append((f"{chunks} recomputed", "as every round among strangers is audited"))
+            for title, note in lines or [("All went as planned", f"coordinated by {record.coordinator}")]:
+                item(title, note)
+
+    def _show_trouble(self, rounds: list[RoundRecord]) -> None:
+        self._trouble.clear()
+        troubled = [record for record in reversed(rounds) if charts.has_trouble(record)]
+        with self._trouble:
+            for record in troubled[:LISTED]:
+                what = [f"{name}: {reason}" for name, reason in record.left_out.items()]
+                what += [f"revised {times(record.repairs)}"] if record.repairs else []
+                what += [f"{record.attempts} attempts"] if record.attempts > 1 else []
+                item(f"Epoch {record.epoch:,}", "; ".join(what))
+            if not troubled:
+                words("Nothing. Every round went as planned.", "empty")
+
+
+def slow_members(record: RoundRecord) -> list[tuple[str, float]]:
+    """Members that took much longer than most to have all averages, the slowest first."""
+    seconds = [(member.name, member.seconds) for member in record.members if member.holds]
+    typical = median(taken for _, taken in seconds) if seconds else 0.0
+    slow = [(name, taken) for name, taken in seconds if taken > 1.5 * typical and taken > typical + 0.1]
+    return sorted(slow, key=lambda pair: -pair[1])
+
+
+def times(count: int) -> str:
+    """Once, twice, 3 times."""
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")

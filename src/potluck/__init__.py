@@ -12,6 +12,7 @@ The packages stand in the order in which data flows, and import only upwards in 
     recipes/  what to train: models with their data and loss, built in or one's own
     training/ a run from its manifest: what all peers train, and one peer's part in it
     monitor/  watching a run
+    integrations/  Lightning's Trainer and that of transformers as peers of a run
     testing/  fakes, fault injection, the NAT lab
     cli/      the `potluck` command
 """

@@ -102,6 +102,7 @@ def host(
     from potluck.hub.server.certificate import prepare_certificates
     from potluck.hub.server.configuration import MAX_PAYLOAD_BYTES, ClusterConfig, HubConfig, render_accounts
     from potluck.hub.subjects import check_run_name
+    from potluck.link.direct.addresses import announced_hosts
     from potluck.peer import environment
     from potluck.run.host import Host, HostConfig
 
@@ -126,7 +127,7 @@ def host(
             host=listen,
             port=port,
             websocket_port=websocket_port,
-            advertised_hosts=tuple(announce or (() if hub else _own_addresses(listen))),
+            advertised_hosts=tuple(announce or (() if hub else announced_hosts(listen))),
             cluster=ClusterConfig.of_list(run, cluster, place) if cluster else None,
         ),
         guard=GuardConfig(
@@ -289,14 +290,3 @@ def _announce(host: Host, as_json: bool) -> None:
     if others > 0:
         console.out.print(f"In the run already: {console.count(others, 'other')}.")
     console.out.print("Who comes and goes is told below. Ctrl-C ends the host; started again, it goes on.")
-
-
-def _own_addresses(listen: str) -> tuple[str, ...]:
-    """What to put into the link when nobody says: the address this machine listens on, or its own on the network."""
-    from potluck.link.direct.addresses import local_interfaces
-
-    if listen not in ("0.0.0.0", "::"):
-        return (listen,)
-    addresses = [i.ip for i in local_interfaces() if not i.ip.is_loopback and not i.ip.is_link_local]
-    ipv4 = [str(ip) for ip in addresses if ip.version == 4]
-    return tuple(ipv4 or ["127.0.0.1"])

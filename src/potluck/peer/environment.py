@@ -4,6 +4,9 @@
     POTLUCK_NAME          what you want to be called
     POTLUCK_IDENTITY      path of the identity file
     POTLUCK_DATA          folder of the files that recipes need
+    POTLUCK_LISTEN        address on which a framework's trainer accepts links, and a run of its own (default: all)
+    POTLUCK_TARGET_BATCH_SIZE   samples of an epoch, where a framework's trainer is not told (strategy="potluck")
+    PL_INITIAL_PEERS, INITIAL_PEERS   the join link, as users of hivemind's strategy know it
     POTLUCK_HF_ENDPOINT   base URL of the Hugging Face hub (default https://huggingface.co)
     HF_TOKEN              Hugging Face token to show when a run asks for an account
     POTLUCK_NO_DASHBOARD  hosts start no dashboard, though it is installed
@@ -16,6 +19,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+
+from potluck.errors import ConfigurationError
 
 PUBLIC_HUGGINGFACE = "https://huggingface.co"
 
@@ -64,6 +69,26 @@ def huggingface_endpoint() -> str:
 def huggingface_token() -> str:
     """The Hugging Face token, or nothing."""
     return os.environ.get("HF_TOKEN", "")
+
+
+def peers() -> str:
+    """The join link under the names that hivemind's strategy has (and says it has) for it, or nothing."""
+    return os.environ.get("PL_INITIAL_PEERS", "") or os.environ.get("INITIAL_PEERS", "")
+
+
+def listen_address() -> str:
+    """Where to accept connections, if somebody says so."""
+    return os.environ.get("POTLUCK_LISTEN", "")
+
+
+def target_batch_size() -> int | None:
+    """How many samples make an epoch, if somebody says so."""
+    value = os.environ.get("POTLUCK_TARGET_BATCH_SIZE", "")
+    if not value:
+        return None
+    if not value.isascii() or not value.isdigit() or int(value) < 1:
+        raise ConfigurationError(f"POTLUCK_TARGET_BATCH_SIZE is {value!r}: it must be a number from 1 on")
+    return int(value)
 
 
 def wants_no_dashboard() -> bool:

@@ -111,6 +111,14 @@ def local_interfaces() -> list[Interface]:
     return found
 
 
+def announced_hosts(listen: str) -> tuple[str, ...]:
+    """What to put into a join link when nobody says: the address listened on, or this machine's own on the network."""
+    if listen not in ("0.0.0.0", "::"):
+        return (listen,)
+    addresses = [i.ip for i in local_interfaces() if not i.ip.is_loopback and not i.ip.is_link_local]
+    return tuple(str(ip) for ip in addresses if ip.version == 4) or ("127.0.0.1",)
+
+
 def default_listen(interfaces: Iterable[Interface]) -> tuple[str, ...]:
     """Where to listen when nobody said: every IPv4 interface, and IPv6 where this machine has it. Any free port."""
     has_ipv6 = any(interface.ip.version == 6 and not interface.ip.is_loopback for interface in interfaces)

@@ -1,0 +1,55 @@
+"""What the strategy cannot do, found out before the run is joined, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from potluck.errors import ConfigurationError
+
+
+def device_of(accelerator: Accelerator | None, devices: Sequence[torch.device] | None) -> torch.device:
+    """Where this peer computes; ConfigurationError for what is neither a CPU nor one CUDA device."""
+    if not isinstance(accelerator, CPUAccelerator | CUDAAccelerator):
+        raise ConfigurationError(
+            f"the accelerator is {type(accelerator).__name__}, and Potluck trains on CPUs and CUDA: "
+            "Trainer(accelerator='cpu') or accelerator='cuda'"
+        )
+    if devices and len(devices) > 1:
+        raise ConfigurationError(
+            f"the Trainer has {len(devices)} devices, and a peer computes on one: start a program for each, with "
+            "devices=1 (or devices=[N], to say which)"
+        )
+    if isinstance(accelerator, CPUAccelerator):
+        return torch.device("cpu")
+    return devices[0] if devices else torch.device("cuda", torch.cuda.current_device())
+
+
+def the_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
+    """The only one; ConfigurationError when there is none, or another."""
+    if len(optimizers) != 1:
+        raise ConfigurationError(
+            f"configure_optimizers returned {len(optimizers)} optimizers, and a run trains with one: put all "
+            "parameters into one, in groups with learning rates of their own"
+        )
+    [optimizer] = optimizers
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigurationError(f"configure_optimizers returned {type(optimizer).__name__}: a run needs an optimizer")
+    if isinstance(optimizer, LBFGS):
+        raise ConfigurationError("LBFGS looks at a loss many times a step, which a run cannot: take AdamW or SGD")
+    return optimizer
+
+
+def check_schedulers(configs: Sequence[LRSchedulerConfig]) -> None:
+    """ConfigurationError for schedulers that would give each peer another learning rate."""
+    for config in configs:
+        if config.reduce_on_plateau or isinstance(config.scheduler, ReduceLROnPlateau):
+            raise ConfigurationError(
+                "ReduceLROnPlateau follows one peer's own metric, and would give each peer of the run another learning "
+                "rate: take a scheduler that depends on the epoch alone, as CosineAnnealingLR or ExponentialLR do"
+            )

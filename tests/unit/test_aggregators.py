@@ -106,7 +106,7 @@ any_values = contributions(st.floats(allow_nan=False, allow_infinity=False, widt
 
 
 @every_aggregator
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows=small_values, data=st.data())
 def test_equals_the_plain_reference(name: str, rows: np.ndarray, data: st.DataObject) -> None:
     # Powers of two sum exactly, so that both sides agree on which value lies at half of the weight.
@@ -120,7 +120,7 @@ def test_equals_the_plain_reference(name: str, rows: np.ndarray, data: st.DataOb
     assert len(outcome.contributors) == len(rows)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows=any_values, data=st.data())
 def test_the_mean_stays_within_its_rounding_bound(rows: np.ndarray, data: st.DataObject) -> None:
     rows = np.clip(rows, -1e30, 1e30)
@@ -132,7 +132,7 @@ def test_the_mean_stays_within_its_rounding_bound(rows: np.ndarray, data: st.Dat
 
 
 @every_aggregator
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(rows=any_values, data=st.data())
 def test_the_order_of_arrival_changes_nothing(name: str, rows: np.ndarray, data: st.DataObject) -> None:
     weights = np.array(data.draw(st.lists(st.sampled_from([1.0, 3.0, 7.7]), min_size=len(rows), max_size=len(rows))))
@@ -144,7 +144,7 @@ def test_the_order_of_arrival_changes_nothing(name: str, rows: np.ndarray, data:
 
 
 @every_aggregator
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=small_values)
 def test_the_result_lies_among_the_contributions(name: str, rows: np.ndarray) -> None:
     result, _ = aggregate(name, rows)
@@ -158,7 +158,7 @@ def test_the_result_lies_among_the_contributions(name: str, rows: np.ndarray) ->
 
 
 @every_aggregator
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(row=hnp.arrays(np.float32, 50, elements=st.floats(allow_nan=False, allow_infinity=False, width=32)))
 def test_one_contribution_is_the_result(name: str, row: np.ndarray) -> None:
     result, _ = aggregate(name, row[None], np.array([4096.0]))
@@ -290,7 +290,7 @@ def test_three_poisoned_of_ten_stay_within_the_bound(name: str, attack, seed: in
 
 
 @pytest.mark.parametrize("name", ["median", "trimmed_mean"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     honest=hnp.arrays(np.float32, (7, 6), elements=st.floats(-100, 100, width=32)),
     poison=hnp.arrays(np.float32, (3, 6), elements=st.floats(allow_nan=False, allow_infinity=False, width=32)),
@@ -431,7 +431,7 @@ def test_a_liar_cannot_claim_a_million_samples() -> None:
         cap_weights(weights, 0.5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(honest=st.integers(2, 20), ratio=st.floats(1.0, 10.0), claim=st.floats(1.0, 1e12))
 def test_the_share_of_one_liar_is_bounded(honest: int, ratio: float, claim: float) -> None:
     weights = {f"p{i}": 1.0 for i in range(honest)} | {"liar": claim}

@@ -35,7 +35,6 @@ hashes = st.binary(min_size=32, max_size=32)
 # One hash for many
 
 
-@settings(deadline=None)
 @given(leaves=st.lists(hashes, min_size=1, max_size=40), data=st.data())
 def test_every_leaf_can_be_shown_and_no_other(leaves: list[bytes], data: st.DataObject) -> None:
     root = merkle_root(leaves)
@@ -54,7 +53,6 @@ def test_every_leaf_can_be_shown_and_no_other(leaves: list[bytes], data: st.Data
         assert not is_under(root, len(leaves), index, leaves[index], path[:-1])
 
 
-@settings(deadline=None)
 @given(leaves=st.lists(hashes, max_size=20), data=st.data())
 def test_roots_differ_where_leaves_do(leaves: list[bytes], data: st.DataObject) -> None:
     others = data.draw(st.lists(hashes, max_size=20))
@@ -228,7 +226,7 @@ class Court:
         return verdicts[0]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
 def test_the_verdict_names_the_liars_and_nobody_else(data: st.DataObject, seed: int) -> None:
     num_members = data.draw(st.integers(2, 6))
@@ -603,7 +601,7 @@ class PatientWorld(World):
         super().deliver(pair)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
 def test_after_any_verdict_the_round_is_done_again_without_whoever_is_out(data: st.DataObject, seed: int) -> None:
     plan = make_round(data.draw(st.integers(3, 6)), data.draw(st.integers(1, 3)), 2, aux=data.draw(st.integers(0, 1)))

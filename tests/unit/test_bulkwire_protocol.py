@@ -115,7 +115,6 @@ conversations = st.lists(utterances, max_size=12)
 cuts = st.lists(st.integers(1, 40_000), min_size=1, max_size=20)
 
 
-@settings(deadline=None)
 @given(conversations, cuts)
 def test_any_split_gives_the_same_events(said: list[tuple[bytes, list[Event]]], sizes: list[int]) -> None:
     data = b"".join(text for text, _ in said)
@@ -124,7 +123,6 @@ def test_any_split_gives_the_same_events(said: list[tuple[bytes, list[Event]]], 
     assert read_all(data) == expected
 
 
-@settings(deadline=None)
 @given(conversations, cuts, cuts)
 def test_any_framing_gives_the_same_events(
     said: list[tuple[bytes, list[Event]]], frame_sizes: list[int], sizes: list[int]
@@ -151,7 +149,7 @@ def server_frame(body: bytes, opcode: int = websocketframes.BINARY) -> bytes:
 
 
 @given(st.lists(st.one_of(st.binary(max_size=300), utterances.map(lambda said: said[0])), max_size=8), cuts)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_garbage_is_refused_in_the_same_way_however_it_is_cut(parts: list[bytes], sizes: list[int]) -> None:
     data = b"".join(parts)
 
@@ -170,7 +168,7 @@ def test_garbage_is_refused_in_the_same_way_however_it_is_cut(parts: list[bytes]
 
 
 @given(st.binary(max_size=2000), cuts)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_garbage_in_frames_is_refused_or_read(data: bytes, sizes: list[int]) -> None:
     reader = FrameReader(HubReader(Listener(), max_message_bytes=LIMIT_BYTES), control=lambda _, body: None)
     try:
@@ -271,7 +269,6 @@ def test_after_stop_nothing_is_told() -> None:
 # What we say
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.binary(max_size=3000), max_size=3),
     st.integers(0, 200_000),
@@ -315,7 +312,6 @@ def test_the_greeting_proves_the_key() -> None:
 # WebSocket
 
 
-@settings(deadline=None)
 @given(st.lists(st.binary(max_size=70_000), max_size=3))
 def test_a_masked_frame_unmasks_to_what_was_said(pieces: list[bytes]) -> None:
     frame = b"".join(websocketframes.masked_frame(pieces))
@@ -353,7 +349,6 @@ def upgrade_answer(key: str) -> bytes:
     ).encode()
 
 
-@settings(deadline=None)
 @given(cuts)
 def test_what_follows_the_upgrade_is_read(sizes: list[int]) -> None:
     key = websocketframes.new_key()

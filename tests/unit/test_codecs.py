@@ -109,14 +109,14 @@ finite_chunks = hnp.arrays(
 
 
 @every_dense_codec
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(values=finite_chunks)
 def test_the_error_stays_within_the_documented_bound(spec: CodecSpec, values: np.ndarray) -> None:
     check_bound(codec_for(spec), values)
 
 
 @every_dense_codec
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),
     count=st.integers(1, 20_000),
@@ -166,7 +166,7 @@ def test_opposite_infinities_do_not_cancel() -> None:
 
 
 @every_codec
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), count=st.integers(0, 200))
 def test_any_bytes_decode_to_finite_values_or_raise(spec: CodecSpec, data: st.DataObject, count: int) -> None:
     codec = codec_for(spec)
@@ -188,7 +188,7 @@ def test_any_bytes_decode_to_finite_values_or_raise(spec: CodecSpec, data: st.Da
 
 
 @every_codec
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(count=st.integers(0, 5000), difference=st.integers(-9, 9).filter(bool))
 def test_a_frame_of_the_wrong_length_is_a_protocol_error(spec: CodecSpec, count: int, difference: int) -> None:
     codec = codec_for(spec)
@@ -230,7 +230,7 @@ def test_a_float16_frame_with_infinity_or_nan_is_refused(bits: int) -> None:
 
 
 @every_codec
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=finite_chunks, weight=st.floats(0.0, 2.0**20, width=32))
 def test_adding_decoded_is_decoding_then_multiplying_then_adding(
     spec: CodecSpec, values: np.ndarray, weight: float
@@ -346,7 +346,7 @@ def test_threads_do_not_share_scratch() -> None:
     assert together == [work(seed) for seed in range(4)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(values=finite_chunks, poison=st.sampled_from([None, np.nan, np.inf, -np.inf]), data=st.data())
 def test_is_finite_agrees_with_numpy(values: np.ndarray, poison: float | None, data: st.DataObject) -> None:
     if poison is not None:
@@ -370,7 +370,7 @@ def test_integers_are_always_finite() -> None:
     assert is_finite(torch.tensor([2**62, -5]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(values=finite_chunks)
 def test_sums_and_norms_match_float64(values: np.ndarray) -> None:
     values = np.clip(values, -1e36, 1e36)

@@ -152,7 +152,7 @@ def test_gather_and_scatter_are_inverse() -> None:
         assert copies[name].dtype == tensor.dtype
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_any_range_is_read_and_written(data: st.DataObject) -> None:
     tensors = model()
@@ -183,7 +183,7 @@ def strided_tensors(draw: st.DrawFn) -> torch.Tensor:
     return tensor.permute(draw(st.permutations(range(len(shape)))))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tensor=strided_tensors())
 def test_every_range_of_any_strided_tensor(tensor: torch.Tensor) -> None:
     layout = Layout.of({"t": tensor})
@@ -305,7 +305,7 @@ run_lists = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(runs=run_lists, chunk_bytes=st.integers(SMALLEST_CHUNK_BYTES, 2 * DEFAULT_CHUNK_BYTES))
 def test_chunks_cover_the_runs_without_crossing_them(runs: list[Run], chunk_bytes: int) -> None:
     grid = ChunkGrid(runs=runs, chunk_bytes=chunk_bytes)

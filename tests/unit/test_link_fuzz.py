@@ -183,7 +183,7 @@ def perform(world: World, action: tuple[object, ...]) -> None:
             raise AssertionError(action)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**16), steps=st.lists(step, max_size=40))
 def test_each_message_arrives_once_in_order_or_its_sender_is_told(seed: int, steps: list[tuple[object, ...]]) -> None:
     world = World(seed)
@@ -325,7 +325,7 @@ hostile_packet = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(packets=st.lists(hostile_packet, max_size=30))
 def test_well_formed_nonsense_does_no_harm(packets: list[dict[str, object]]) -> None:
     victim = Victim()
@@ -343,7 +343,7 @@ def test_well_formed_nonsense_does_no_harm(packets: list[dict[str, object]]) -> 
     victim.check_friend()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_packets_that_are_cut_off_changed_or_replayed_are_never_delivered_twice(data: st.DataObject) -> None:
     victim = Victim()
@@ -530,7 +530,7 @@ async def test_envelopes_that_do_not_decode_are_counted(victim: Links, body: byt
     assert len(seen) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     envelopes=st.lists(
         st.builds(

@@ -91,7 +91,7 @@ def test_no_two_handshakes_have_the_same_keys() -> None:
     assert len(sealed) == 6
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2 * MESSAGE_BYTES - 1), st.integers(1, 255))
 def test_a_changed_byte_anywhere_is_refused(position: int, change: int) -> None:
     dialler, listener = pair()

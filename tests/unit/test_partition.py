@@ -105,7 +105,7 @@ def groups(draw: st.DrawFn, largest: int = 12) -> list[Member]:
     return members
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(members=groups())
 @example([member("client", MB, MB), member("client", MB, MB), member("aux", 2 * MB, 1.75 * MB)])
 def test_the_time_is_the_optimum_of_the_linear_program(members: list[Member]) -> None:
@@ -123,7 +123,7 @@ def test_the_time_is_the_optimum_of_the_linear_program(members: list[Member]) ->
     assert seconds(members, shares) == pytest.approx(best, rel=1e-6, abs=1e-12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(members=groups(), data=st.data())
 def test_the_model_counts_every_message(members: list[Member], data: st.DataObject) -> None:
     raw = data.draw(st.lists(st.floats(0.01, 1.0), min_size=len(members), max_size=len(members)))
@@ -134,7 +134,7 @@ def test_the_model_counts_every_message(members: list[Member], data: st.DataObje
         assert predicted == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(members=groups(largest=3))
 def test_no_brute_force_grid_is_better(members: list[Member]) -> None:
     members = members[:4]
@@ -156,7 +156,7 @@ def reducers_of(members: list[Member]) -> np.ndarray:
     return np.array([m.reduces for m in members])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(members=groups(), size=st.integers(10**6, 10**9), per_link=st.sampled_from([0.0, 0.001, 0.1]))
 def test_never_worse_than_equal_shares(members: list[Member], size: int, per_link: float) -> None:
     config = PartitionConfig(smallest_share_bytes=0, seconds_per_link=per_link)
@@ -280,7 +280,7 @@ def test_unknown_and_senseless_speeds_are_taken_as_typical() -> None:
     assert partition(members, contribution_bytes=30 * MB, num_chunks=30, config=FREE).num_chunks == (10, 10, 10)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     shares=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=40).filter(lambda values: sum(values) > 1e-3),
     num_chunks=st.integers(0, 3000),
@@ -300,7 +300,7 @@ def test_whole_chunks_add_up_and_stay_close_to_the_shares(shares: list[float], n
                 assert share / (count + 1) <= other / other_count * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(members=groups(), size=st.integers(0, 10**9), num_chunks=st.integers(0, 2000))
 def test_any_group_gets_a_whole_partition(members: list[Member], size: int, num_chunks: int) -> None:
     result = partition(members, contribution_bytes=size, num_chunks=num_chunks)

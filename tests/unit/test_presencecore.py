@@ -528,4 +528,4 @@ class Chaos(RuleBasedStateMachine):
 
 
 TestChaos = Chaos.TestCase
-TestChaos.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestChaos.settings = settings(max_examples=60, stateful_step_count=30)

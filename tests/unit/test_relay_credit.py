@@ -252,7 +252,7 @@ def test_many_paths_share_the_reserve() -> None:
     assert accounts[-1].limit_bytes >= 4 * KIB
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
     num_senders=st.integers(1, 40),

@@ -572,7 +572,7 @@ async def test_malformed_packets_are_counted_and_change_nothing(pair: Pair) -> N
 
 
 @given(st.lists(st.one_of(st.binary(max_size=60), st.binary(max_size=40).map(lambda b: b"\xa7\x01" + b)), max_size=20))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_bytes_do_harm(packets: list[bytes]) -> None:
     import asyncio
 
@@ -591,7 +591,7 @@ def test_no_bytes_do_harm(packets: list[bytes]) -> None:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_two_peers_find_each_other_again_whatever_gets_lost_or_comes_late(seed: int) -> None:
     """Wires come and go, messages get lost or arrive late; when all is calm, both ends are open and agree."""
     import asyncio

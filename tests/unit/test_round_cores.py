@@ -362,7 +362,7 @@ def test_the_deadline_names_the_peers_and_what_is_missing() -> None:
     assert "averages are missing at peer0, peer1; waited for peer1" in give_up.reason
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     seed=st.integers(0, 2**32),
     shape=st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(0, 2), st.integers(0, 1)),

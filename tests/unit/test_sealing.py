@@ -85,7 +85,7 @@ def test_packets_of_all_sizes_arrive_both_ways(size: int, plain: bool) -> None:
             assert read(reader, [text]) == [sent]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_packets_arrive_however_their_bytes_are_cut(data: st.DataObject) -> None:
     plain = data.draw(st.booleans())
@@ -117,7 +117,7 @@ def test_in_the_clear_a_large_payload_is_not_copied() -> None:
     assert part.obj is payload
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_a_changed_bit_anywhere_is_noticed(data: st.DataObject) -> None:
     here, there = pair()
@@ -133,7 +133,7 @@ def test_a_changed_bit_anywhere_is_noticed(data: st.DataObject) -> None:
     assert seen == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=4000), st.booleans())
 def test_noise_does_no_harm(noise: bytes, plain: bool) -> None:
     reader = reader_of(pair(plain=plain)[1], max_frame_bytes=5000, max_payload_bytes=50_000)

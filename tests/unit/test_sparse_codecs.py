@@ -38,7 +38,7 @@ def normal(count: int, seed: int = 0) -> torch.Tensor:
 # Positions
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     universe=st.integers(1, 5000), share=st.floats(0, 1), seed=st.integers(0, 2**32 - 1), low_bits=st.integers(0, 12)
 )
@@ -56,7 +56,7 @@ def test_positions_take_about_as_few_bits_as_possible() -> None:
     assert 8 * positions_bytes(2048, 4096, best_low_bits(2048, 4096)) == 2048 * 3
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.binary(min_size=64, max_size=64), count=st.integers(0, 64))
 def test_positions_of_any_bytes_increase_or_are_refused(data: bytes, count: int) -> None:
     universe, low_bits = 300, 3
@@ -94,7 +94,7 @@ def test_of_equal_values_the_first_are_chosen_and_of_zeros_none() -> None:
 
 
 @pytest.mark.parametrize("spec", [TWO, SIXTEEN])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),
     count=st.integers(1, 3 * BLOCK),
@@ -169,7 +169,7 @@ def test_a_plan_knows_what_goes_and_what_comes_back() -> None:
 
 
 @pytest.mark.parametrize("spec", [TWO, SIXTEEN, EIGHT])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_frame_that_was_tampered_with_decodes_to_finite_values_or_is_refused(
     spec: CodecSpec, data: st.DataObject

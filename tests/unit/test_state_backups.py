@@ -119,7 +119,7 @@ def test_a_file_that_is_too_long_is_noticed(tmp_path: Path, extra: bytes) -> Non
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_flipped_bit_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("flip")
     tensors, record = two_saved(folder)

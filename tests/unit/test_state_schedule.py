@@ -79,7 +79,7 @@ class Checked:
 
 
 @given(st.integers(0, 60), events)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_whatever_happens_the_rest_can_still_be_fetched(num_chunks: int, sequence: list[Event]) -> None:
     checked = Checked(num_chunks)
     checked.ask()
@@ -120,7 +120,7 @@ def simulate(speeds: dict[str, float], num_chunks: int) -> tuple[float, dict[str
 
 
 @given(st.lists(st.floats(0.2, 200.0), min_size=1, max_size=5), st.integers(1, 400))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_time_is_near_to_the_best_possible(speeds: list[float], num_chunks: int) -> None:
     named = {f"k{number}": speed for number, speed in enumerate(speeds)}
     seconds, _ = simulate(named, num_chunks)

@@ -60,7 +60,7 @@ def snap(tensors: dict[str, Tensor], pool: ChunkPool, previous: Snapshot | None 
 
 
 @given(states, st.sampled_from([1, 3, 16, 64, 1024]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_bit_comes_back(tensors: dict[str, Tensor], chunk_bytes: int) -> None:
     pool = ChunkPool(chunk_bytes)
     snapshot = snap(tensors, pool)
@@ -265,7 +265,7 @@ def test_no_bytes_pass_for_a_inventory(data: bytes) -> None:
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_inventory_that_was_tampered_with_is_refused(data: st.DataObject) -> None:
     encoded = bytearray(good().encoded)
     place = data.draw(st.integers(0, len(encoded) - 1))

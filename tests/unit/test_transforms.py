@@ -153,7 +153,7 @@ def test_sparse_blocks_are_what_the_round_makes_of_them(make: Callable[[], Spars
 
 
 @given(st.integers(1, 200), st.integers(1, 200), st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_blocks_and_back(rows: int, columns: int, flat: bool) -> None:
     values = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
     values = values.view(-1) if flat else values

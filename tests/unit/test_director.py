@@ -15,6 +15,7 @@ from potluck.round.reassignment import reassign
 PATIENCE = Patience()
 SILENT = PATIENCE.silent_seconds
 STALLED = PATIENCE.stalled_seconds
+STEP_SECONDS = PATIENCE.pause_seconds / 1.5
 
 
 class Desk:
@@ -38,10 +39,13 @@ class Desk:
         return [decision for member in members for decision in self.report(member, held=held, digest=digest)]
 
     def tick(self, now: float, *, heard: tuple[int, ...] = ()) -> list[Decision]:
-        """Time passes; these have said meanwhile that they are there."""
-        self.now = now
-        said = [decision for member in heard for decision in self.report(member)]
-        return said + self.director.tick(now)
+        """Time passes, in steps so small that we did not stand still; these have said meanwhile that they are there."""
+        decisions: list[Decision] = []
+        while self.now < now:
+            self.now = min(now, self.now + STEP_SECONDS)
+            decisions += [decision for member in heard for decision in self.report(member)]
+            decisions += self.director.tick(self.now)
+        return decisions
 
     def receivers(self) -> list[int]:
         return [index for index, member in enumerate(self.plan.members) if member.receives]
@@ -166,7 +170,7 @@ def test_who_did_not_testify_counts_as_lost_and_who_lied_does_not() -> None:
 def test_after_an_audit_everybody_has_time_to_answer_again() -> None:
     desk = Desk(make_plan(3, 3, 2))
     finish_of(desk.done(0, 1, 2))
-    desk.now = 50.0
+    desk.tick(50.0)
     desk.director.overrule({}, {}, (0,), desk.now)
     desk.tick(50.0 + SILENT / 2)
     assert desk.receivers() == [0, 1, 2]

@@ -12,6 +12,7 @@ from asking for a page until it lives, the quickest of all.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,6 @@ from potluck.monitor.dashboard import charts
 from potluck.monitor.past import Past
 from potluck.training.history import PAGE_POINTS, POINT
 
-CHROMIUM = "/usr/bin/chromium"
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
              "--disable-background-networking", "--disable-component-update", "--disable-sync"]  # fmt: skip
 PATHS = ("/", "/peers", "/", "/rounds", "/", "/leaderboard")
@@ -87,7 +87,7 @@ def measure(peers: int, pages: int, seconds: float) -> dict[str, Any]:
         time.sleep(SETTLING_SECONDS / 2)
         idle = _cores(process, seconds / 3)
         playwright = stack.enter_context(sync_playwright())
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=ARGUMENTS)
         stack.callback(browser.close)
         say(f"{pages} pages open")
         opened = []
@@ -123,6 +123,8 @@ def main() -> None:
     arguments.add_argument("--pages", type=int, default=10)
     arguments.add_argument("--seconds", type=float, default=30.0, help="how long it is measured")
     options = arguments.parse_args()
+    if shutil.which("chromium") is None:
+        raise SystemExit("there is no chromium: apt-get install chromium")
     figures = measure(options.peers, options.pages, options.seconds)
     report(figures, as_json=options.json, title="the dashboard")
 

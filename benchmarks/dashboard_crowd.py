@@ -83,7 +83,7 @@ class Simulated:
         for second in range(10**9):
             rate = self.rate * random.uniform(0.9, 1.1)
             self.samples += rate
-            loss = 1 + 3 * math.exp(-self.epoch / 100) + random.uniform(-0.1, 0.1)
+            loss = loss_at(self.epoch) + random.uniform(-0.1, 0.1)
             beacon = Beacon(
                 session=self.session, epoch=self.epoch, samples=int(self.samples), samples_per_second=rate,
                 target=40_000, loss=loss,
@@ -109,33 +109,46 @@ async def commit_epochs(host: Host, crowd: list[Simulated]) -> None:
     history, book_store = session.hub.store("history"), session.hub.store("contributions")
     log, book, before = HistoryLog(), ContributionBook(), None
     names = {each.peer: each.name for each in crowd}
-    for epoch in range(1, 10**9):
-        members = tuple(
-            CommittedMember(peer=each.peer, weight=max(each.samples, 1.0), holds=True, seconds=random.uniform(0.2, 0.9),
-                            sent_bytes=10**6, received_bytes=10**6)
-            for each in crowd
-        )  # fmt: skip
-        commit = Commit(
-            epoch=epoch, key=RoundKey(epoch=epoch, token=1, attempt=0), term=1, coordinator=session.peer_id,
-            members=members, digest="d", parent=lineage.parent_digest(), layout="l",
-            committed_at=session.now(), seconds=0.9,
-            left_out={crowd[epoch % len(crowd)].peer: "it was too slow"} if epoch % 7 == 0 else {},
-        )  # fmt: skip
-        await lineage.commit(commit, session.identity)
-        rate = sum(each.rate for each in crowd)
-        loss = 1 + 3 * math.exp(-epoch / 100)
-        log.append(at=session.now(), epoch=epoch, loss=loss, rate=rate, alone=200.0, trainers=len(crowd),
-                   peers=len(crowd) + 1, sent_bytes=len(crowd) * 1e6, round_seconds=0.9)  # fmt: skip
-        if (page := log.complete_page()) is not None:
-            await history.put(*page)
-            log.turn_page()
-        await history.put(TAIL_KEY, encode(log.tail()))
-        await history.put(round_key(epoch), encode(record_of(commit, names, before)))
-        book, before = added(book, commit, names), commit
-        await book_store.put(KEY, encode(book))
-        for each in crowd:
-            each.epoch, each.samples = epoch, 0.0
+    while True:
         await asyncio.sleep(EPOCH_SECONDS)
+        commit = next_commit(crowd, lineage, session.peer_id, session.now())
+        try:
+            await lineage.commit(commit, session.identity)
+            log.append(at=session.now(), epoch=commit.epoch, loss=loss_at(commit.epoch), peers=len(crowd) + 1,
+                       rate=sum(each.rate for each in crowd), alone=200.0, trainers=len(crowd), round_seconds=0.9,
+                       sent_bytes=len(crowd) * 1e6)  # fmt: skip
+            if (page := log.complete_page()) is not None:
+                await history.put(*page)
+                log.turn_page()
+            await history.put(TAIL_KEY, encode(log.tail()))
+            await history.put(round_key(commit.epoch), encode(record_of(commit, names, before)))
+            book = added(book, commit, names)
+            await book_store.put(KEY, encode(book))
+        except RetryableError as error:  # a machine that is too busy; a coordinator would try again too
+            print(f"not written: {error}", file=sys.stderr, flush=True)
+        before = commit
+        for each in crowd:
+            each.epoch, each.samples = lineage.epoch, 0.0
+
+
+def next_commit(crowd: list[Simulated], lineage: Lineage, coordinator: str, now: float) -> Commit:
+    """An epoch with everybody in it; now and then somebody is too slow."""
+    epoch = lineage.epoch + 1
+    members = tuple(
+        CommittedMember(peer=each.peer, weight=max(each.samples, 1.0), holds=True, seconds=random.uniform(0.2, 0.9),
+                        sent_bytes=10**6, received_bytes=10**6)
+        for each in crowd
+    )  # fmt: skip
+    return Commit(
+        epoch=epoch, key=RoundKey(epoch=epoch, token=1, attempt=0), term=1, coordinator=coordinator, members=members,
+        digest="d", parent=lineage.parent_digest(), layout="l", committed_at=now, seconds=0.9,
+        left_out={crowd[epoch % len(crowd)].peer: "it was too slow"} if epoch % 7 == 0 else {},
+    )  # fmt: skip
+
+
+def loss_at(epoch: int) -> float:
+    """As losses go."""
+    return 1 + 3 * math.exp(-epoch / 100)
 
 
 async def main(folder: Path, num_peers: int) -> None:

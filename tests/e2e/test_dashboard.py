@@ -198,10 +198,10 @@ def test_pictures(bakery: Bakery) -> None:
         until_event(bakery.trainers[name], "progress")
     for name, wish in (("Grace", "Sourdough"), ("Edsger", "Brioche")):
         bakery.terminal.ask("vote", str(bakery.link), wish, "--identity-path", bakery.terminal.folder / f"{name}.nkey")
-    wanted = _epoch(bakery) + 40
-    poll_until_sync(lambda: _epoch(bakery) >= wanted or None, 400, "forty more epochs")
+    wanted = _epoch(bakery) + 30
+    poll_until_sync(lambda: _epoch(bakery) >= wanted or None, 400, "thirty more epochs")
     bakery.trainers["Barbara"].kill()
-    wanted = _epoch(bakery) + 12
+    wanted = _epoch(bakery) + 6
     poll_until_sync(lambda: _epoch(bakery) >= wanted or None, 400, "some more")
     for path, name, theme in (
         ("/", "overview", "light"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from potluck.errors import ConfigurationError
 from potluck.monitor import previews
 from potluck.monitor.previews import Previewer
 from potluck.optim.parameters import PARAMETER, named_parameters, prefixed
+from potluck.peer.identity import Identity
 from potluck.recipes.catalogue import RecipeRef, open_recipe
 from potluck.state.backups import Backups
 from potluck.state.chunkpool import ChunkPool
@@ -83,3 +85,16 @@ def test_the_dashboard_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nicegui" else found(name))
     with pytest.raises(ConfigurationError, match=r"pip install 'potluck\[dashboard\]'"):
         dashboard.check_installed()
+
+
+async def test_a_dashboard_waits_for_the_end_of_the_one_before(tmp_path: Path) -> None:
+    from potluck.cli.dashboard import open_identity
+
+    path = tmp_path / "dashboard.nkey"
+    before = Identity.open(path)
+    with pytest.raises(ConfigurationError, match="another peer"):
+        await open_identity(path, 0.0)
+    asyncio.get_running_loop().call_later(0.05, before.close)
+    after = await open_identity(path, 60.0)
+    assert after.peer_id == before.peer_id
+    after.close()

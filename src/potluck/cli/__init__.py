@@ -6,7 +6,7 @@
     run.py       steer one: pause, resume, settings, rollback, and the log of all that
     visualize.py, checkpoint.py, receipts.py   what came of it     download.py   what a recipe needs
     members.py   who may take part  doctor.py   what is wrong here
-    demo.py      a whole collaboration on this machine
+    demo/        a whole collaboration on this machine
 
 Only `main.py` is imported to print the help; a command imports what it needs when it runs.
 """

@@ -140,7 +140,7 @@ def export(
     from potluck.state.backupfile import write_tensors
     from potluck.state.chunkpool import ChunkPool
     from potluck.state.snapshot import stage
-    from potluck.training.viewing import weights_of
+    from potluck.training.models import weights_of
 
     backups = _backups(run, folder, path)
     info = _chosen(backups, epoch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,9 +14,11 @@ if TYPE_CHECKING:
     from potluck.hub.keys import Signer
     from potluck.monitor.dashboard.server import ServerConfig
     from potluck.monitor.dashboard.state import Organising
+    from potluck.peer.identity import Identity
     from potluck.run.peer import Peer
 
-DEFAULT_PORT = 8484
+TAKING_OVER_SECONDS = 30.0  # after a host's sudden end its dashboard is still there for a moment, with key and port
+TAKING_OVER_EVERY_SECONDS = 0.25
 INVITE_SECONDS = 300.0  # for the dashboard's own peer, at its first start
 
 
@@ -26,7 +29,9 @@ def dashboard(
     ] = "",
     folder: Annotated[Path | None, typer.Option(help="The folder of that run, if it has one of its own.")] = None,
     listen: Annotated[str, typer.Option(help="Address to serve on; 0.0.0.0 lets other machines look.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to serve on; 0 picks a free one.")] = DEFAULT_PORT,
+    port: Annotated[
+        int | None, typer.Option(help="Port to serve on; 0 picks a free one. Unless given: 8484, if that is free.")
+    ] = None,
     certificate: Annotated[Path | None, typer.Option(help="PEM file, to serve by https; with --key.")] = None,
     key: Annotated[Path | None, typer.Option(help="The certificate's key.")] = None,
     identity_path: Annotated[
@@ -51,12 +56,13 @@ def dashboard(
     from potluck.monitor.dashboard.server import ServerConfig
 
     config = ServerConfig(host=listen, port=port, certificate=certificate, key=key)
+    patience_seconds = TAKING_OVER_SECONDS if while_read else 0.0
     if run or folder is not None:
 
         async def hosted(stop: asyncio.Event) -> None:
             if while_read:
                 _stop_at_end_of_input(stop)
-            await _of_hosted_run(run, folder, recipe, config, stop, as_json)
+            await _of_hosted_run(run, folder, recipe, config, stop, as_json, patience_seconds)
 
         console.run(console.until_interrupted(hosted))
         return
@@ -95,8 +101,29 @@ def _stop_at_end_of_input(stop: asyncio.Event) -> None:
     loop.add_reader(0, readable)
 
 
+async def open_identity(path: Path, patience_seconds: float) -> Identity:
+    """The identity in `path`; while another process has it, it is waited for, but not longer than this."""
+    from potluck.errors import ConfigurationError
+    from potluck.peer.identity import Identity
+
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            return Identity.open(path)
+        except ConfigurationError:
+            if time.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(TAKING_OVER_EVERY_SECONDS)
+
+
 async def _of_hosted_run(
-    run: str, folder: Path | None, recipe: Path | None, config: ServerConfig, stop: asyncio.Event, as_json: bool
+    run: str,
+    folder: Path | None,
+    recipe: Path | None,
+    config: ServerConfig,
+    stop: asyncio.Event,
+    as_json: bool,
+    patience_seconds: float,
 ) -> None:
     """With the keys in the run's folder: as a member of its own, and with the organisers' pages."""
     from potluck.cli import console
@@ -112,7 +139,6 @@ async def _of_hosted_run(
     from potluck.monitor.dashboard.actions import LOG_FILE, ActionLog
     from potluck.monitor.dashboard.gate import Gate, load_or_create_token
     from potluck.monitor.dashboard.state import Organising
-    from potluck.peer.identity import Identity
     from potluck.run.peer import Peer, PeerConfig
     from potluck.training.steering import Steering
 
@@ -123,7 +149,7 @@ async def _of_hosted_run(
         address, seed=keys.organiser_seed, run=record.run, name="main", config=ConnectionConfig(stores="guard")
     )
     try:
-        identity = Identity.open(where / "identity" / "dashboard.nkey")
+        identity = await open_identity(where / "identity" / "dashboard.nkey", patience_seconds)
     except BaseException:
         await hub.close()
         raise

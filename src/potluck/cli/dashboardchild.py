@@ -6,13 +6,11 @@ import asyncio
 import contextlib
 import json
 import logging
-import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from potluck import tasks
-from potluck.cli.dashboard import DEFAULT_PORT
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +63,11 @@ class DashboardChild:
 
     async def _serve_once(self) -> int:
         options = self._options
-        port = _usual_or_free_port(options.listen) if options.port is None else options.port
-        where = ["--run", options.run, "--folder", str(options.folder)]
-        if options.recipe is not None:
-            where += ["--recipe", str(options.recipe)]
+        port = ("--port", str(options.port)) if options.port is not None else ()
+        recipe = ("--recipe", str(options.recipe)) if options.recipe is not None else ()
+        where = ("--run", options.run, "--folder", str(options.folder), *recipe)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "potluck.cli", "dashboard", *where, "--listen", options.listen, "--port", str(port),
+            sys.executable, "-m", "potluck.cli", "dashboard", *where, "--listen", options.listen, *port,
             "--while-read", "--json", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         reading = asyncio.create_task(self._read(process), name="reads the dashboard")
@@ -114,13 +111,3 @@ def _tell(event: dict[str, str], options: DashboardOptions, as_json: bool) -> No
     public = f"http://{f'[{host}]' if ':' in host else host}:{port}" if host else url
     console.out.print(f"The dashboard is at [bold]{public}[/bold]", highlight=False, soft_wrap=True)
     console.out.print(f"Organisers open, on this machine: {url}/login#{token}", highlight=False, soft_wrap=True)
-
-
-def _usual_or_free_port(listen: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in listen else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((listen, DEFAULT_PORT))
-        except OSError:
-            return 0
-        return DEFAULT_PORT

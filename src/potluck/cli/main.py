@@ -13,7 +13,7 @@ import typer
 import potluck
 from potluck.cli.checkpoint import app as checkpoint
 from potluck.cli.dashboard import dashboard
-from potluck.cli.demo import demo
+from potluck.cli.demo.command import demo
 from potluck.cli.doctor import doctor
 from potluck.cli.download import app as download
 from potluck.cli.host import host

@@ -22,6 +22,10 @@ IdentityPath = Annotated[
 
 # The network
 ClientMode = Annotated[bool, typer.Option(help="Only dial out; accept no connections.")]
+WebSocket = Annotated[
+    bool, typer.Option(help="Reach the hub by WebSocket alone, as networks need that let only web traffic out.")
+]
+RelayOnly = Annotated[bool, typer.Option(help="Send everything through the hub, also where a direct way exists.")]
 Listen = Annotated[list[str] | None, typer.Option(help="Accept links here, as tcp://HOST:PORT; may be repeated.")]
 Announce = Annotated[
     list[str] | None, typer.Option(help="Tell others this address without checking it, as tcp://HOST:PORT.")

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from potluck import tasks
 from potluck.cli.options import bandwidth_of, bytes_of
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class NetworkOptions:
     """How this machine reaches the others."""
 
     client_mode: bool
+    websocket_only: bool
+    relay_only: bool
     listen: tuple[str, ...]
     announce: tuple[str, ...]
     trusted_lan: bool
@@ -44,12 +47,21 @@ class NetworkOptions:
 
     @classmethod
     def of(
-        cls, client_mode: bool, listen: list[str] | None, announce: list[str] | None, trusted_lan: bool, bandwidth: str
+        cls,
+        client_mode: bool,
+        websocket_only: bool,
+        relay_only: bool,
+        listen: list[str] | None,
+        announce: list[str] | None,
+        trusted_lan: bool,
+        bandwidth: str,
     ) -> Self:
         """As the command line has it."""
         up, down = bandwidth_of(bandwidth)
         return cls(
             client_mode=client_mode,
+            websocket_only=websocket_only,
+            relay_only=relay_only,
             listen=tuple(listen or ()),
             announce=tuple(announce or ()),
             trusted_lan=trusted_lan,
@@ -141,6 +153,7 @@ def take_part(
     """The whole command, until it is over or Ctrl-C."""
     from potluck.cli import console
     from potluck.cli.joining import parse_link
+    from potluck.cli.preflight import check_this_machine
     from potluck.link.limits import LinkConfig
     from potluck.peer import environment
     from potluck.run.peer import PeerConfig
@@ -154,6 +167,8 @@ def take_part(
         message=person.message,
         wait_seconds=person.wait_seconds,
         client_mode=network.client_mode,
+        websocket_only=network.websocket_only,
+        relay_only=network.relay_only,
         listen=network.listen,
         announce=network.announce,
         trusted_lan=network.trusted_lan,
@@ -165,30 +180,10 @@ def take_part(
     path = person.identity_path or environment.identity_path()
 
     async def work(stop: asyncio.Event) -> None:
-        await _preflight(parsed, as_json, verbose)
+        check_this_machine(as_json)
         await _at_its_hours(parsed, path, config, options, keeps_states, stop, as_json)
 
     console.run(console.until_interrupted(work))
-
-
-async def _preflight(link: JoinLink, as_json: bool, verbose: bool) -> None:
-    """Look at this machine before anything else; what is wrong is said in plain words, and what is red ends it."""
-    from potluck.cli import console
-    from potluck.errors import FatalError
-    from potluck.peer.identity import default_folder
-    from potluck.peer.preflight import check_machine
-
-    checks = check_machine(default_folder())
-    for check in checks:
-        if as_json:
-            told = {"name": check.name, "level": check.level, "found": check.found, "remedy": check.remedy}
-            if check.level != "green" or verbose:
-                console.print_json({"event": "check", **told})
-        elif check.level != "green" or verbose:
-            console.show_check(check)
-    if red := [check for check in checks if check.level == "red"]:
-        reasons = "; ".join(f"{check.name}: {check.found}. {check.remedy}" for check in red)
-        raise FatalError(f"this machine cannot take part in {link.run} as it is: {reasons}")
 
 
 async def _at_its_hours(
@@ -273,6 +268,7 @@ async def _stay(
     """Do our part, and tell who comes and goes, until asked to stop, or until the hub throws us out."""
     from potluck.cli import console
     from potluck.cli.joining import until_ended
+    from potluck.cli.preflight import check_the_way
     from potluck.cli.training import help_others, train
     from potluck.peer.preflight import check_clock
 
@@ -297,6 +293,7 @@ async def _stay(
 
     end_hub = peer.session.listen(hub_changed)
     end = roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json))
+    preflight = asyncio.create_task(check_the_way(peer, as_json), name="preflight")
     try:
         if peer.session.card.role == "trainer":
             await train(peer, link, options, stop, as_json)
@@ -305,5 +302,6 @@ async def _stay(
         else:
             await console.unless_stopped(until_ended(peer), stop)
     finally:
+        await tasks.end(preflight)
         end()
         end_hub()

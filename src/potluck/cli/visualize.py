@@ -80,10 +80,10 @@ async def _watch(peer: Peer, recipe_file: Path | None, every: int, once: bool, a
 
 
 def _preview(recipe: Any, tensors: Any) -> tuple[str, dict[str, float]]:
-    from potluck.training.viewing import load_into, preview
+    from potluck.training.models import load, preview
 
     model = recipe.model()
-    load_into(model, tensors)
+    load(model, tensors)
     return preview(recipe, model)
 
 

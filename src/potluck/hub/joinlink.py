@@ -311,16 +311,20 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 40 else text[:40] + "…"
 
 
-async def fetch_address(link: JoinLink, timeout_seconds: float = 15.0) -> HubAddress:
+async def fetch_address(link: JoinLink, timeout_seconds: float = 15.0, *, websocket_only: bool = False) -> HubAddress:
     """Find the hub that a link names, make sure that it is the right one, and say how to reach it.
 
     The link's hosts are tried in turn: by TCP, then by WebSocket, which passes where nothing else does. The way that
-    worked comes first in the address. CertificateError when what answers is another hub than the link's,
-    HubUnavailableError when there is none.
+    worked comes first in the address; with `websocket_only` nothing but WebSocket is in it. CertificateError when what
+    answers is another hub than the link's, HubUnavailableError when there is none.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_seconds
-    ways = _ways(link)
+    ways = [way for way in _ways(link) if not websocket_only or way.scheme in ("ws", "wss")]
+    if not ways:
+        raise ConfigurationError(
+            "the link names no WebSocket port (ws=): leave out --websocket, or ask for another link"
+        )
     failures: list[str] = []
     wrong_hub: CertificateError | None = None
     for number, way in enumerate(ways):

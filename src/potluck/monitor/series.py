@@ -40,7 +40,7 @@ def downsample(x: NDArray[np.generic], values: NDArray[np.generic], num_buckets:
     finite = np.isfinite(xs) & np.isfinite(ys)
     if not finite.all():
         xs, ys = xs[finite], ys[finite]
-    if len(xs) > 1 and (np.diff(xs) < 0).any():
+    if (xs[1:] < xs[:-1]).any():
         order = np.argsort(xs, kind="stable")
         xs, ys = xs[order], ys[order]
     if len(xs) <= num_buckets:
@@ -49,6 +49,6 @@ def downsample(x: NDArray[np.generic], values: NDArray[np.generic], num_buckets:
     starts = np.unique(np.searchsorted(xs, edges, side="left"))  # of the buckets that are not empty
     counts = np.diff(np.append(starts, len(xs)))
     low, high = np.minimum.reduceat(ys, starts), np.maximum.reduceat(ys, starts)
-    mean = np.clip(np.add.reduceat(ys / counts.repeat(counts), starts), low, high)  # rounding stays within
-    middle = np.add.reduceat(xs / counts.repeat(counts), starts)
+    mean = np.clip(np.add.reduceat(ys, starts) / counts, low, high)  # rounding stays within
+    middle = np.add.reduceat(xs, starts) / counts
     return Series(np.clip(middle, xs[starts], xs[starts + counts - 1]), mean, low, high)

@@ -7,6 +7,8 @@ steering.py    the organiser's hand: pause, resume, settings (changes.py: by nam
 organising.py  putting up a manifest, and later what has changed in run.toml
 restoring.py   the coordinator's part in a rollback
 optimizers.py  from the manifest to torch's optimizers and ours
+models.py      the recipe's model: untrained, or with a run's state, and what it does
+exhibit.py     what a run has learnt, by its checkpoint
 batchsize.py   how large a batch this machine can take    machine.py: its cores and memory    hours.py: when
 ledger.py      who trains on which shard (pure); shards.py: asked of the coordinator, by links
 feed.py        batches, shard after shard

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from potluck.errors import ConfigurationError
 from potluck.optim.diloco import DiLoCo
@@ -30,6 +29,7 @@ from potluck.training.feed import Feed
 from potluck.training.helping import Desks
 from potluck.training.machine import MemoryLimit, share_cores
 from potluck.training.manifest import Manifest, Settings, Sync
+from potluck.training.models import untrained
 from potluck.training.optimizers import SharedOptimizer, follow, make_optimizer
 from potluck.training.receipts import ReceiptKeeper
 from potluck.training.shards import MAX_READERS, LeasedShards
@@ -117,7 +117,7 @@ class Trainer:
         self.num_threads = share_cores(self._config.num_threads)
         self.device = _device(self._config.device)
         self._memory = MemoryLimit(self._config.max_memory_bytes, self.device)
-        self.model = _model(recipe, first.seed, self.device)
+        self.model = untrained(recipe, first.seed, self.device)
         self.batch_size = self._config.batch_size or self._find_batch_size(first)
         self.optimizer: SharedOptimizer = make_optimizer(run, self.model, first, self._config.state)
         self._lease = self.optimizer.collaboration.averager.lease
@@ -239,13 +239,6 @@ async def _open_desks(run: Joined, optimizer: SharedOptimizer, manifest: Callabl
 
 async def _keep_receipts(run: Joined, coordinators: LeaseView, path: Path) -> ReceiptKeeper:
     return ReceiptKeeper(run.peer, coordinators, path)
-
-
-def _model(recipe: Recipe[Any], seed: int, device: torch.device) -> nn.Module:
-    """The recipe's model with the values that the manifest's seed gives, on every machine the same."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return recipe.model().to(device)
 
 
 def _device(name: str) -> torch.device:

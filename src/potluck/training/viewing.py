@@ -7,16 +7,9 @@ fetched = await viewer.newest(at_least_epoch=1, timeout_seconds=60)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any, Self
+from typing import Self
 
-import torch
-from torch import Tensor, nn
-
-from potluck.errors import ConfigurationError
-from potluck.optim.parameters import EXTRA, PARAMETER
 from potluck.peer.lease import Lease
-from potluck.recipes.recipe import Recipe
 from potluck.round.averager import RoundPeer
 from potluck.round.lineage import Lineage
 from potluck.round.plan import Commit
@@ -68,34 +61,3 @@ class StateViewer:
 
     def _committed(self, _commit: Commit) -> None:
         self._moved.set()
-
-
-@torch.no_grad()
-def load_into(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put a run's state into a fresh model; ConfigurationError where it is of another one."""
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        given = tensors.get(PARAMETER + name)
-        if given is None or given.shape != parameter.shape:
-            raise ConfigurationError(f"parameter {name!r} is not like that in the run's state: another model")
-        parameter.copy_(given)
-    for name, buffer in model.named_buffers():
-        if (given := tensors.get(EXTRA + name)) is not None:
-            buffer.copy_(given)
-
-
-def weights_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of a run's state, what a model is made of, by the model's own names: no optimizer, no bookkeeping."""
-    found = {name.removeprefix(PARAMETER): tensor for name, tensor in tensors.items() if name.startswith(PARAMETER)}
-    for name, tensor in tensors.items():
-        if name.startswith(EXTRA) and "/" not in (short := name.removeprefix(EXTRA)):
-            found[short] = tensor
-    return found
-
-
-def preview(recipe: Recipe[Any], model: nn.Module) -> tuple[str, dict[str, float]]:
-    """What the model does now, and how well."""
-    model.eval()
-    with torch.no_grad():
-        return recipe.preview(model), dict(recipe.evaluate(model))

@@ -108,11 +108,26 @@ class Chart:
         return version != self._version
 
 
-def item(title: str, note: str) -> None:
-    """One line of a list."""
-    with box("item"), box("item-text"):
-        words(title, "item-title")
-        words(note, "item-note")
+class Items:
+    """A list of titles with a remark each; rows are changed in place, since making elements is what costs most."""
+
+    def __init__(self, empty: str = "") -> None:
+        self._box = box("list")
+        self._rows: list[tuple[ui.element, ui.label, ui.label]] = []
+        with self._box:
+            self._empty = words(empty, "empty")
+
+    def show(self, items: Sequence[tuple[str, str]]) -> None:
+        """Each: title, remark."""
+        self._empty.set_visibility(not items)
+        with self._box:
+            while len(self._rows) < len(items):
+                with box("item") as row, box("item-text"):
+                    self._rows.append((row, words("", "item-title"), words("", "item-note")))
+        for index, (row, title, note) in enumerate(self._rows):
+            row.set_visibility(index < len(items))
+            if index < len(items):
+                title.text, note.text = items[index]
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> None:

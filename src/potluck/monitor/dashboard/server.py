@@ -56,6 +56,7 @@ HEADERS = (
     (b"referrer-policy", b"same-origin"),
 )
 CLOSING_SECONDS = 2
+USUAL_PORT = 8484
 LONGEST_ID = 64
 
 Fill = Callable[[Page], object]
@@ -78,8 +79,8 @@ class ServerConfig:
     """Where pages are served."""
 
     host: str = "127.0.0.1"
-    port: int = 0
-    """0: any that is free."""
+    port: int | None = None
+    """0: any that is free; None: the usual one, or any if that is taken."""
     certificate: Path | None = None
     """PEM file, for https; with `key`."""
     key: Path | None = None
@@ -87,7 +88,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
             raise ConfigurationError("https needs both a certificate and its key: name both files, or none")
-        if not 0 <= self.port <= 65535:
+        if self.port is not None and not 0 <= self.port <= 65535:
             raise ConfigurationError(f"port {self.port}: choose one from 0 to 65535")
 
 
@@ -104,7 +105,7 @@ class DashboardServer:
     async def start(self) -> str:
         """Begin to serve; returns the address. ConfigurationError when the port is taken."""
         config = self._config
-        self._socket = _listen(config.host, config.port)
+        self._socket = _listen(config.host, config.port) if config.port is not None else _listen_as_usual(config.host)
         settings = uvicorn.Config(
             Protected(make_app(self._dashboard), self._dashboard),
             log_config=None,
@@ -310,6 +311,13 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "websocket.close", "code": 1008})
     else:
         await Response("not from here\n", status_code=403, media_type="text/plain")(scope, receive, send)
+
+
+def _listen_as_usual(host: str) -> socket.socket:
+    try:
+        return _listen(host, USUAL_PORT)
+    except ConfigurationError:
+        return _listen(host, 0)
 
 
 def _listen(host: str, port: int) -> socket.socket:

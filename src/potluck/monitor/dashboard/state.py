@@ -20,7 +20,7 @@ from potluck.monitor.view import Overview, PeerRow
 from potluck.training.manifest import Settings
 from potluck.training.steering import Steering
 
-FRESH_SECONDS = 0.5  # what one page has had computed, the next may show
+FRESH_SECONDS = 0.9  # what one page has had computed, the next may show
 STALLED_FACTOR = 5.0  # an epoch that takes so many times as long as most is late
 STALLED_SECONDS = 60.0
 

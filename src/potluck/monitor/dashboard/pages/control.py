@@ -10,11 +10,11 @@ from nicegui import ui
 from potluck.errors import PotluckError
 from potluck.monitor import figures
 from potluck.monitor.dashboard.frame import Page
-from potluck.monitor.dashboard.parts import box, button, card, confirm, item, words
+from potluck.monitor.dashboard.parts import Items, box, button, card, confirm, words
 from potluck.state.backupfile import BackupInfo
 from potluck.state.backups import Backups
 from potluck.training.changes import Value, described, values_of
-from potluck.training.manifest import Settings, Sync
+from potluck.training.manifest import Change, Settings, Sync
 
 EVERY_SECONDS = 2.0
 SHOWN = 60
@@ -57,9 +57,9 @@ class ControlPage:
                 with box("buttons left"):
                     button("Change", self._change, kind="main")
         with card("What was done", "signed by the organisers, and told to everybody in the run"):
-            self._changes = box("list")
+            self._changes = Items("Nothing yet.")
         with card("By way of this dashboard", "also what came to nothing"):
-            self._log = box("list")
+            self._log = Items("Nothing yet.")
         self._make_fields()
         ui.timer(EVERY_SECONDS, self.refresh, immediate=True)
 
@@ -104,21 +104,14 @@ class ControlPage:
     def _show_log(self) -> None:
         manifest, organising = self._follower.manifest, self._page.dashboard.organising
         assert organising is not None
-        self._changes.clear()
-        with self._changes:
-            changes = manifest.history if manifest is not None else ()
-            for change in reversed(changes):
-                reason = f" · {change.reason}" if change.reason else ""
-                when = f"{figures.clock(change.at)}, from epoch {change.from_epoch:,}"
-                item(change.what, f"{change.by} · {when}{reason}")
-            if not changes:
-                words("Nothing yet.", "empty")
-        self._log.clear()
-        with self._log:
-            for action in organising.log.recent()[:SHOWN]:
-                item(action.what, f"{action.who} ({action.address}) · {figures.clock(action.at)} · {action.outcome}")
-            if not organising.log.recent():
-                words("Nothing yet.", "empty")
+        changes = manifest.history if manifest is not None else ()
+        self._changes.show([(change.what, _circumstances(change)) for change in reversed(changes)])
+        self._log.show(
+            [
+                (action.what, f"{action.who} ({action.address}) · {figures.clock(action.at)} · {action.outcome}")
+                for action in organising.log.recent()[:SHOWN]
+            ]
+        )
 
     def _find_backups(self) -> list[BackupInfo]:
         return Backups(self._folder / "states" / "backups", run=self._page.dashboard.run).infos()
@@ -168,6 +161,11 @@ class ControlPage:
         text = "What was learned since then is dropped by everybody. Epochs go on counting."
         if await confirm(f"Go back to epoch {chosen.epoch:,}?", text, "Roll back", dangerous=True):
             await self._do(f"back to epoch {chosen.epoch}", self._helm.roll_back(chosen, by=self._name))
+
+
+def _circumstances(change: Change) -> str:
+    reason = f" · {change.reason}" if change.reason else ""
+    return f"{change.by} · {figures.clock(change.at)}, from epoch {change.from_epoch:,}{reason}"
 
 
 def changeable(settings: Settings) -> dict[str, Value]:

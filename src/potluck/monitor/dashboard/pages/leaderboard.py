@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from nicegui import ui
+
 from potluck.monitor import figures
 from potluck.monitor.dashboard.frame import Page
 from potluck.monitor.dashboard.parts import Meter, box, card, words
 from potluck.training.contributions import Given
 
 SHOWN = 100
-EVERY_SECONDS = 2.0
+EVERY_SECONDS = 5.0
 MEDALS = ("first", "second", "third")
 
 
@@ -18,10 +20,12 @@ class LeaderboardPage:
     def __init__(self, page: Page) -> None:
         self._dashboard = page.dashboard
         self._shown: object = None
+        self._rows: list[_Row] = []
         with card("Leaderboard") as sheet:
             with sheet.default_slot.children[0]:
                 self._note = words("", "card-note")
             self._list = box("list")
+            self._empty = words("Nobody has given anything yet. The first epoch fills this page.", "empty")
         words("Each peer has a signed receipt of what it gave to each epoch: `potluck receipts` shows them.", "quiet")
         page.live(self.refresh, EVERY_SECONDS)
 
@@ -29,30 +33,39 @@ class LeaderboardPage:
         """Show how it is now."""
         book = self._dashboard.follower.book
         here = {row.peer for row in self._dashboard.rows()}
-        version = (book.epoch, frozenset(here))
+        version = (book.epoch, here)
         if version == self._shown:
             return
         self._shown = version
-        ranked = book.ranked()
+        ranked = self._dashboard.shared("ranked", book.epoch, book.ranked)
         total = sum(given.samples for _, given in ranked)
         missed = f"; {book.missed:,} of them could not be written down" if book.missed else ""
         self._note.text = f"{figures.number(total)} samples in {book.epoch:,} epochs{missed}"
-        self._list.clear()
+        self._empty.set_visibility(not ranked)
         with self._list:
-            for place, (peer, given) in enumerate(ranked[:SHOWN]):
-                self._show_one(place, peer, given, given.samples / ranked[0][1].samples, peer in here)
-            if not ranked:
-                words("Nobody has given anything yet. The first epoch fills this page.", "empty")
+            while len(self._rows) < min(SHOWN, len(ranked)):
+                self._rows.append(_Row(len(self._rows)))
+        for row, (peer, given) in zip(self._rows, ranked, strict=False):  # nobody ever leaves the book's top
+            row.show(peer, given, given.samples / ranked[0][1].samples, peer in here)
 
-    @staticmethod
-    def _show_one(place: int, peer: str, given: Given, share: float, is_here: bool) -> None:
+
+class _Row:
+    """One place; who has it may change."""
+
+    def __init__(self, place: int) -> None:
         with box("item"):
             words(str(place + 1), f"rank {MEDALS[place] if place < len(MEDALS) else ''}")
             with box("item-text"):
-                with box("").style("display:flex; gap:8px; align-items:center"):
-                    words(given.name or peer[:12], "item-title")
-                    if is_here:
-                        words("here now", "chip good")
-                Meter("slim").show(share)
-                words(f"{given.epochs:,} epochs, the last one {given.last_epoch:,}", "item-note")
-            words(figures.number(given.samples), "bar-figure large")
+                with box("item-head"):
+                    self._name = words("", "item-title")
+                    self._here: ui.label = words("here now", "chip good")
+                self._meter = Meter("slim")
+                self._note = words("", "item-note")
+            self._figure = words("", "bar-figure large")
+
+    def show(self, peer: str, given: Given, share: float, is_here: bool) -> None:
+        self._name.text = given.name or peer[:12]
+        self._here.set_visibility(is_here)
+        self._meter.show(share)
+        self._note.text = f"{given.epochs:,} epochs, the last one {given.last_epoch:,}"
+        self._figure.text = figures.number(given.samples)

@@ -9,7 +9,7 @@ from nicegui import events, ui
 from potluck.monitor import figures
 from potluck.monitor.dashboard import charts
 from potluck.monitor.dashboard.frame import Page
-from potluck.monitor.dashboard.parts import Chart, Figure, box, card, item, words
+from potluck.monitor.dashboard.parts import Chart, Figure, Items, box, card, words
 from potluck.training.history import RoundRecord
 
 DRAWN = 60
@@ -41,10 +41,10 @@ class RoundsPage:
                     self._title = words("", "card-title")
                     self._note = words("", "card-note")
                 self._members = Chart({}, "chart")
-                self._detail = box("list")
+                self._detail = Items()
             self._sheet = sheet
             with card("What went wrong", f"in the newest {DRAWN} rounds"):
-                self._trouble = box("list")
+                self._trouble = Items("Nothing. Every round went as planned.")
         page.live(self.refresh)
 
     def refresh(self) -> None:
@@ -77,7 +77,8 @@ class RoundsPage:
         if not rounds:
             return
         self._median.show(figures.duration(median(record.seconds for record in rounds)), "from plan to commit, median")
-        phases = [charts.phases_of(record) for record in rounds]
+        newest = rounds[-1].epoch
+        phases = self._dashboard.shared("phases", newest, lambda: [charts.phases_of(record) for record in rounds])
         total = sum(sum(phase) for phase in phases)
         share = sum(phase[0] for phase in phases) / total if total else 0.0
         self._share.show(f"{100 * share:.0f}%", f"of the time of {len(rounds)} rounds")
@@ -92,31 +93,28 @@ class RoundsPage:
         self._members.show(charts.member_seconds(record), record.epoch)
         height = 60 + 24 * max(1, min(len(record.members), 24))
         self._members.element.style(replace=f"height: {height}px")
-        self._detail.clear()
-        with self._detail:
-            lines = [(f"{name} was left out", reason) for name, reason in record.left_out.items()]
-            lines += [(f"{name} was slow", f"{seconds:.2f} s") for name, seconds in slow_members(record)]
-            if record.went_back_to is not None:
-                lines.append((f"The run went back to epoch {record.went_back_to:,}", "by an organiser's order"))
-            if record.repairs:
-                lines.append((f"The plan was revised {times(record.repairs)}", "only missing parts moved again"))
-            if record.audited:
-                chunks = "1 chunk was" if record.audited == 1 else f"{record.audited} chunks were"
-                lines.append((f"{chunks} recomputed", "as every round among strangers is audited"))
-            for title, note in lines or [("All went as planned", f"coordinated by {record.coordinator}")]:
-                item(title, note)
+        lines = [(f"{name} was left out", reason) for name, reason in record.left_out.items()]
+        lines += [(f"{name} was slow", f"{seconds:.2f} s") for name, seconds in slow_members(record)]
+        if record.went_back_to is not None:
+            lines.append((f"The run went back to epoch {record.went_back_to:,}", "by an organiser's order"))
+        if record.repairs:
+            lines.append((f"The plan was revised {times(record.repairs)}", "only missing parts moved again"))
+        if record.audited:
+            chunks = "1 chunk was" if record.audited == 1 else f"{record.audited} chunks were"
+            lines.append((f"{chunks} recomputed", "as every round among strangers is audited"))
+        self._detail.show(lines or [("All went as planned", f"coordinated by {record.coordinator}")])
 
     def _show_trouble(self, rounds: list[RoundRecord]) -> None:
-        self._trouble.clear()
         troubled = [record for record in reversed(rounds) if charts.has_trouble(record)]
-        with self._trouble:
-            for record in troubled[:LISTED]:
-                what = [f"{name}: {reason}" for name, reason in record.left_out.items()]
-                what += [f"revised {times(record.repairs)}"] if record.repairs else []
-                what += [f"{record.attempts} attempts"] if record.attempts > 1 else []
-                item(f"Epoch {record.epoch:,}", "; ".join(what))
-            if not troubled:
-                words("Nothing. Every round went as planned.", "empty")
+        self._trouble.show([(f"Epoch {record.epoch:,}", trouble_of(record)) for record in troubled[:LISTED]])
+
+
+def trouble_of(record: RoundRecord) -> str:
+    """What did not go as planned, in a line."""
+    what = [f"{name}: {reason}" for name, reason in record.left_out.items()]
+    what += [f"revised {times(record.repairs)}"] if record.repairs else []
+    what += [f"{record.attempts} attempts"] if record.attempts > 1 else []
+    return "; ".join(what)
 
 
 def slow_members(record: RoundRecord) -> list[tuple[str, float]]:

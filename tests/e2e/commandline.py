@@ -30,9 +30,15 @@ class Terminal:
             "NO_COLOR": "1",
         }
 
-    def start(self, *arguments: str | Path, name: str | None = None, **environment: str) -> ManagedProcess:
+    def start(
+        self,
+        *arguments: str | Path,
+        name: str | None = None,
+        program: tuple[str, ...] = POTLUCK,
+        **environment: str,
+    ) -> ManagedProcess:
         return self._children.spawn(
-            [*POTLUCK, *map(str, arguments)],
+            [*program, *map(str, arguments)],
             name=name or (str(arguments[0]).strip("-") if arguments else "potluck"),
             env={**self._environment, **environment},
         )

@@ -5,44 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 from commandline import PATIENCE_SECONDS, Terminal, events, until_event
+from organiser import LONG_SECONDS, ONE_THREAD, Organiser, end, until_epoch
 
-from potluck.testing.polling import poll_until_sync
 from potluck.testing.ports import unused_tcp_port
-from potluck.testing.processes import ManagedProcess
-
-LONG_SECONDS = 120.0  # several processes import torch at once
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # each peer has a machine of its own in earnest; here they share one
-
-
-class Organiser:
-    """Somebody with a run of their own."""
-
-    def __init__(self, terminal: Terminal, *init: str) -> None:
-        self.terminal = terminal
-        self.folder = terminal.folder / "waves"
-        terminal.run("init", self.folder, *init)
-        self.recipe = self.folder / "recipe.py"
-
-    def edit(self, before: str, after: str) -> None:
-        path = self.folder / "run.toml"
-        text = path.read_text()
-        assert before in text
-        path.write_text(text.replace(before, after))
-
-    def host(self) -> tuple[ManagedProcess, str]:
-        place = ("--folder", self.terminal.folder / "hub", "--listen", "127.0.0.1", "--json")
-        process = self.terminal.start("host", self.folder, *place, **ONE_THREAD)
-        return process, str(until_event(process, "ready")["link"])
-
-    def join(self, link: str, name: str, *options: str | Path) -> ManagedProcess:
-        key = ("--identity-path", self.terminal.folder / f"{name}.nkey", "--name", name)
-        given = (*options, "--recipe", self.recipe) if self.recipe.exists() and "--recipe" not in options else options
-        return self.terminal.start("join", link, "--json", *key, *given, name=name, **ONE_THREAD)
 
 
 class Cluster:
@@ -62,21 +30,6 @@ class Cluster:
             where = ("--folder", folder, "--listen", "127.0.0.1", "--cluster", hubs, "--place", str(place), "--json")
             self.hosts.append(terminal.start("host", *what, *where, name=f"host-{place}", **ONE_THREAD))
         self.links = [str(until_event(host, "ready")["link"]) for host in self.hosts]
-
-
-def until_epoch(process: ManagedProcess, epoch: int) -> dict[str, Any]:
-    def find() -> dict[str, Any] | None:
-        found = [each for each in events(process) if each["event"] == "progress" and each["epoch"] >= epoch]
-        assert found or process.exit_code is None, process.output()
-        return found[0] if found else None
-
-    return poll_until_sync(find, LONG_SECONDS, lambda: f"epoch {epoch} at {process.name}: {process.output()[-2000:]}")
-
-
-def end(process: ManagedProcess) -> None:
-    os.kill(process.pid, signal.SIGINT)
-    assert process.wait(PATIENCE_SECONDS) == 0, process.output()
-    assert "Traceback" not in process.output()
 
 
 @pytest.mark.timeout(300)
@@ -106,19 +59,6 @@ def test_a_newcomer_with_three_terminals(terminal: Terminal) -> None:
     until_epoch(grace, events(grace)[-1].get("epoch", 0) + 2)  # alone
     end(grace)
     end(host)
-
-
-@pytest.mark.timeout(300)
-def test_who_has_another_recipe_is_told_and_the_run_goes_on(terminal: Terminal) -> None:
-    organiser = Organiser(terminal)
-    _host, link = organiser.host()
-    changed = terminal.folder / "changed.py"
-    changed.write_text(organiser.recipe.read_text().replace("0.05", "0.5"))
-    mallory = organiser.join(link, "Mallory", "--recipe", changed)
-    assert mallory.wait(LONG_SECONDS) == 2
-    assert "is not the recipe of this run" in mallory.output()
-    ada = organiser.join(link, "Ada", "--batch-size", "64")
-    until_epoch(ada, 1)
 
 
 @pytest.mark.timeout(300)

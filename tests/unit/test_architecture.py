@@ -27,6 +27,7 @@ ORDER = (
     "recipes",
     "training",
     "monitor",
+    "notebook",
     "integrations",
     "sim",
     "testing",

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import string
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigurationError, LinkFormatError
-from potluck.hub.joinlink import MAX_HOSTS, HubPlace, JoinLink, check_invite, seal_invite
+from potluck.hub.joinlink import MAX_HOSTS, HubPlace, JoinLink, check_invite, organiser_hash, seal_invite
+from potluck.hub.keys import new_seed, public_key
 
 HASH = "abcdefghijklmnopqrstuvwxyz234567"
 SECRET = "dGhpcyBpcyBhIHNlY3JldA"
@@ -30,6 +32,7 @@ links = st.builds(
     invite=secrets | st.just(""),
     websocket_port=ports | st.none(),
     others=st.lists(places, max_size=3).map(tuple),
+    organiser_hash=st.text("abcdefghijklmnopqrstuvwxyz234567", min_size=26, max_size=26) | st.just(""),
 )
 
 
@@ -207,3 +210,13 @@ def test_errors_and_repr_do_not_show_the_invite() -> None:
 def test_a_secret_that_a_link_cannot_carry_is_refused(secret: str) -> None:
     with pytest.raises(ConfigurationError, match="8 to 256"):
         seal_invite(secret)
+
+
+def test_a_link_names_the_organiser_by_a_hash() -> None:
+    key = public_key(new_seed("user"))
+    link = replace(LINK, organiser_hash=organiser_hash(key))
+    assert f"&by={organiser_hash(key)}#" in str(link)
+    assert JoinLink.parse(str(link)) == link
+    assert organiser_hash(key) != organiser_hash(public_key(new_seed("user")))
+    with pytest.raises(LinkFormatError, match="by="):
+        JoinLink.parse(str(link).replace(link.organiser_hash, link.organiser_hash[:-1]))

@@ -849,6 +849,22 @@ async def test_of_two_who_think_that_they_coordinate_one_commits() -> None:
 
 
 @in_virtual_time
+async def test_the_end_of_a_peers_former_life_does_not_cost_the_present_one_its_part() -> None:
+    """The roster's word of a death may come when the same peer is back and in a plan."""
+    async with lab(3) as there:
+        coordinator, member = there.members[0].averager._coordinator, there.members[2]
+
+        def tell() -> None:
+            coordinator._member_gone(member.id, "its former session", "it died")
+
+        with at_point("round.plan_published", tell) as reached:
+            results = await there.average()
+        assert reached
+        assert results[0].commit.left_out == {}
+        assert results[0].commit.revisions == 0
+
+
+@in_virtual_time
 async def test_a_peer_that_comes_back_as_another_life_is_a_new_member() -> None:
     async with lab(3) as there:
         await there.average()

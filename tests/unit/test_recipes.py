@@ -167,7 +167,7 @@ class InOrder:
 
 
 def test_a_feed_goes_through_shards_and_fills_batches_across_them() -> None:
-    feed = Feed(Numbers(RecipeConfig()), InOrder(2, 0, 3), batch_size=2, seed=0)
+    feed = Feed(Numbers(RecipeConfig()), [InOrder(2, 0, 3)], batch_size=2, seed=0)
     try:
         assert [feed.next()[0].flatten().tolist() for _ in range(4)] == [[20, 21], [30, 31], [32, 30], [31, 32]]
     finally:
@@ -175,7 +175,7 @@ def test_a_feed_goes_through_shards_and_fills_batches_across_them() -> None:
 
 
 def test_a_feed_without_data_says_so() -> None:
-    feed = Feed(Numbers(RecipeConfig()), InOrder(0), batch_size=2, seed=0)
+    feed = Feed(Numbers(RecipeConfig()), [InOrder(0)], batch_size=2, seed=0)
     try:
         with pytest.raises(ConfigurationError, match="no data"):
             feed.next()
@@ -188,7 +188,7 @@ def test_an_error_in_reading_reaches_the_trainer() -> None:
         def samples(self, shard: int, generator: torch.Generator) -> Iterator[Sample]:
             raise OSError("the disk is gone")
 
-    feed = Feed(Broken(RecipeConfig()), InOrder(1), batch_size=2, seed=0)
+    feed = Feed(Broken(RecipeConfig()), [InOrder(1)], batch_size=2, seed=0)
     try:
         with pytest.raises(OSError, match="disk"):
             feed.next()
@@ -197,11 +197,20 @@ def test_an_error_in_reading_reaches_the_trainer() -> None:
 
 
 def test_a_feed_that_nobody_reads_can_be_closed() -> None:
-    feed = Feed(Numbers(RecipeConfig()), RandomShards(4, 0), batch_size=1, seed=0)
+    feed = Feed(Numbers(RecipeConfig()), [RandomShards(4, 0)], batch_size=1, seed=0)
     closing = threading.Thread(target=feed.close)
     closing.start()
     closing.join(30.0)
     assert not closing.is_alive()
+
+
+def test_several_readers_feed_one_training() -> None:
+    feed = Feed(Numbers(RecipeConfig()), [InOrder(2), InOrder(3)], batch_size=1, seed=0)
+    try:
+        seen = {feed.next()[0].item() for _ in range(200)}
+    finally:
+        feed.close()
+    assert seen == {20.0, 21.0, 30.0, 31.0, 32.0}
 
 
 @pytest.mark.parametrize(
@@ -229,3 +238,16 @@ def test_a_trial_leaves_no_gradients() -> None:
     size = batchsize.find_batch_size(recipe, model, torch.device("cpu"), 4)
     assert 1 <= size <= 4
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_trial_that_needs_too_much_memory_does_not_count() -> None:
+    tried: list[bool] = []
+
+    def fits() -> bool:
+        tried.append(True)
+        return len(tried) < 3
+
+    recipe = Numbers(RecipeConfig())
+    assert batchsize.find_batch_size(recipe, recipe.model(), torch.device("cpu"), 4, fits) <= 2
+    with pytest.raises(ConfigurationError, match="memory"):
+        batchsize.find_batch_size(recipe, recipe.model(), torch.device("cpu"), 4, lambda: False)

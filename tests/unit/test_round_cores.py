@@ -7,10 +7,12 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from potluck.round.commitment import make_commit
 from potluck.round.director import Director, Finish, GiveUp, Patience, Publish
 from potluck.round.exchange import (
     Complete,
@@ -410,3 +412,15 @@ def test_a_plan_with_gaps_or_doubles_is_refused() -> None:
             Plan(key=KEY, members=members, parts=parts, layout="", deadline=0.0)
     with pytest.raises(ValueError, match="twice"):
         Plan(key=KEY, members=members * 2, parts=(), layout="", deadline=0.0)
+
+
+def test_who_was_left_out_has_given_nothing() -> None:
+    plan = make_plan(3, 1, 1)
+    members = list(plan.members)
+    members[2] = msgspec.structs.replace(members[2], sends=False, trouble="its values hold NaN")
+    plan = msgspec.structs.replace(plan, members=tuple(members))
+    commit = make_commit(
+        plan, "digest", (0, 1), None, term=7, coordinator="peer0", parent="", committed_at=1.0, seconds=0.5
+    )
+    assert [member.weight for member in commit.members] == [1.0, 2.0, 0.0]
+    assert commit.left_out == {"peer2": "its values hold NaN"}

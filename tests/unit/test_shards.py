@@ -148,3 +148,17 @@ def test_who_has_other_data_is_told() -> None:
         alice.shards(5).take()
         with pytest.raises(ConfigurationError, match="6 shards here and 5 in the run"):
             alice.shards(6).take()
+
+
+def test_a_peer_with_several_readers_has_a_shard_for_each() -> None:
+    book = ShardBook(num_shards=8)
+    shards = []
+    for reader in range(3):
+        book, shard = take(book, "a", finished=None, present={"a"}, reader=reader)
+        shards.append(shard)
+    assert len(set(shards)) == 3
+    book, other = take(book, "a", finished=shards[1], present={"a"}, reader=1)
+    assert book.is_done(shards[1])
+    assert other not in shards
+    book, _ = take(book, "b", finished=None, present={"b"})
+    assert set(book.leases) == {"b"}, "who is gone gives all of them back"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ProtocolError
-from potluck.hub.presence import Card, Presence
+from potluck.hub.presence import Card, Presence, Role
 from potluck.peer.roster import Roster
 from potluck.state.announcement import Announcements, Claim, Kept, KeptState, describe_claims, judge
 
@@ -84,10 +84,10 @@ def test_the_order_of_speaking_does_not_matter(words: list[tuple[str | None, int
         assert verdict.keepers
 
 
-def presence(peer: str, session: str = "s1", **options: object) -> Presence:
+def presence(peer: str, session: str = "s1", role: Role = "trainer", **options: object) -> Presence:
     return Presence(
         peer=peer,
-        card=Card(session=session, role="trainer"),
+        card=Card(session=session, role=role),
         state="alive",
         host="h",
         person=peer,
@@ -141,6 +141,17 @@ def test_who_is_far_behind_has_no_say() -> None:
     verdict = judge(5, announcements.claims(5, there))
     assert verdict is not None, "it is not waited for"
     assert not verdict.is_settled, "but it may yet tell another story"
+
+
+def test_an_aux_peer_that_follows_does_not_silence_the_trainers() -> None:
+    announcements = Announcements()
+    for trainer in ("ada", "grace"):
+        announcements.take(trainer, Kept(session="s1", states=(said(TRUE, 5),)))
+    announcements.take("host", Kept(session="s1", states=(said(OTHER, 4),)))  # it takes a state over every ten epochs
+    there = roster(presence("ada"), presence("grace"), presence("host", role="aux", trusted=True))
+    verdict = judge(5, announcements.claims(5, there, ["ada", "grace"]))
+    assert verdict is not None
+    assert (verdict.digest, verdict.keepers) == (TRUE, ("ada", "grace"))
 
 
 def test_backups_are_told_apart_and_all_who_offer_one_have_a_say() -> None:

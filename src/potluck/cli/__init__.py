@@ -2,10 +2,11 @@
 
     main.py      the frame: help, version, exit codes, errors in plain words
     console.py   how answers look: tables for people, JSON for programs, Ctrl-C that leaves cleanly
-    host.py      start a run        join.py     take part in one
+    host.py      start a run        join.py     join, train, aux: take part in one (takingpart.py, training.py)
     run.py       steer one: pause, resume, settings, rollback, and the log of all that
+    visualize.py, checkpoint.py, receipts.py   what came of it     download.py   what a recipe needs
     members.py   who may take part  doctor.py   what is wrong here
-    demo.py      a whole collaboration on this machine
+    demo/        a whole collaboration on this machine
 
 Only `main.py` is imported to print the help; a command imports what it needs when it runs.
 """

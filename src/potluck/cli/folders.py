@@ -19,6 +19,11 @@ def run_folder(run: str, folder: Path | None) -> Path:
     return folder or Path(platformdirs.user_data_dir("potluck")) / "runs" / run
 
 
+def states_folder(run: str, peer: str) -> Path:
+    """Where a peer of this machine keeps backups of a run's state."""
+    return Path(platformdirs.user_data_dir("potluck")) / "states" / run / peer[:12]
+
+
 def receipts_folder() -> Path:
     """Where this user's receipts are."""
     return Path(platformdirs.user_data_dir("potluck")) / "receipts"
@@ -26,11 +31,20 @@ def receipts_folder() -> Path:
 
 def run_of_this_folder() -> str:
     """The name in the run.toml of the present folder; empty where there is none that can be read."""
+    return _said_here("name")
+
+
+def recipe_of_this_folder() -> str:
+    """The recipe in the run.toml of the present folder; empty where there is none that can be read."""
+    return _said_here("recipe")
+
+
+def _said_here(key: str) -> str:
     try:
-        name = tomllib.loads(Path("run.toml").read_text(encoding="utf-8")).get("name", "")
+        said = tomllib.loads(Path("run.toml").read_text(encoding="utf-8")).get(key, "")
     except (OSError, ValueError):  # `potluck host` says what is wrong with it
         return ""
-    return name if isinstance(name, str) else ""
+    return said if isinstance(said, str) else ""
 
 
 def hosted_run(run: str, folder: Path | None) -> tuple[Path, HostRecord]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,11 +17,21 @@ if TYPE_CHECKING:
     from potluck.monitor.watcher import Watcher
     from potluck.run.host import Host, HostConfig
     from potluck.run.peer import Peer
+    from potluck.state.keeper import StateConfig
     from potluck.training.helping import AuxiliaryWork
     from potluck.training.manifest import Manifest
 
 
 ALARMS_EVERY_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backing:
+    """How the host saves the run's state; checked when it is used, since that needs torch."""
+
+    every_epochs: int
+    keep_last: int
+    keep_every: int
 
 
 def host(
@@ -64,6 +74,11 @@ def host(
     organisations: Annotated[
         list[str] | None, typer.Option("--organisation", help="Hugging Face organisation whose members to let in.")
     ] = None,
+    backup_every: Annotated[int, typer.Option(help="Save the run's state every so many epochs.")] = 10,
+    keep_last: Annotated[int, typer.Option(help="The newest so many backups stay.")] = 3,
+    keep_every: Annotated[
+        int, typer.Option(help="Of those before, each of such a multiple of epochs stays for good; 0: none does.")
+    ] = 0,
     dashboard: Annotated[bool, typer.Option(help="Serve the live dashboard, where it is installed.")] = True,
     dashboard_port: Annotated[
         int | None,
@@ -128,7 +143,8 @@ def host(
     shown = _dashboard_options(config, dashboard, dashboard_listen or listen, dashboard_port)
     if shown is not None and manifest is not None and manifest.recipe.digest:
         shown = replace(shown, recipe=_beside(run_file) / manifest.recipe.name)
-    console.run(console.until_interrupted(lambda stop: _serve(Host(config), manifest, shown, stop, as_json)))
+    backups = Backing(every_epochs=backup_every, keep_last=keep_last, keep_every=keep_every)
+    console.run(console.until_interrupted(lambda stop: _serve(Host(config), manifest, backups, shown, stop, as_json)))
 
 
 def _dashboard_options(config: HostConfig, wanted: bool, listen: str, port: int | None) -> DashboardOptions | None:
@@ -166,7 +182,12 @@ def _manifest(run_file: Path | None) -> Manifest | None:
 
 
 async def _serve(
-    host: Host, manifest: Manifest | None, shown: DashboardOptions | None, stop: asyncio.Event, as_json: bool
+    host: Host,
+    manifest: Manifest | None,
+    backups: Backing,
+    shown: DashboardOptions | None,
+    stop: asyncio.Event,
+    as_json: bool,
 ) -> None:
     from potluck.cli import console
     from potluck.cli.dashboardchild import DashboardChild
@@ -188,14 +209,14 @@ async def _serve(
         _announce(host, as_json)
         if shown is not None:
             child = DashboardChild(shown, as_json)
-        await _watch(host, stop, as_json)
+        await _watch(host, backups, stop, as_json)
     finally:
         if child is not None:
             await child.close()
         await host.stop()
 
 
-async def _watch(host: Host, stop: asyncio.Event, as_json: bool) -> None:
+async def _watch(host: Host, backups: Backing, stop: asyncio.Event, as_json: bool) -> None:
     """Tell who comes and goes until asked to stop, or until the hub dies."""
     from potluck.cli import console
 
@@ -203,24 +224,32 @@ async def _watch(host: Host, stop: asyncio.Event, as_json: bool) -> None:
     roster = host.peer.session.roster
     end = roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json))
     try:
-        await console.unless_stopped(_help(host, as_json), stop)
+        await console.unless_stopped(_help(host, backups, as_json), stop)
     finally:
         end()
 
 
-async def _help(host: Host, as_json: bool) -> None:
+async def _help(host: Host, backups: Backing, as_json: bool) -> None:
     """Have the host's own peer reduce for the trainers, and coordinate; raises when the hub has died."""
     from potluck.cli import console
 
     module = await console.import_slowly("potluck.training.helping")
     assert host.peer is not None
-    helper: AuxiliaryWork = await module.AuxiliaryWork.start(host.peer, host.config.hub.folder / "states")
+    helper: AuxiliaryWork = await module.AuxiliaryWork.start(host.peer, _state_config(host, backups))
     alarming = asyncio.create_task(_tell_alarms(host.peer, as_json), name="alarms")
     try:
         await host.failed()
     finally:
         await tasks.end(alarming)
         await helper.close()
+
+
+def _state_config(host: Host, backups: Backing) -> StateConfig:
+    from potluck.state.backups import BackupConfig
+    from potluck.state.keeper import StateConfig
+
+    config = BackupConfig(every_epochs=backups.every_epochs, keep_last=backups.keep_last, keep_every=backups.keep_every)
+    return StateConfig(folder=host.config.hub.folder / "states", backups=config)
 
 
 async def _tell_alarms(peer: Peer, as_json: bool) -> None:

@@ -1,114 +1,176 @@
-"""`potluck join`: take part in a run."""
+"""`potluck join`, `train`, `aux`: take part in a run."""
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-if TYPE_CHECKING:
-    from potluck.cli.training import TrainOptions
-    from potluck.peer.session import HubChange
-    from potluck.run.peer import Peer
+from potluck.cli import options as o
 
 
 def join(
-    link: Annotated[str, typer.Argument(help="The join link, in quotes; else POTLUCK_LINK.")] = "",
+    link: o.Link = "",
     role: Annotated[
-        Literal["trainer", "aux", "observer"], typer.Option(help="What this machine does in the run.")
-    ] = "trainer",
-    name: Annotated[str, typer.Option(help="What you want to be called; else POTLUCK_NAME.")] = "",
-    message: Annotated[str, typer.Option(help="To the organisers, if they have to let you in first.")] = "",
-    wait_minutes: Annotated[float, typer.Option(help="How long to wait for an organiser to let you in.")] = 60.0,
-    identity_path: Annotated[
-        Path | None, typer.Option(help="File with the key you are known by; else POTLUCK_IDENTITY, else one is made.")
-    ] = None,
-    client_mode: Annotated[bool, typer.Option(help="Only dial out; accept no connections.")] = False,
-    listen: Annotated[
-        list[str] | None, typer.Option(help="Accept links here, as tcp://HOST:PORT; may be repeated.")
-    ] = None,
-    announce: Annotated[
-        list[str] | None, typer.Option(help="Tell others this address without checking it, as tcp://HOST:PORT.")
-    ] = None,
-    trusted_lan: Annotated[
-        bool, typer.Option(help="Send bulk bytes in the clear; only where you trust everybody on the network.")
-    ] = False,
-    recipe: Annotated[
-        Path | None, typer.Option(help="Your copy of the run's recipe, where the organiser wrote one.")
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples per step; found by trial unless given.")] = None,
-    device: Annotated[str, typer.Option(help="Where to compute, as in cpu or cuda:1; the fastest unless given.")] = "",
-    max_steps: Annotated[int | None, typer.Option(help="Leave after so many steps.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a line.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
+        Literal["auto", "trainer", "aux", "observer"],
+        typer.Option(help="What this machine does in the run; auto: what it is fit for."),
+    ] = "auto",
+    name: o.Name = "",
+    message: o.Message = "",
+    wait_minutes: o.WaitMinutes = 60.0,
+    identity_path: o.IdentityPath = None,
+    client_mode: o.ClientMode = False,
+    websocket: o.WebSocket = False,
+    relay_only: o.RelayOnly = False,
+    listen: o.Listen = None,
+    announce: o.Announce = None,
+    trusted_lan: o.TrustedLan = False,
+    bandwidth: o.Bandwidth = "",
+    recipe: o.RecipeFile = None,
+    batch_size: o.BatchSize = None,
+    n_workers: o.NumWorkers = 1,
+    device: o.Device = "",
+    threads: o.Threads = None,
+    max_memory: o.MaxMemory = "",
+    max_steps: o.MaxSteps = None,
+    schedule: o.Schedule = "",
+    backup_every_step: o.BackupEveryStep = 0,
+    state_path: o.StatePath = None,
+    hand_in_seconds: o.HandInSeconds = 60.0,
+    as_json: o.AsJson = False,
+    verbose: o.Verbose = False,
 ) -> None:
-    """Take part in a run, by its join link. Ctrl-C leaves cleanly.
+    """Take part in a run, by its join link: trains, unless this machine is not fit for that. Ctrl-C leaves cleanly.
 
     Example: [bold]potluck join 'potluck://hub.example.org:4222/my-first-run?ca=…#…' --name Ada[/bold]
     """
-    from potluck.cli import console
-    from potluck.cli.joining import parse_link, seated
-    from potluck.cli.training import TrainOptions
-    from potluck.peer import environment
-    from potluck.peer.identity import Identity
-    from potluck.run.peer import PeerConfig
+    from potluck.cli.takingpart import NetworkOptions, PersonOptions, TrainOptions, fitting_role, take_part
 
-    console.set_up_logging(verbose)
-    parsed = parse_link(link, "potluck join")
-    config = PeerConfig(
-        role=role,
-        name=name or environment.person_name(),
-        invite=parsed.invite,
-        message=message,
-        wait_seconds=wait_minutes * 60,
-        client_mode=client_mode,
-        listen=tuple(listen or ()),
-        announce=tuple(announce or ()),
-        trusted_lan=trusted_lan,
+    take_part(
+        "potluck join",
+        link,
+        fitting_role(as_json) if role == "auto" else role,
+        PersonOptions(name=name, message=message, wait_seconds=wait_minutes * 60, identity_path=identity_path),
+        NetworkOptions.of(client_mode, websocket, relay_only, listen, announce, trusted_lan, bandwidth),
+        TrainOptions.of(
+            recipe=recipe,
+            batch_size=batch_size,
+            num_readers=n_workers,
+            device=device,
+            threads=threads,
+            max_memory=max_memory,
+            max_steps=max_steps,
+            schedule=schedule,
+            backup_every=backup_every_step,
+            state_path=state_path,
+            hand_in_seconds=hand_in_seconds,
+        ),
+        as_json=as_json,
+        verbose=verbose,
     )
-    path = identity_path or environment.identity_path()
-    identity = Identity.open(path) if path is not None else Identity.open_default()
-    options = TrainOptions(recipe=recipe, batch_size=batch_size, device=device, max_steps=max_steps)
-
-    async def stay(peer: Peer, stop: asyncio.Event) -> None:
-        await _stay(peer, options, stop, as_json)
-
-    try:
-        console.run(console.until_interrupted(lambda stop: seated(parsed, identity, config, stop, as_json, stay)))
-    finally:
-        identity.close()
 
 
-async def _stay(peer: Peer, options: TrainOptions, stop: asyncio.Event, as_json: bool) -> None:
-    """Do our part, and tell who comes and goes, until asked to stop, or until the hub throws us out."""
-    from potluck.cli import console
-    from potluck.cli.joining import until_ended
-    from potluck.cli.training import help_others, train
+def train(
+    link: o.Link = "",
+    name: o.Name = "",
+    message: o.Message = "",
+    wait_minutes: o.WaitMinutes = 60.0,
+    identity_path: o.IdentityPath = None,
+    client_mode: o.ClientMode = False,
+    websocket: o.WebSocket = False,
+    relay_only: o.RelayOnly = False,
+    listen: o.Listen = None,
+    announce: o.Announce = None,
+    trusted_lan: o.TrustedLan = False,
+    bandwidth: o.Bandwidth = "",
+    recipe: o.RecipeFile = None,
+    batch_size: o.BatchSize = None,
+    n_workers: o.NumWorkers = 1,
+    device: o.Device = "",
+    threads: o.Threads = None,
+    max_memory: o.MaxMemory = "",
+    max_steps: o.MaxSteps = None,
+    schedule: o.Schedule = "",
+    backup_every_step: o.BackupEveryStep = 0,
+    state_path: o.StatePath = None,
+    hand_in_seconds: o.HandInSeconds = 60.0,
+    as_json: o.AsJson = False,
+    verbose: o.Verbose = False,
+) -> None:
+    """Train with the others, whatever this machine is. As `join`, without a choice of roles.
 
-    roster = peer.session.roster
-    if as_json:
-        console.print_json({"event": "joined", "peer": peer.peer_id, "peers": len(roster)})
-    else:
-        others = sum(presence.peer != peer.peer_id for presence in roster)
-        console.out.print(f"[green]You are in[/green], with {console.count(others, 'other')}. Ctrl-C leaves.")
+    Examples: [bold]potluck train 'potluck://…' --batch-size 32 --n-workers 2 --backup-every-step 100[/bold]
 
-    def hub_changed(change: HubChange) -> None:
-        if as_json:
-            console.print_json({"event": f"hub {change}"})
-        else:
-            console.out.print("The hub is back." if change == "back" else "The hub is away; waiting for it.")
+    [bold]potluck train 'potluck://…' --schedule 22:00-07:00 --bandwidth 20Mbit --max-memory 8GB[/bold]
+    """
+    join(
+        link,
+        "trainer",
+        name,
+        message,
+        wait_minutes,
+        identity_path,
+        client_mode,
+        websocket,
+        relay_only,
+        listen,
+        announce,
+        trusted_lan,
+        bandwidth,
+        recipe,
+        batch_size,
+        n_workers,
+        device,
+        threads,
+        max_memory,
+        max_steps,
+        schedule,
+        backup_every_step,
+        state_path,
+        hand_in_seconds,
+        as_json,
+        verbose,
+    )
 
-    end_hub = peer.session.listen(hub_changed)
-    end = roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json))
-    try:
-        if peer.session.card.role == "trainer":
-            await train(peer, options, stop, as_json)
-        elif peer.session.card.role == "aux":
-            await help_others(peer, stop)
-        else:
-            await console.unless_stopped(until_ended(peer), stop)
-    finally:
-        end()
-        end_hub()
+
+def aux(
+    link: o.Link = "",
+    as_active_peer: Annotated[
+        bool,
+        typer.Option("--as-active-peer/--not-as-active-peer", help="Keep the run's state for others, and save it."),
+    ] = True,
+    name: o.Name = "",
+    message: o.Message = "",
+    wait_minutes: o.WaitMinutes = 60.0,
+    identity_path: o.IdentityPath = None,
+    client_mode: o.ClientMode = False,
+    websocket: o.WebSocket = False,
+    relay_only: o.RelayOnly = False,
+    listen: o.Listen = None,
+    announce: o.Announce = None,
+    trusted_lan: o.TrustedLan = False,
+    bandwidth: o.Bandwidth = "",
+    backup_every_step: o.BackupEveryStep = 10,
+    state_path: o.StatePath = None,
+    as_json: o.AsJson = False,
+    verbose: o.Verbose = False,
+) -> None:
+    """Help without training: average for others, keep the run's state, coordinate if your invite allows it.
+
+    A machine with a public address and no accelerator does most good so. The link's invite has to allow the role aux.
+
+    Example: [bold]potluck aux 'potluck://hub.example.org:4222/my-run?ca=…#…' --listen tcp://0.0.0.0:7000[/bold]
+    """
+    from potluck.cli.takingpart import NetworkOptions, PersonOptions, TrainOptions, take_part
+
+    take_part(
+        "potluck aux",
+        link,
+        "aux",
+        PersonOptions(name=name, message=message, wait_seconds=wait_minutes * 60, identity_path=identity_path),
+        NetworkOptions.of(client_mode, websocket, relay_only, listen, announce, trusted_lan, bandwidth),
+        TrainOptions.of(backup_every=backup_every_step if as_active_peer else 0, state_path=state_path),
+        keeps_states=as_active_peer,
+        as_json=as_json,
+        verbose=verbose,
+    )

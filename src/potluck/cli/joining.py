@@ -40,7 +40,7 @@ async def seated(
     from potluck.run.peer import Peer
 
     with console.err.status(f"looking for the hub at {', '.join(map(str, link.places))}"):
-        address = await console.unless_stopped(fetch_address(link), stop)
+        address = await console.unless_stopped(fetch_address(link, websocket_only=config.websocket_only), stop)
     if address is None:
         return
     peer = Peer(address, link.run, identity, config)

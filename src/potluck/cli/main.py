@@ -11,17 +11,20 @@ from typing import Annotated
 import typer
 
 import potluck
+from potluck.cli.checkpoint import app as checkpoint
 from potluck.cli.dashboard import dashboard
-from potluck.cli.demo import demo
+from potluck.cli.demo.command import demo
 from potluck.cli.doctor import doctor
+from potluck.cli.download import app as download
 from potluck.cli.host import host
 from potluck.cli.init import init
-from potluck.cli.join import join
+from potluck.cli.join import aux, join, train
 from potluck.cli.leaderboard import leaderboard
 from potluck.cli.members import app as members
 from potluck.cli.monitor import monitor
 from potluck.cli.receipts import receipts
 from potluck.cli.run import app as run
+from potluck.cli.visualize import visualize
 from potluck.cli.vote import vote
 from potluck.errors import ConfigurationError, PotluckError
 
@@ -38,14 +41,19 @@ app.command("demo")(demo)
 app.command("init")(init)
 app.command("host")(host)
 app.command("join")(join)
+app.command("train")(train)
+app.command("aux")(aux)
 app.command("monitor")(monitor)
 app.command("dashboard")(dashboard)
+app.command("visualize")(visualize)
 app.command("leaderboard")(leaderboard)
 app.command("receipts")(receipts)
 app.command("vote")(vote)
 app.command("doctor")(doctor)
 app.add_typer(members, name="members")
 app.add_typer(run, name="run")
+app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(download, name="download")
 
 
 def _print_version(asked: bool) -> None:

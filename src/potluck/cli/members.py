@@ -12,7 +12,9 @@ import typer
 
 if TYPE_CHECKING:
     from potluck.hub.guard.organise import Organiser
+    from potluck.round.plan import Commit
     from potluck.run.hostrecord import HostRecord
+    from potluck.training.steering import Steering
 
 T = TypeVar("T")
 
@@ -228,6 +230,27 @@ def pardon(peer: Peer, run: Run = "", folder: Folder = None) -> None:
         return found
 
     typer.echo(f"{_ask(run, folder, work)} takes part in rounds again.")
+
+
+@app.command("excluded")
+def excluded(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
+    """List who takes part in no round for a while, since an audit found it out or it would not testify.
+
+    Example: [bold]potluck members excluded[/bold]; [bold]potluck members pardon PEER[/bold] ends one early.
+    """
+    from potluck.cli.run import steer
+
+    async def work(helm: Steering, _where: Path) -> Commit | None:
+        return await helm.head()
+
+    head = steer(run, folder, work)
+    now = time.time()
+    rows = [
+        {"peer": peer, "since": _day(found.since), "until": _day(found.until), "reason": found.reason}
+        for peer, found in sorted((head.excluded if head is not None else {}).items())
+        if found.until > now
+    ]
+    _show(rows, as_json, empty="Nobody is excluded.")
 
 
 @app.command("bans")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,7 +80,7 @@ async def _watch(peer: Peer, stop: asyncio.Event, exporters: Exporters, *, once:
                     figures = {**msgspec.to_builtins(overview), "paused": watcher.is_paused, "alarms": told}
                     console.print_json({"event": "run", **figures, "peers": peers})
                 else:
-                    live.update(_picture(overview, rows, alarms, is_paused=watcher.is_paused), refresh=True)
+                    live.update(picture(overview, rows, alarms, is_paused=watcher.is_paused), refresh=True)
                 if once or peer.session.ended.done():
                     break
         if peer.session.ended.done():
@@ -88,7 +89,10 @@ async def _watch(peer: Peer, stop: asyncio.Event, exporters: Exporters, *, once:
         await watcher.close()
 
 
-def _picture(overview: Overview, rows: list[PeerRow], alarms: list[Alarm], *, is_paused: bool) -> RenderableType:
+def picture(
+    overview: Overview, rows: list[PeerRow], alarms: Sequence[Alarm] = (), *, is_paused: bool = False
+) -> RenderableType:
+    """The run as a person sees it: a line of figures, a table of peers, and what is wrong."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -36,7 +36,7 @@ def pause(run: Run = "", folder: Folder = None, by: By = "", reason: Reason = ""
 
     Example: [bold]potluck run pause --reason "the loss rises"[/bold]
     """
-    manifest = _steer(run, folder, lambda helm, _where: helm.pause(by=_name(by), reason=reason))
+    manifest = steer(run, folder, lambda helm, _where: helm.pause(by=_name(by), reason=reason))
     _tell(manifest, as_json, "The run is paused. `potluck run resume` has it go on.")
 
 
@@ -46,7 +46,7 @@ def resume(run: Run = "", folder: Folder = None, by: By = "", reason: Reason = "
 
     Example: [bold]potluck run resume[/bold]
     """
-    manifest = _steer(run, folder, lambda helm, _where: helm.resume(by=_name(by), reason=reason))
+    manifest = steer(run, folder, lambda helm, _where: helm.resume(by=_name(by), reason=reason))
     _tell(manifest, as_json, "The run goes on.")
 
 
@@ -71,7 +71,7 @@ def change(
     async def work(helm: Steering, _where: Path) -> Manifest:
         return await helm.change(values, by=_name(by), from_epoch=from_epoch, reason=reason)
 
-    manifest = _steer(run, folder, work)
+    manifest = steer(run, folder, work)
     newest = manifest.history[-1] if manifest.history else None
     epoch = newest.from_epoch if newest is not None else 0
     _tell(manifest, as_json, f"From epoch {epoch} on: {', '.join(changes)}.")
@@ -94,7 +94,7 @@ def rollback(
     Examples: [bold]potluck run rollback[/bold] lists what there is; [bold]potluck run rollback --to 120[/bold]
     """
     if to is None:
-        _list_backups(_steer(run, folder, _backups), as_json)
+        _list_backups(steer(run, folder, _backups), as_json)
         return
 
     async def work(helm: Steering, where: Path) -> tuple[Manifest, Commit | None]:
@@ -103,7 +103,7 @@ def rollback(
         assert manifest.rollback is not None
         return manifest, await helm.until_restored(manifest.rollback, wait_seconds)
 
-    manifest, commit = _steer(run, folder, work)
+    manifest, commit = steer(run, folder, work)
     if as_json:
         from potluck.cli import console
 
@@ -128,7 +128,7 @@ def show(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
     async def work(helm: Steering, _where: Path) -> tuple[Manifest, Commit | None]:
         return await helm.manifest(), await helm.head()
 
-    manifest, head = _steer(run, folder, work)
+    manifest, head = steer(run, folder, work)
     _show(_summary(manifest, head), as_json)
 
 
@@ -142,7 +142,7 @@ def log(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
 
     from potluck.cli import console
 
-    manifest = _steer(run, folder, lambda helm, _where: helm.manifest())
+    manifest = steer(run, folder, lambda helm, _where: helm.manifest())
     rows = [msgspec.structs.asdict(change) for change in manifest.history]
     if as_json:
         console.print_json(rows)
@@ -152,7 +152,7 @@ def log(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
     )
 
 
-def _steer(run: str, folder: Path | None, work: Callable[[Steering, Path], Awaitable[T]]) -> T:
+def steer(run: str, folder: Path | None, work: Callable[[Steering, Path], Awaitable[T]]) -> T:
     """Do something in the organiser's name, with the keys in the run's folder."""
     from potluck.cli import console
     from potluck.cli.folders import hosted_run

@@ -5,36 +5,31 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from potluck import tasks
 
 if TYPE_CHECKING:
+    from potluck.cli.takingpart import TrainOptions
+    from potluck.hub.joinlink import JoinLink
     from potluck.run.peer import Peer
+    from potluck.state.keeper import StateConfig
     from potluck.training.helping import AuxiliaryWork
     from potluck.training.manifest import Manifest
     from potluck.training.notice import NoticeBoard
-    from potluck.training.trainer import TrainProgress
+    from potluck.training.trainer import Trainer, TrainProgress
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOptions:
-    """What a person says about training on the command line."""
-
-    recipe: Path | None
-    batch_size: int | None
-    device: str
-    max_steps: int | None
-
-
-async def train(peer: Peer, options: TrainOptions, stop: asyncio.Event, as_json: bool) -> None:
+async def train(peer: Peer, link: JoinLink, options: TrainOptions, stop: asyncio.Event, as_json: bool) -> None:
     """Train what the manifest says, in a thread of its own, until `stop`, the end of the run, or of our membership."""
     from potluck.cli import console
+    from potluck.peer.organisers import KnownOrganisers
 
     notice = await console.import_slowly("potluck.training.notice")
-    board: NoticeBoard = notice.NoticeBoard(peer.session.hub, peer.session.subjects.run)
+    board: NoticeBoard = notice.NoticeBoard(
+        peer.session.hub, link.run, lambda organiser: KnownOrganisers().check(link, organiser)
+    )
     try:
         manifest = await _first_manifest(peer, board, stop, as_json)
         if manifest is not None:
@@ -43,17 +38,31 @@ async def train(peer: Peer, options: TrainOptions, stop: asyncio.Event, as_json:
         await board.close()
 
 
-async def help_others(peer: Peer, stop: asyncio.Event) -> None:
+async def help_others(peer: Peer, options: TrainOptions, keeps_states: bool, stop: asyncio.Event) -> None:
     """Reduce for the trainers, and coordinate if this peer may, until `stop` or the end of our membership."""
     from potluck.cli import console
     from potluck.cli.joining import until_ended
 
     module = await console.import_slowly("potluck.training.helping")
-    helper: AuxiliaryWork = await module.AuxiliaryWork.start(peer)
+    state = _state_config(options, peer.session.subjects.run, peer.peer_id, keeps=keeps_states)
+    helper: AuxiliaryWork = await module.AuxiliaryWork.start(peer, state)
     try:
         await console.unless_stopped(until_ended(peer), stop)
     finally:
         await helper.close()
+
+
+def _state_config(options: TrainOptions, run: str, peer_id: str, *, keeps: bool = True) -> StateConfig:
+    """Where and how often this peer writes backups, and whether it keeps states for others."""
+    from potluck.cli.folders import states_folder
+    from potluck.state.backups import BackupConfig
+    from potluck.state.keeper import StateConfig
+
+    keep: Literal["auto", "never"] = "auto" if keeps else "never"
+    if not options.backup_every:
+        return StateConfig(keep=keep)
+    folder = options.state_path or states_folder(run, peer_id)
+    return StateConfig(keep=keep, folder=folder, backups=BackupConfig(every_epochs=options.backup_every))
 
 
 async def _first_manifest(peer: Peer, board: NoticeBoard, stop: asyncio.Event, as_json: bool) -> Manifest | None:
@@ -93,16 +102,21 @@ async def _train(
     from potluck.training.receipts import receipts_path
     from potluck.training.trainer import TrainConfig, Trainer
 
+    _check_protocol(first)
     recipe = open_recipe(first.recipe, first.model, options.recipe)
     config = TrainConfig(
         batch_size=options.batch_size,
         device=options.device,
         max_steps=options.max_steps,
         receipts=receipts_path(receipts_folder(), first.run),
+        num_readers=options.num_readers,
+        num_threads=options.threads,
+        max_memory_bytes=options.max_memory_bytes,
+        state=_state_config(options, first.run, peer.peer_id),
     )
     loop = RunningLoop.of_this_thread()
     end = threading.Event()
-    tell = _teller(as_json)
+    tell = _teller(as_json, lambda: len(peer.session.roster))
 
     async def started() -> Peer:
         return peer
@@ -113,11 +127,16 @@ async def _train(
     def work() -> TrainProgress:
         with Joined(started, loop) as run:
             trainer = Trainer(run, newest, recipe, config, tell)
+            figures = {"batch_size": trainer.batch_size, "device": str(trainer.device), "threads": trainer.num_threads}
             if as_json:
-                console.print_json({"event": "training", "batch_size": trainer.batch_size, "recipe": first.recipe.name})
+                console.print_json({"event": "training", "recipe": first.recipe.name, **figures})
             else:
-                console.out.print(f"Training {first.recipe.name} in batches of {trainer.batch_size}. Ctrl-C leaves.")
-            return trainer.train(end)
+                console.out.print(
+                    f"Training {first.recipe.name} on {trainer.device} in batches of {trainer.batch_size}, with "
+                    f"{console.count(trainer.num_threads, 'thread')}. Ctrl-C hands in what you have done, and leaves."
+                )
+            last = trainer.train(end)
+            return replace(last, handed_in=_hand_in(trainer, options.hand_in_seconds, as_json))
 
     stopping = asyncio.create_task(stop.wait())
     stopping.add_done_callback(lambda _task: end.set())
@@ -132,7 +151,49 @@ async def _train(
         console.out.print(f"You gave {console.count(last.samples, 'sample')} up to epoch {last.epoch}. Thank you!")
 
 
-def _teller(as_json: bool) -> Callable[[TrainProgress], None]:
+def _hand_in(trainer: Trainer, seconds: float, as_json: bool) -> int:
+    """Bring what is done for the next epoch into it, before leaving; how many samples that were."""
+    from potluck.cli import console
+    from potluck.errors import PotluckError
+
+    samples = trainer.unfinished_samples
+    if not samples or seconds <= 0:
+        return 0
+    if as_json:
+        console.print_json({"event": "handing in", "samples": samples})
+    else:
+        console.out.print(f"Handing in your last {console.count(samples, 'sample')} with the next epoch …")
+    try:
+        handed_in = trainer.hand_in(seconds)
+    except PotluckError as error:  # nothing is to be done about it any more: say it, and leave
+        console.err.print(f"They could not be handed in: {error}", markup=False)
+        return 0
+    if not handed_in and not as_json:
+        console.out.print(
+            f"The next epoch does not come within {seconds:.0f} s: they do not count. (--hand-in-seconds)"
+        )
+    return handed_in
+
+
+def _check_protocol(manifest: Manifest) -> None:
+    """ConfigurationError when the run speaks of things that this Potluck does not know."""
+    import potluck
+    from potluck.errors import ConfigurationError
+    from potluck.messages import PROTOCOL_VERSION
+
+    if manifest.protocol > PROTOCOL_VERSION:
+        raise ConfigurationError(
+            f"this Potluck ({potluck.__version__}, protocol {PROTOCOL_VERSION}) is too old for the run, which speaks "
+            f"protocol {manifest.protocol}: update it (pip install --upgrade potluck)"
+        )
+    if manifest.protocol < PROTOCOL_VERSION:
+        raise ConfigurationError(
+            f"the run speaks protocol {manifest.protocol}, and this Potluck ({potluck.__version__}) protocol "
+            f"{PROTOCOL_VERSION}: ask the organiser to update, or install their version"
+        )
+
+
+def _teller(as_json: bool, num_peers: Callable[[], int]) -> Callable[[TrainProgress], None]:
     from potluck.cli import console
 
     told_epoch = -1
@@ -145,7 +206,8 @@ def _teller(as_json: bool) -> Callable[[TrainProgress], None]:
             told_epoch = progress.epoch
             console.out.print(
                 f"epoch {progress.epoch}: loss {progress.loss:.4f}, {progress.samples_per_second:.1f} samples/s, "
-                f"{progress.samples} given" + (" (paused)" if progress.paused else ""),
+                f"{progress.samples} given, {console.count(num_peers(), 'peer')}"
+                + (" (paused by the organiser)" if progress.paused else ""),
                 highlight=False,
             )
 
@@ -160,4 +222,5 @@ def _figures(progress: TrainProgress) -> dict[str, Any]:
         "loss": progress.loss,
         "samples_per_second": progress.samples_per_second,
         "paused": progress.paused,
+        "handed_in": progress.handed_in,
     }

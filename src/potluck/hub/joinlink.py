@@ -1,14 +1,18 @@
 """The link that a person pastes to join a run.
 
-    potluck://HOST:PORT/RUN?ca=HASH&ws=PORT#INVITE
-    potluck://HOST:PORT,HOST:PORT/RUN?ca=HASH&ws=PORT,PORT#INVITE
+    potluck://HOST:PORT/RUN?ca=HASH&ws=PORT&by=HASH#INVITE
+    potluck://HOST:PORT,HOST:PORT/RUN?ca=HASH&ws=PORT,PORT&by=HASH#INVITE
 
 The second form names several hosts of one cluster, so that a newcomer gets in while one of them is down. `ca` is the
 hash of the hub's certificate authority, so that nobody in between can pose as the hub; `ca=none` says on purpose that
 the hub speaks plain. `ws` is the WebSocket port and may be missing: one for all hosts, or one for each, where nothing
-between two commas means none. The invite ends with a checksum, so
-that a link that was cut short is told apart from one that was refused; `#ask` stands for no invite: whoever has such a
-link asks for access. Nothing else may be missing silently; each part that is gets its own words.
+between two commas means none. `by` is the hash of the organiser's key, who signs what the run trains: with it, not
+even the hub's owner can have somebody train something else. It may be missing: then the key that is seen first counts,
+and is remembered (peer/organisers.py). Versions before it skip it, so such links work there too.
+
+The invite ends with a checksum, so that a link that was cut short is told apart from one that was refused; `#ask`
+stands for no invite: whoever has such a link asks for access. Nothing else may be missing silently; each part that is
+gets its own words.
 
 `fetch_address` turns a link into an address that can be trusted.
 """
@@ -37,11 +41,14 @@ SCHEME = "potluck"
 MAX_HOSTS = 8
 MAX_LINK_CHARACTERS = 4096  # eight of the longest host names fit
 
+ORGANISER_HASH_CHARACTERS = 26
+
 _NO_AUTHORITY = "none"
 _NO_INVITE = "ask"
 _CHECK_CHARACTERS = 6  # base32, so 30 bits: one cut link in a thousand million looks whole
 _SECRET = re.compile(r"[A-Za-z0-9_-]{8,256}")
 _AUTHORITY = re.compile(r"://([^/?#]*)")  # the part of a link that names its hosts
+_ORGANISER_HASH = re.compile(rf"[a-z2-7]{{{ORGANISER_HASH_CHARACTERS}}}")
 _CA_HASH = re.compile(rf"[a-z2-7]{{{CA_HASH_CHARACTERS}}}")
 
 # What comes along when a link is copied out of a sentence, a chat or a terminal.
@@ -50,6 +57,12 @@ _CLOSERS = ">)]}\"'`\u2019\u201d\u00bb*.,;:!?\u2026"
 _INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u00ad"))
 _LINE_BREAK = re.compile(r"[ \t]*[\r\n]+[ \t]*")
 _COPY_AGAIN = "Copy the whole link again, and put it in quotes: a shell cuts it at the first &"
+
+
+def organiser_hash(public_key: str) -> str:
+    """What stands in a link for an organiser's key: 130 bits of its hash."""
+    digest = hashlib.sha256(b"potluck organiser " + public_key.encode("ascii")).digest()
+    return base64.b32encode(digest).decode("ascii").lower()[:ORGANISER_HASH_CHARACTERS]
 
 
 def seal_invite(secret: str) -> str:
@@ -112,6 +125,8 @@ class JoinLink:
     websocket_port: int | None = None
     others: tuple[HubPlace, ...] = ()
     """Further servers of the same hub; one that is named twice counts once."""
+    organiser_hash: str = ""
+    """Of the organiser's public key (`organiser_hash`); empty where the link does not say."""
 
     def __post_init__(self) -> None:
         first = HubPlace(host=self.host, port=self.port, websocket_port=self.websocket_port)
@@ -136,6 +151,12 @@ class JoinLink:
                 f"{CA_HASH_CHARACTERS} of a-z and 2-7 belong. {_COPY_AGAIN}"
             )
 
+        if self.organiser_hash and not _ORGANISER_HASH.fullmatch(self.organiser_hash):
+            raise LinkFormatError(
+                f"the link's by={_shorten(self.organiser_hash)} is not whole: {ORGANISER_HASH_CHARACTERS} of a-z and "
+                f"2-7 belong there. {_COPY_AGAIN}"
+            )
+
     @property
     def places(self) -> tuple[HubPlace, ...]:
         """All servers, in the order in which to try them."""
@@ -150,7 +171,8 @@ class JoinLink:
         websocket = f"&ws={','.join(websockets)}" if any(websockets) else ""
         invite = seal_invite(self.invite) if self.invite else _NO_INVITE
         authority = self.ca_hash or _NO_AUTHORITY
-        return f"{SCHEME}://{','.join(map(str, places))}/{self.run}?ca={authority}{websocket}#{invite}"
+        organiser = f"&by={self.organiser_hash}" if self.organiser_hash else ""
+        return f"{SCHEME}://{','.join(map(str, places))}/{self.run}?ca={authority}{websocket}{organiser}#{invite}"
 
     @classmethod
     def parse(cls, text: str) -> JoinLink:
@@ -183,6 +205,7 @@ class JoinLink:
             invite=invite,
             websocket_port=first.websocket_port,
             others=tuple(others),
+            organiser_hash=options.get("by", "").lower(),
         )
 
 
@@ -288,16 +311,20 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 40 else text[:40] + "…"
 
 
-async def fetch_address(link: JoinLink, timeout_seconds: float = 15.0) -> HubAddress:
+async def fetch_address(link: JoinLink, timeout_seconds: float = 15.0, *, websocket_only: bool = False) -> HubAddress:
     """Find the hub that a link names, make sure that it is the right one, and say how to reach it.
 
     The link's hosts are tried in turn: by TCP, then by WebSocket, which passes where nothing else does. The way that
-    worked comes first in the address. CertificateError when what answers is another hub than the link's,
-    HubUnavailableError when there is none.
+    worked comes first in the address; with `websocket_only` nothing but WebSocket is in it. CertificateError when what
+    answers is another hub than the link's, HubUnavailableError when there is none.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_seconds
-    ways = _ways(link)
+    ways = [way for way in _ways(link) if not websocket_only or way.scheme in ("ws", "wss")]
+    if not ways:
+        raise ConfigurationError(
+            "the link names no WebSocket port (ws=): leave out --websocket, or ask for another link"
+        )
     failures: list[str] = []
     wrong_hub: CertificateError | None = None
     for number, way in enumerate(ways):

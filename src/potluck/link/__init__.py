@@ -2,7 +2,7 @@
 
 What others use:
     links.py         Links: send, request, open_stream, handle; the one interface
-    limits.py        LinkConfig, and what both ends count on without being told
+    limits.py        LinkConfig, and what both ends count on without being told; throttle.py: a cap on bandwidth
     counters.py      what `statistics()` returns
 
 From a message down to packets:

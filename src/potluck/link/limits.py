@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from potluck.errors import ConfigurationError
+from potluck.link.throttle import throttle_of
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -73,6 +74,12 @@ class LinkConfig:
     settle_seconds: float = 0.5
     """How long a path that has failed once must stay open before it is preferred again; doubles per failure."""
 
+    send_bytes_per_second: float | None = None
+    """The most that leaves to all peers together; None: whatever the line takes."""
+
+    receive_bytes_per_second: float | None = None
+    """The most that all peers together may send here, beyond what each may send unasked; None: no cap."""
+
     tick_seconds: float = 0.005
     """How often waiting acknowledgements and timeouts are looked at while there are any."""
 
@@ -82,6 +89,8 @@ class LinkConfig:
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("held_seconds", "stalled_seconds", "silent_seconds", "tick_seconds", "stream_idle_seconds"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "more than 0")
+        for bytes_per_second in (self.send_bytes_per_second, self.receive_bytes_per_second):
+            throttle_of(bytes_per_second)
         _require(self.settle_seconds >= 0, "settle_seconds", self.settle_seconds, "0 or more")
         _require(self.held_bytes >= 0, "held_bytes", self.held_bytes, "0 or more")
         _require(self.max_frames <= 1024, "max_frames", self.max_frames, "at most 1024, to fit one packet's header")

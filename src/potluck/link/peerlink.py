@@ -25,6 +25,7 @@ from potluck.link.counters import Counters, PeerStatistics
 from potluck.link.limits import LinkConfig
 from potluck.link.paths import Paths
 from potluck.link.speed import SpeedMeter, Transfer
+from potluck.link.throttle import Throttle
 
 DEAF_SECONDS = 1.0  # a peer that repeats itself elsewhere for so long does not hear us where we answer
 
@@ -60,7 +61,9 @@ class PeerLink:
         owner: LinkOwner,
         total_upload: SpeedMeter,
         total_download: SpeedMeter,
+        throttle: Throttle | None = None,
     ) -> None:
+        """`throttle` caps what all links send together."""
         self.peer = peer
         self.session: str | None = None  # as the roster says; kept when the peer is dead
         self.remote_tag = 0
@@ -85,6 +88,8 @@ class PeerLink:
         self._gave_up = False  # a channel of this life that had been used
         self._is_blocked = False  # the carrier is congested
         self._is_pumping = False
+        self._throttle = throttle
+        self._is_throttled = False  # and tries again when the throttle opens
         self._repeats_since: float | None = None
 
     # The peer's life
@@ -302,7 +307,9 @@ class PeerLink:
             if self._path is not None and self._is_blocked:
                 channel.acknowledge(now, self._transmit)
             elif self._path is not None:
-                self._is_blocked = not channel.pump(pace, now, self._transmit)
+                self._is_throttled = False
+                is_refused = not channel.pump(pace, now, self._transmit)
+                self._is_blocked = is_refused and not self._is_throttled
             self._sending.update(self._path is not None and channel.outbox.is_loaded, now, pace.least_rtt_seconds)
         finally:
             self._is_pumping = False
@@ -314,7 +321,18 @@ class PeerLink:
             self._transmit_on(kind, self._channel.header(Kind.PROBE, 0, number, now=now), None)
 
     def _transmit(self, header: bytes, payload: Buffer | None) -> bool:
-        return self._path is not None and self._transmit_on(self._path, header, payload)
+        if self._path is None:
+            return False
+        throttle = self._throttle
+        if throttle is None:
+            return self._transmit_on(self._path, header, payload)
+        if payload is not None and not throttle.available_bytes(self._clock.monotonic()):
+            self._is_throttled = True
+            return False
+        is_sent = self._transmit_on(self._path, header, payload)
+        if is_sent:
+            throttle.spent(len(header) + (len(payload) if payload is not None else 0))
+        return is_sent
 
     def _transmit_on(self, kind: str, header: bytes, payload: Buffer | None) -> bool:
         carrier = self._carriers.get(kind)
@@ -344,6 +362,8 @@ class PeerLink:
         if not self.is_alive or self._channel is None:
             return None
         due = [self.paths.next_at(), self._channel.inbox.tick_at()]
+        if self._is_throttled and self._throttle is not None:
+            due.append(self._throttle.available_at(1, self._clock.monotonic()))
         if self._path is not None:
             due += [self._channel.next_at(self._pace(self._path)), self._silent_at(self._channel)]
         return min((at for at in due if at is not None), default=None)

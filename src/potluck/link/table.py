@@ -12,6 +12,7 @@ from potluck.link.counters import Counters
 from potluck.link.limits import LinkConfig
 from potluck.link.peerlink import LinkOwner, PeerLink
 from potluck.link.speed import SpeedMeter
+from potluck.link.throttle import throttle_of
 from potluck.link.waitingroom import WaitingRoom
 
 MAX_DEAD_LINKS = 1024  # how many peers that are gone are remembered, should they come back in the same session
@@ -31,6 +32,7 @@ class LinkTable:
         self._config = config
         self._owner = owner
         self._waiting_room = WaitingRoom(config)
+        self._throttle = throttle_of(config.send_bytes_per_second)
         self._others = Counters()  # of strangers, and of peers that are forgotten
         self._closed = False
 
@@ -72,6 +74,7 @@ class LinkTable:
                 owner=self._owner,
                 total_upload=self.upload,
                 total_download=self.download,
+                throttle=self._throttle,
             )
         return link
 

@@ -8,4 +8,5 @@ follower.py  follows all that a page shows: the run now, its past, the manifest,
 figures.py   numbers as people read them
 exporters.py the figures for TensorBoard and Weights & Biases
 dashboard/   the run in a browser
+lossplot.py  the loss as a PNG
 """

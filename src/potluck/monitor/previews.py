@@ -13,15 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import torch
 
 from potluck import tasks
 from potluck.errors import PotluckError
-from potluck.optim.parameters import EXTRA, PARAMETER, named_parameters
 from potluck.recipes.catalogue import open_recipe
 from potluck.state.backupfile import BackupInfo
 from potluck.state.backups import Backups
 from potluck.training.manifest import Manifest
+from potluck.training.models import load, preview
 
 logger = logging.getLogger(__name__)
 
@@ -103,19 +102,11 @@ class Previewer:
 
     def _preview(self, manifest: Manifest, backups: Backups, info: BackupInfo) -> Preview:
         recipe = open_recipe(manifest.recipe, manifest.model, self._recipe_file)
-        model = recipe.model().eval()
+        model = recipe.model()
         snapshot = backups.read(info)
         try:
-            values = snapshot.tensors()
-            with torch.no_grad():
-                # Named as trainers name them: by their place in an optimizer that was made from the model.
-                for name, parameter in named_parameters(torch.optim.SGD(model.parameters(), lr=1.0)).items():
-                    parameter.copy_(values[PARAMETER + name])
-                for name, buffer in model.named_buffers():
-                    if EXTRA + name in values:
-                        buffer.copy_(values[EXTRA + name])
+            load(model, snapshot.tensors())
         finally:
             snapshot.release()
-        with torch.no_grad():
-            text, figures = recipe.preview(model), dict(recipe.evaluate(model))
+        text, figures = preview(recipe, model)
         return Preview(epoch=info.epoch, at=info.saved_at, text=text[:LONGEST_TEXT], figures=figures)

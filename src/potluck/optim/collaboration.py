@@ -5,6 +5,8 @@ Methods marked *any thread* only read immutable values or post to the loop; coro
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from potluck.optim.parameters import RolesByPrefix
 from potluck.optim.progress.keeper import ProgressKeeper
 from potluck.optim.progress.tracker import RunProgress
+from potluck.peer.session import Session
 from potluck.round.averager import Averager, AveragerConfig, RoundPeer
 from potluck.round.codecs import CodecChoice, CodecSpec
 from potluck.round.coordinator import CoordinatorConfig
@@ -22,7 +25,10 @@ from potluck.round.workers import Workers
 from potluck.run.joined import Joined
 from potluck.state.keeper import StateKeeper
 
+logger = logging.getLogger(__name__)
+
 ROLES = RolesByPrefix()
+LOOK_EVERY_SECONDS = 0.5
 
 T = TypeVar("T")
 
@@ -132,6 +138,23 @@ class Collaboration:
         self.progress.committed()
 
 
+async def until_hub_is_there(session: Session) -> None:
+    """Wait for a hub that is away just now, and say so. Raises why the session ended, if it does meanwhile."""
+    has_said = False
+    while not session.hub.is_connected:
+        if session.ended.done():
+            session.ended.result()
+        if not has_said:
+            has_said = True
+            logger.warning("the hub is away just now: training begins when it is back")
+        await asyncio.sleep(LOOK_EVERY_SECONDS)
+
+
+async def has_other_trainers(session: Session) -> bool:
+    """Whether somebody else trains."""
+    return any(p.card.role == "trainer" and p.peer != session.peer_id for p in session.roster.alive())
+
+
 def join_collaboration(run: Joined, config: CollaborationConfig, codec: CodecSpec | None = None) -> Collaboration:
     """Start averaging and progress on the run's loop; they end with the run. `codec` is for gradients, if not None."""
     run.claim("an optimizer")
@@ -147,6 +170,7 @@ def join_collaboration(run: Joined, config: CollaborationConfig, codec: CodecSpe
         await collaboration.start()
         return collaboration
 
+    run.call(until_hub_is_there(run.peer.session))
     collaboration = run.call(start())
     run.attach(collaboration.close)
     return collaboration

@@ -44,6 +44,7 @@ from potluck.optim.progress.pace import Pace
 from potluck.optim.progress.tracker import LARGEST_COUNT
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
+from potluck.round.gathering import GatherConfig
 from potluck.round.trigger import Quorum
 from potluck.run.joined import Joined
 from potluck.state.keeper import StateConfig
@@ -111,6 +112,9 @@ class DiLoCoConfig:
     num_threads: int | None = None
     """For averaging; None: one for each core, up to 4."""
 
+    gather: GatherConfig = field(default_factory=GatherConfig)
+    """*run* How rounds are planned where this peer coordinates: aggregator, who may reduce, audits."""
+
     def __post_init__(self) -> None:
         self.schedule()
         self.driver()
@@ -145,9 +149,10 @@ class DiLoCoConfig:
     def coordinator(self) -> CoordinatorConfig:
         """How rounds are started where this peer coordinates."""
         if self.asynchronous:
-            return CoordinatorConfig(trigger=Quorum(grace_seconds=0.0))
+            return CoordinatorConfig(gather=self.gather, trigger=Quorum(grace_seconds=0.0))
         grace = AdaptiveGrace(least_seconds=min(0.5, self.grace_seconds), most_seconds=self.grace_seconds)
-        return CoordinatorConfig(trigger=AdaptiveQuorum(min_senders=self.min_peers, grace=grace))
+        trigger = AdaptiveQuorum(min_senders=self.min_peers, grace=grace)
+        return CoordinatorConfig(gather=self.gather, trigger=trigger)
 
 
 class DiLoCo:
@@ -254,6 +259,18 @@ class DiLoCo:
         self.driver.load_state_dict(state)
         self._steps_since_offer = state["steps_since_offer"]
         self._report()
+
+    def hand_in(self, timeout_seconds: float) -> int:
+        """Exchange what was done since the last exchange, before leaving; how many samples that were.
+
+        It is averaged with those who are ready. The others are a little late then, and late work is kept.
+        """
+        self.driver.land()
+        samples = self.method.samples
+        self._steps_since_offer = 0
+        if not samples or self.driver.is_behind:
+            return 0
+        return samples if self.driver.round(timeout_seconds=timeout_seconds) else 0
 
     def shutdown(self) -> None:
         """Bring in the round in the background, or leave it if it takes long; the run goes on until it is left."""

@@ -114,9 +114,9 @@ class Driver:
 
     # Rounds
 
-    def round(self, *, delay_step: bool = False) -> bool:
+    def round(self, *, delay_step: bool = False, timeout_seconds: float | None = None) -> bool:
         """Take part in the next epoch, and step; False if our offer did not count (then it may have been caught up)."""
-        pending = self._start()
+        pending = self._start(timeout_seconds)
         self._pending = pending
         try:
             concurrent.futures.wait([pending.result])
@@ -178,19 +178,20 @@ class Driver:
         is_out = self._run.is_interrupted or self._run.peer.session.ended.done()
         await asyncio.to_thread(lambda: self.close(wait_seconds=0.0 if is_out else LAST_ROUND_SECONDS))
 
-    def _start(self, *, in_background: bool = False) -> _Pending:
+    def _start(self, timeout_seconds: float | None = None, *, in_background: bool = False) -> _Pending:
         assert self._pending is None, "one round at a time"
         epoch = self.epoch + 1
         offer = self._method.offer(epoch)
         if not in_background:
             offer.tensors  # noqa: B018 - this thread has nothing else to do
-        return _Pending(epoch, offer, self._run.submit(self._average(offer, epoch)))
+        patience = timeout_seconds or self._config.averaging_timeout_seconds
+        return _Pending(epoch, offer, self._run.submit(self._average(offer, epoch, patience)))
 
-    async def _average(self, offer: Offer, epoch: int) -> RoundResult:
+    async def _average(self, offer: Offer, epoch: int, timeout_seconds: float) -> RoundResult:
         if not offer.is_made:
             await self._collaboration.work(lambda: offer.tensors)
         return await self._collaboration.average(
-            offer.tensors, weight=offer.weight, epoch=epoch, timeout_seconds=self._config.averaging_timeout_seconds
+            offer.tensors, weight=offer.weight, epoch=epoch, timeout_seconds=timeout_seconds
         )
 
     @staticmethod

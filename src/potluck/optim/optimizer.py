@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from potluck.errors import ConfigurationError
-from potluck.optim.collaboration import join_collaboration
+from potluck.optim.collaboration import has_other_trainers, join_collaboration
 from potluck.optim.driver import Driver
 from potluck.optim.gradscaler import Unscaler
 from potluck.optim.helper import Helper
@@ -39,6 +39,7 @@ from potluck.run.joined import Joined
 
 logger = logging.getLogger(__name__)
 
+LEAST_ROUND_SECONDS = 10.0  # for a round that is due when somebody leaves
 CONFIRM_SECONDS = 1.5  # how long to wait for the coordinator's word when the run should have its batch
 
 Factory = Callable[[Any], torch.optim.Optimizer]
@@ -139,6 +140,26 @@ class Optimizer(torch.optim.Optimizer):
                 self._round()
         self._pace.resume(time.monotonic())
         return loss
+
+    def hand_in(self, timeout_seconds: float) -> int:
+        """Bring the samples so far into the run's next epoch, before leaving; how many did count.
+
+        With others, that epoch is waited for, as long as it comes in time: starting it early would cost them theirs.
+        Who is alone makes it at once, of fewer samples than usual.
+        """
+        self.driver.land()
+        samples, epoch = self.samples, self.epoch
+        if not samples or self.driver.is_behind:
+            return 0
+        deadline = time.monotonic() + timeout_seconds
+        if self.run.call(has_other_trainers(self.run.peer.session)):
+            latest = self.collaboration.latest
+            if latest is not None and latest.epoch == epoch and (latest.due_in_seconds or 0.0) > timeout_seconds:
+                return 0
+            if not self.run.call(self.collaboration.until_due(epoch, timeout_seconds)) or self.driver.is_behind:
+                return 0
+        left = max(deadline - time.monotonic(), LEAST_ROUND_SECONDS)
+        return samples if self.driver.round(timeout_seconds=left) else 0
 
     # Where we are
 

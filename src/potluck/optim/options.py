@@ -8,6 +8,7 @@ from potluck.errors import ConfigurationError
 from potluck.optim.driver import DriverConfig
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
+from potluck.round.gathering import GatherConfig
 from potluck.round.trigger import Quorum
 from potluck.state.keeper import StateConfig
 
@@ -76,6 +77,9 @@ class OptimizerConfig:
     num_threads: int | None = None
     """For averaging; None: one for each core, up to 4."""
 
+    gather: GatherConfig = field(default_factory=GatherConfig)
+    """*run* How rounds are planned where this peer coordinates: aggregator, who may reduce, audits."""
+
     def __post_init__(self) -> None:
         if self.target_batch_size < 1:
             raise ConfigurationError(f"target_batch_size={self.target_batch_size}: an epoch needs at least 1 sample")
@@ -115,4 +119,4 @@ class OptimizerConfig:
 
     def coordinator(self) -> CoordinatorConfig:
         """How rounds are started where this peer coordinates."""
-        return CoordinatorConfig(trigger=Quorum(grace_seconds=self.matchmaking_seconds))
+        return CoordinatorConfig(gather=self.gather, trigger=Quorum(grace_seconds=self.matchmaking_seconds))

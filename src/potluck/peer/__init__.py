@@ -5,6 +5,7 @@ admission.py    getting in: the lobby, waiting for approval, each refusal as its
 session.py      the connection to the hub: card, beacons, roster, the way back after a failure
 roster.py       who is there (pure): the guard's word in, joined / changed / suspect / dead / left out
 hubtime.py      how far this machine's clock is off (pure)
+organisers.py   whose word counts for a run: the key in the join link, or the one that was seen first
 lease.py        holding the coordinator's lease, with a fencing token
 preflight.py    what could keep this machine from helping, in plain words
 environment.py  all that is read from the environment

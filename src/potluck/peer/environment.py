@@ -3,9 +3,11 @@
     POTLUCK_LINK          the join link, when a command gets none
     POTLUCK_NAME          what you want to be called
     POTLUCK_IDENTITY      path of the identity file
+    POTLUCK_DATA          folder of the files that recipes need
     POTLUCK_HF_ENDPOINT   base URL of the Hugging Face hub (default https://huggingface.co)
     HF_TOKEN              Hugging Face token to show when a run asks for an account
     POTLUCK_NO_DASHBOARD  hosts start no dashboard, though it is installed
+    OMP_NUM_THREADS       threads to compute with, as torch has it; unless --threads says so
 
 An explicit argument comes before the command line, that before a file, that before the environment.
 """
@@ -14,6 +16,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+
+PUBLIC_HUGGINGFACE = "https://huggingface.co"
+
+
+def names_threads() -> bool:
+    """Whether somebody has said with how many threads to compute."""
+    return "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ
 
 
 def service() -> str:
@@ -41,9 +50,15 @@ def identity_path() -> Path | None:
     return Path(value).expanduser() if value else None
 
 
+def data_path() -> Path | None:
+    """Where recipes' files are, if somebody says so."""
+    value = os.environ.get("POTLUCK_DATA", "")
+    return Path(value).expanduser() if value else None
+
+
 def huggingface_endpoint() -> str:
     """Base URL of the Hugging Face hub."""
-    return os.environ.get("POTLUCK_HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    return os.environ.get("POTLUCK_HF_ENDPOINT", PUBLIC_HUGGINGFACE).rstrip("/")
 
 
 def huggingface_token() -> str:

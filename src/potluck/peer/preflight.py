@@ -21,6 +21,7 @@ Level = Literal["green", "yellow", "red"]
 
 GIB = 1 << 30
 LITTLE_MEMORY_BYTES = 2 * GIB
+LEAST_TRAINING_BYTES = GIB // 2
 LITTLE_DISK_BYTES = 5 * GIB
 NO_DISK_BYTES = GIB // 4
 FEW_OPEN_FILES = 512
@@ -41,6 +42,11 @@ def worst(checks: Iterable[Check]) -> Level:
     """The level of the worst check."""
     order: tuple[Level, ...] = ("green", "yellow", "red")
     return max((check.level for check in checks), key=order.index, default="green")
+
+
+def is_fit_for_training() -> bool:
+    """Whether there is memory for a model, its gradients and torch itself."""
+    return psutil.virtual_memory().available >= LEAST_TRAINING_BYTES
 
 
 def check_machine(folder: Path) -> list[Check]:

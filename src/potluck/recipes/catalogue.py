@@ -40,6 +40,11 @@ def refer_to(name: str, folder: Path) -> RecipeRef:
     return RecipeRef(name=path.name, digest=_digest(_read(path)))
 
 
+def recipe_class(name: str, folder: Path) -> type[Recipe[Any]]:
+    """A recipe by its name in run.toml, not configured yet: built in, or a file, from `folder` on, that is executed."""
+    return _load(refer_to(name, folder), folder / name)
+
+
 def open_recipe(ref: RecipeRef, options: Mapping[str, Any], file: Path | None = None) -> Recipe[Any]:
     """The recipe that a manifest names, configured; `file` is this machine's copy of it, unless it is built in."""
     return configured(_load(ref, file), options)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from potluck.errors import ConfigurationError
+from potluck.recipes.downloads import Download, path_of
 
 MAX_SHARDS = 1 << 16  # the book of who trains on which is looked through in milliseconds, and fits into a message
 
@@ -47,9 +49,24 @@ class Recipe(ABC, Generic[C]):
     num_shards: int = 1
     """Into how many pieces the data are cut. Peers take whole shards, so have many more than there will be peers."""
 
+    downloads: ClassVar[tuple[Download, ...]] = ()
+    """Files that the recipe needs; `potluck download data` fetches them, and `file` says where they are."""
+
     def __init__(self, config: C) -> None:
         """Check the configuration; read no data yet."""
         self.config = config
+
+    def file(self, name: str) -> Path:
+        """Where one of the downloads is; ConfigurationError says how to get it where it is not."""
+        download = next((each for each in self.downloads if each.name == name), None)
+        if download is None:
+            raise ConfigurationError(f"the recipe names no download {name!r}: add it to its downloads")
+        path = path_of(download)
+        if not path.exists():
+            raise ConfigurationError(
+                f"the recipe needs {name}, which is not here yet: fetch it with `potluck download data RECIPE`"
+            )
+        return path
 
     @abstractmethod
     def model(self) -> nn.Module:

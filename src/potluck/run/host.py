@@ -20,7 +20,7 @@ from potluck.hub.guard.guard import Guard, GuardConfig
 from potluck.hub.guard.invite import invite_id
 from potluck.hub.guard.member import Scopes
 from potluck.hub.guard.organise import Organiser
-from potluck.hub.joinlink import MAX_HOSTS, HubPlace, JoinLink, fetch_address
+from potluck.hub.joinlink import MAX_HOSTS, HubPlace, JoinLink, fetch_address, organiser_hash
 from potluck.hub.keys import HubKeys
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.server.certificate import ca_hash
@@ -213,7 +213,9 @@ class Host:
         try:
             organiser = Organiser(organiser_hub, Subjects(self.config.hub.run), keys.organiser_public)
             invite = await self._volunteers_invite(organiser, known.invite if known is not None else "")
-            link = self._with_other_hubs(link, organiser_hub)
+            link = replace(
+                self._with_other_hubs(link, organiser_hub), organiser_hash=organiser_hash(keys.organiser_public)
+            )
             self._record = HostRecord(
                 run=self.config.hub.run, servers=address.servers, ca_pem=address.ca_pem, link=str(link), invite=invite
             )

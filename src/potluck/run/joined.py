@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from potluck.errors import ConfigurationError
+from potluck.hub.guard.lobby import Answer
 from potluck.hub.joinlink import JoinLink, fetch_address
 from potluck.link.links import Links
 from potluck.peer import environment
@@ -154,10 +155,17 @@ class Joined:
             self._own_loop.close()
 
 
-def join(link: str = "", *, identity: Identity | None = None, **config: Any) -> Joined:
+def join(
+    link: str = "",
+    *,
+    identity: Identity | None = None,
+    on_waiting: Callable[[Answer], None] | None = None,
+    **config: Any,
+) -> Joined:
     """Take part in a run by its join link (else POTLUCK_LINK), as a context manager.
 
-    `config` is what `potluck.run.peer.PeerConfig` has: name, role, client_mode, wait_seconds and so on.
+    `config` is what `potluck.run.peer.PeerConfig` has: name, role, client_mode, wait_seconds and so on. `on_waiting` is
+    called, on the event loop, while an organiser has to let this peer in.
     """
     text = link or environment.link()
     if not text:
@@ -168,11 +176,12 @@ def join(link: str = "", *, identity: Identity | None = None, **config: Any) -> 
     async def start() -> Peer:
         own = identity or _own_identity()
         try:
-            peer = Peer(await fetch_address(parsed), parsed.run, own, options)
+            address = await fetch_address(parsed, websocket_only=options.websocket_only)
+            peer = Peer(address, parsed.run, own, options)
         except BaseException:
             own.close()
             raise
-        await peer.start()
+        await peer.start(on_waiting)
         return peer
 
     return Joined(start)

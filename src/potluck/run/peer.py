@@ -84,6 +84,12 @@ class PeerConfig:
     client_mode: bool = False
     """Only dial out, accept no links."""
 
+    relay_only: bool = False
+    """Send everything through the hub, also where a direct way exists; accept no links either."""
+
+    websocket_only: bool = False
+    """Reach the hub by WebSocket alone, as from networks that let only web traffic out."""
+
     listen: tuple[str, ...] = ()
     """Where to accept links, as tcp://HOST:PORT; any free port of every interface when empty."""
 
@@ -99,6 +105,10 @@ class PeerConfig:
     def __post_init__(self) -> None:
         if not self.wait_seconds >= 0:
             raise ConfigurationError(f"wait_seconds is {self.wait_seconds}: it must be 0 or more")
+        if self.relay_only and (self.listen or self.announce):
+            raise ConfigurationError(
+                "a peer that sends everything through the hub accepts no links: leave out --listen"
+            )
         try:
             self.application()
         except ValueError as error:
@@ -127,7 +137,7 @@ class Peer:
         self.identity = identity
         self.clock = clock or SystemClock()
         reachability = ReachabilityConfig(
-            listen=config.listen, announce=config.announce, client_mode=config.client_mode
+            listen=config.listen, announce=config.announce, client_mode=config.client_mode or config.relay_only
         )
         self._address = address
         self._subjects = Subjects(run)
@@ -141,7 +151,8 @@ class Peer:
         )
         self._wire = BulkWire(address, seed=identity.seed, config=WIRE)
         self.relay = RelayCarrier(self.links, identity.peer_id, self._subjects, self._wire, clock=self.clock)
-        self.links.add_carrier(self.direct)
+        if not config.relay_only:
+            self.links.add_carrier(self.direct)
         self.links.add_carrier(self.relay)
         card = Card(
             session=session_id,
@@ -150,6 +161,8 @@ class Peer:
             service=config.service,
             version=potluck.__version__,
             link_key=self.direct.link_key,
+            upload_bytes_per_second=config.links.send_bytes_per_second,  # until it is measured
+            download_bytes_per_second=config.links.receive_bytes_per_second,
         )
         self.session = Session(self._connect, identity, self._subjects, card, self.clock)
         self.reachability = ReachabilityKeeper(self.session, self.links, self.direct, reachability)
@@ -173,7 +186,8 @@ class Peer:
                 wait_seconds=self.config.wait_seconds,
                 on_waiting=on_waiting,
             )
-            self.direct.start()
+            if not self.config.relay_only:
+                self.direct.start()
             await self.relay.start()
             self.session.roster.listen(self._roster_changed)
             await self.session.open()
@@ -198,7 +212,7 @@ class Peer:
             await tasks.end(*self._tasks)
 
     def _listen(self) -> tuple[str, ...]:
-        if self.config.client_mode:
+        if self.config.client_mode or self.config.relay_only:
             return ()
         return self.config.listen or default_listen(local_interfaces())
 
@@ -237,9 +251,13 @@ class Peer:
             total = self.links.statistics()
             card = self.session.card
             self.session.update_card(
-                upload_bytes_per_second=_worth_telling(card.upload_bytes_per_second, total.upload_bytes_per_second),
+                upload_bytes_per_second=_worth_telling(
+                    card.upload_bytes_per_second,
+                    _capped(total.upload_bytes_per_second, self.config.links.send_bytes_per_second),
+                ),
                 download_bytes_per_second=_worth_telling(
-                    card.download_bytes_per_second, total.download_bytes_per_second
+                    card.download_bytes_per_second,
+                    _capped(total.download_bytes_per_second, self.config.links.receive_bytes_per_second),
                 ),
             )
             try:
@@ -247,6 +265,11 @@ class Peer:
                 await self.session.hub.publish(self._subjects.news(self.peer_id, LINK_NEWS), news)
             except RetryableError as error:  # told again in a few seconds
                 logger.debug("the links were not told: %s", error)
+
+
+def _capped(measured: float | None, most: float | None) -> float | None:
+    """A measured speed, at most what this peer allows itself: bursts are faster, and nobody should count on them."""
+    return measured if measured is None or most is None else min(measured, most)
 
 
 def _worth_telling(told: float | None, measured: float | None) -> float | None:

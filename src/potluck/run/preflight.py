@@ -37,14 +37,15 @@ async def check_run(link: JoinLink) -> AsyncIterator[Check]:
         yield Check(
             name="access", level="green", found=f"you are in; others in the run: {len(peer.session.roster) - 1}"
         )
-        async for check in _look_around(peer):
+        async for check in look_around(peer):
             yield check
     finally:
         await peer.close()
         identity.close()
 
 
-async def _look_around(peer: Peer) -> AsyncIterator[Check]:
+async def look_around(peer: Peer) -> AsyncIterator[Check]:
+    """What a peer that is in finds out about its way there: hub, clock, reachability, speed."""
     session = peer.session
     yield check_round_trip(2 * session.hub_time.uncertainty_seconds)
     clock = peer.clock

@@ -14,8 +14,9 @@ is believed, and that of the first peer by id in a tie, so that honest peers who
 agree.
 Strangers are believed only where more than half of all keepers among them say the same, those included that have not
 spoken of this epoch yet: being the first to speak gains a liar nothing. Keepers that are more than one epoch behind
-are not waited for. At epoch 0 nothing is trained yet, and most votes of all who have spoken do among strangers too: so
-peers that begin with different weights agree on one of them.
+are not waited for, nor those that do not train: they take a state over now and then. At epoch 0 nothing is trained yet,
+and most votes of all who have spoken do among strangers too: so peers that begin with different weights agree on one of
+them.
 
 A verdict is *settled* when those who are yet to speak could not change it, trainers who are far behind included. Who
 fetches need not wait for that, but who compares its own state does: else one that deviates could win by speaking first.
@@ -123,7 +124,9 @@ class Announcements:
             state = next((state for state in states if state.epoch == epoch), None)
             # Backups are of any age: whoever offers one has a say in which is to be believed.
             is_late = state is None and not any(backups or state.epoch + 1 >= epoch for state in states)
-            if not is_late or (states and presence.card.role == "trainer"):
+            # Who does not train takes a state over now and then: that it has none of this epoch means nothing.
+            may_speak = backups or presence.card.role == "trainer"
+            if state is not None or (states and may_speak):
                 person, tier = presence.person or presence.peer, _tier(presence, holders)
                 found.append(Claim(presence.peer, person, tier, state, is_late))
         return found

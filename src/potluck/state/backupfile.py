@@ -105,7 +105,7 @@ def write_backup(
     """Write a backup; OSError when the disk will not have it, and nothing is left of it then."""
     inventory = snapshot.inventory
     tensors_path = folder / f"epoch-{epoch:08d}-{inventory.digest[:12]}.safetensors"
-    header = _header(inventory, epoch)
+    header = _header(inventory, {"epoch": str(epoch), "digest": inventory.digest})
     chunks = (snapshot.view(number) for number in range(inventory.num_chunks))
     _write_whole(tensors_path, _concatenated([_LENGTH.pack(len(header)), header], chunks))
     record = Record(
@@ -197,8 +197,16 @@ def _read_exactly(descriptor: int, num_bytes: int) -> bytes:
     return b"".join(pieces)
 
 
-def _header(inventory: Inventory, epoch: int) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "epoch": str(epoch), "digest": inventory.digest}}
+def write_tensors(path: Path, snapshot: Snapshot, metadata: dict[str, str]) -> None:
+    """Write tensors alone, for other programs; OSError when the disk will not have them."""
+    inventory = snapshot.inventory
+    header = _header(inventory, metadata)
+    chunks = (snapshot.view(number) for number in range(inventory.num_chunks))
+    _write_whole(path, _concatenated([_LENGTH.pack(len(header)), header], chunks))
+
+
+def _header(inventory: Inventory, metadata: dict[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     position = 0
     for spec in inventory.tensors:
         if spec.name in entries:

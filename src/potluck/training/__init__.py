@@ -7,10 +7,13 @@ steering.py    the organiser's hand: pause, resume, settings (changes.py: by nam
 organising.py  putting up a manifest, and later what has changed in run.toml
 restoring.py   the coordinator's part in a rollback
 optimizers.py  from the manifest to torch's optimizers and ours
-batchsize.py   how large a batch this machine can take
+models.py      the recipe's model: untrained, or with a run's state, and what it does
+exhibit.py     what a run has learnt, by its checkpoint
+batchsize.py   how large a batch this machine can take    machine.py: its cores and memory    hours.py: when
 ledger.py      who trains on which shard (pure); shards.py: asked of the coordinator, by links
 feed.py        batches, shard after shard
 trainer.py     one peer's training loop               helping.py: what aux peers do, and coordinators
+viewing.py     the run's newest state, for whoever only looks
 contributions.py  who has given how much               receipts.py: the coordinator's signed word for it
 history.py     how the run has gone (pure); historydesk.py: written down by the coordinator
 ballot.py      names for the model, and votes

@@ -20,10 +20,24 @@ TRIES = 3  # of each size: the quickest counts, since other programs only ever s
 DISAPPOINTMENTS = 2  # sizes in a row that were not worthwhile, after which none will be
 
 
-def find_batch_size(recipe: Recipe[Any], model: nn.Module, device: torch.device, largest: int = LARGEST) -> int:
-    """The smallest batch, of 1, 2, 4 …, beyond which samples do not get cheaper; less where memory ends before that."""
+def find_batch_size(
+    recipe: Recipe[Any],
+    model: nn.Module,
+    device: torch.device,
+    largest: int = LARGEST,
+    fits: Callable[[], bool] = lambda: True,
+) -> int:
+    """The smallest batch, of 1, 2, 4 …, beyond which samples do not get cheaper; less where memory ends before that.
+
+    `fits` tells after each trial whether this process still uses as little memory as it should.
+    """
     samples = _some_samples(recipe, largest)
-    return _search(lambda size: _seconds(recipe, model, device, samples[:size]), len(samples))
+
+    def seconds_of(size: int) -> float | None:
+        seconds = _seconds(recipe, model, device, samples[:size])
+        return seconds if fits() else None
+
+    return _search(seconds_of, len(samples))
 
 
 def _search(seconds_of: Callable[[int], float | None], largest: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,17 +37,20 @@ class RandomShards:
 
 
 class Feed:
-    """Reads shards in a thread of its own, so that training never waits for a disk."""
+    """Reads shards in threads of its own, so that training never waits for a disk."""
 
-    def __init__(self, recipe: Recipe[Any], shards: Shards, batch_size: int, seed: int) -> None:
+    def __init__(self, recipe: Recipe[Any], readers: Sequence[Shards], batch_size: int, seed: int) -> None:
+        """Each of the readers is a thread, with shards of its own."""
         self._recipe = recipe
-        self._shards = shards
         self._batch_size = batch_size
-        self._generator = torch.Generator().manual_seed(seed)
-        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(AHEAD_BATCHES)
+        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(max(AHEAD_BATCHES, len(readers)))
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="potluck-feed", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, args=(shards, seed + number), name=f"potluck-feed-{number}", daemon=True)
+            for number, shards in enumerate(readers)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def next(self) -> Batch:
         """The next batch; what went wrong in reading is raised here."""
@@ -57,15 +60,16 @@ class Feed:
         return found
 
     def close(self) -> None:
-        """End the thread. Calling it twice does no harm."""
+        """End the threads. Calling it twice does no harm."""
         self._closed.set()
         while not self._ready.empty():
             self._ready.get_nowait()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
-    def _run(self) -> None:
+    def _run(self, shards: Shards, seed: int) -> None:
         try:
-            for batch in self._batches():
+            for batch in self._batches(shards, torch.Generator().manual_seed(seed)):
                 if not self._offer(batch):
                     return
         except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
@@ -80,13 +84,13 @@ class Feed:
             return True
         return False
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self, shards: Shards, generator: torch.Generator) -> Iterator[Batch]:
         samples: list[Sample] = []
         empty = 0
         while not self._closed.is_set():
             before = empty
             empty += 1
-            for sample in self._recipe.samples(self._shards.take(), self._generator):
+            for sample in self._recipe.samples(shards.take(), generator):
                 empty = 0
                 samples.append(sample)
                 if len(samples) == self._batch_size:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Self
 
 from potluck.optim.collaboration import Collaboration
@@ -53,8 +52,8 @@ class AuxiliaryWork:
         self._desks = desks
 
     @classmethod
-    async def start(cls, peer: RoundPeer, folder: Path | None = None) -> Self:
-        """Help with what the manifest says; without one, with whatever the trainers do. Backups go to the folder."""
+    async def start(cls, peer: RoundPeer, state: StateConfig | None = None) -> Self:
+        """Help with what the manifest says; without one, with whatever the trainers do. `state`: see StateConfig."""
         board = NoticeBoard(peer.session.hub, peer.session.subjects.run)
         await board.start()
         try:
@@ -62,11 +61,13 @@ class AuxiliaryWork:
             helper = await Helper.of(
                 peer,
                 coordinator=coordinating(manifest) if manifest is not None else None,
-                state=StateConfig(folder=folder),
+                state=state,
             )
         except BaseException:
             await board.close()
             raise
+        averager = helper.collaboration.averager
+        board.listen(lambda newest: averager.coordinate_by(coordinating(newest)))
         return cls(board, helper, Desks(peer, helper.collaboration, lambda: board.manifest))
 
     async def close(self) -> None:

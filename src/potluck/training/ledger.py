@@ -23,7 +23,7 @@ class ShardBook(Message, frozen=True, kw_only=True):
     num_shards: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)]
     pass_number: int = 0
     done: bytes = b""  # a bit for each shard, the lowest first
-    leases: dict[str, int] = {}  # the shard that a peer has
+    leases: dict[str, int] = {}  # the shard that a reader of a peer has, by `reader_key`
 
     def is_done(self, shard: int) -> bool:
         """Whether somebody has finished this shard in this pass."""
@@ -35,15 +35,25 @@ class ShardBook(Message, frozen=True, kw_only=True):
         return int.from_bytes(self.done, "little").bit_count()
 
 
-def take(book: ShardBook, peer: str, *, finished: int | None, present: Collection[str]) -> tuple[ShardBook, int]:
-    """The book after this peer was given a shard, and the shard.
+def reader_key(peer: str, reader: int) -> str:
+    """Whose lease it is: a peer that reads by several threads has one for each."""
+    return peer if not reader else f"{peer}/{reader}"
+
+
+def take(
+    book: ShardBook, peer: str, *, finished: int | None, present: Collection[str], reader: int = 0
+) -> tuple[ShardBook, int]:
+    """The book after this peer was given a shard for one of its readers, and the shard.
 
     `finished` is the one that it had and has trained on. When every shard of a pass is done or under way, the next pass
     begins. When there are more peers than shards, some share one: better than to wait.
     """
-    leases = {other: shard for other, shard in book.leases.items() if other in present and other != peer}
+    key = reader_key(peer, reader)
+    leases = {
+        other: shard for other, shard in book.leases.items() if other.partition("/")[0] in present and other != key
+    }
     done = bytearray(book.done.ljust((book.num_shards + 7) // 8, b"\0"))
-    if finished is not None and book.leases.get(peer) == finished:
+    if finished is not None and book.leases.get(key) == finished:
         done[finished // 8] |= 1 << finished % 8
     pass_number = book.pass_number
     under_way = set(leases.values())
@@ -53,7 +63,7 @@ def take(book: ShardBook, peer: str, *, finished: int | None, present: Collectio
         free = [s for s in range(book.num_shards) if s not in under_way] or list(range(book.num_shards))
     # In another order each pass, the same for whoever keeps the book.
     shard = free[xxhash.xxh3_64_intdigest(b"%d %d" % (pass_number, len(free))) % len(free)]
-    leases[peer] = shard
+    leases[key] = shard
     return msgspec.structs.replace(book, pass_number=pass_number, done=bytes(done), leases=leases), shard
 
 

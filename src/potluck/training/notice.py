@@ -56,7 +56,10 @@ def read(data: bytes, run: str) -> tuple[Manifest, str]:
 class NoticeBoard:
     """Follows a run's manifest."""
 
-    def __init__(self, hub: HubConnection, run: str) -> None:
+    def __init__(self, hub: HubConnection, run: str, check: Callable[[str], None] | None = None) -> None:
+        """`check` gets the first organiser's key, and raises ConfigurationError if it is not the run's."""
+        self._check = check or (lambda _organiser: None)
+        self._refusal: ConfigurationError | None = None
         self.bad_manifests = 0
         self.manifest: Manifest | None = None
         self.organiser = ""
@@ -86,12 +89,14 @@ class NoticeBoard:
         self._listeners.append(listener)
 
     async def first(self, timeout_seconds: float | None = None) -> Manifest:
-        """The manifest, as soon as there is one."""
+        """The manifest, as soon as there is one; ConfigurationError if somebody else than the organiser signed it."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._news.wait()
         except TimeoutError:
             raise DeadlineExceededError(f"the organiser has not said yet what run {self._run} trains") from None
+        if self._refusal is not None and self.manifest is None:
+            raise self._refusal
         assert self.manifest is not None
         return self.manifest
 
@@ -104,6 +109,14 @@ class NoticeBoard:
             self._pass_over(str(error))
             return
         known = self.manifest
+        if known is None:
+            try:
+                self._check(organiser)
+            except ConfigurationError as error:
+                self._refusal = error
+                self._news.set()
+                self._pass_over(str(error))
+                return
         if known is not None and organiser != self.organiser:
             self._pass_over(f"{organiser} signed it, and not {self.organiser}, who signed the one before")
         elif known is None or manifest.revision > known.revision:

@@ -18,20 +18,29 @@ from potluck.round.coordinator import CoordinatorConfig
 from potluck.round.gathering import GatherConfig
 from potluck.round.trigger import Quorum
 from potluck.run.joined import Joined
+from potluck.state.keeper import StateConfig
 from potluck.training import manifest as manifests
 from potluck.training.manifest import Manifest, OptimizerSpec, ScheduleSpec, Settings
 
 SharedOptimizer = Optimizer | DiLoCo
 
 
-def make_optimizer(run: Joined, model: nn.Module, manifest: Manifest) -> SharedOptimizer:
-    """The optimizer that this manifest asks for, around the model, with the run's state as soon as there is one."""
+def make_optimizer(
+    run: Joined, model: nn.Module, manifest: Manifest, state: StateConfig | None = None
+) -> SharedOptimizer:
+    """The optimizer that this manifest asks for, around the model, with the run's state as soon as there is one.
+
+    `state` says whether this peer keeps states for others, and writes backups.
+    """
     settings = manifest.settings[0]  # what may change is set before each step
     spec, training = settings.optimizer, settings.training
     inner = _inner(spec, model.parameters())
+    # By the model's own names, so that a checkpoint says what is in it.
+    inner.param_groups[0]["param_names"] = [name for name, _ in model.named_parameters()]
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     codecs = CodecChoice.by_role({"gradient": manifest.exchange.codec})
     max_grad_norm = spec.max_grad_norm or None
+    state = state or StateConfig()
     if isinstance(training, manifests.Sync):
         return Optimizer(
             run,
@@ -42,6 +51,8 @@ def make_optimizer(run: Joined, model: nn.Module, manifest: Manifest) -> SharedO
             delay_grad_averaging=training.delay_averaging,
             max_grad_norm=max_grad_norm,
             codecs=codecs,
+            gather=gathering(manifest),
+            state=state,
         )
     return DiLoCo(
         run,
@@ -56,16 +67,23 @@ def make_optimizer(run: Joined, model: nn.Module, manifest: Manifest) -> SharedO
         grace_seconds=training.grace_seconds,
         max_grad_norm=max_grad_norm,
         codecs=codecs,
+        gather=gathering(manifest),
+        state=state,
+    )
+
+
+def gathering(manifest: Manifest) -> GatherConfig:
+    """How rounds of this run are planned, whoever coordinates."""
+    return GatherConfig(
+        aggregator=AggregatorSpec(name=manifest.exchange.aggregator),
+        trusted_reducers=manifest.exchange.reducers == "trusted",
     )
 
 
 def coordinating(manifest: Manifest) -> CoordinatorConfig:
     """How rounds of this run are started and planned by a coordinator that trains nothing itself."""
     training = manifest.newest.training
-    gather = GatherConfig(
-        aggregator=AggregatorSpec(name=manifest.exchange.aggregator),
-        trusted_reducers=manifest.exchange.reducers == "trusted",
-    )
+    gather = gathering(manifest)
     if isinstance(training, manifests.Sync):
         return CoordinatorConfig(gather=gather, trigger=Quorum(grace_seconds=training.matchmaking_seconds))
     grace = AdaptiveGrace(least_seconds=min(0.5, training.grace_seconds), most_seconds=training.grace_seconds)

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 BOOK = "book"
 ASK_SECONDS = 5.0
 ATTEMPTS = 3
+MAX_READERS = 64
 
 
 class TakeShard(Message, frozen=True, kw_only=True, tag="shards.take"):
@@ -31,6 +32,7 @@ class TakeShard(Message, frozen=True, kw_only=True, tag="shards.take"):
 
     num_shards: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)]
     finished: int | None = None  # the one before
+    reader: Annotated[int, msgspec.Meta(ge=0, lt=MAX_READERS)] = 0  # which of this peer's threads asks
 
 
 class ShardTaken(Message, frozen=True, kw_only=True, tag="shards.taken"):
@@ -70,17 +72,18 @@ class ShardDesk:
             book, revision = decode(ShardBook, entry.value), entry.revision
         check_same_data(book, asked.num_shards)
         present = {presence.peer for presence in self._session.roster if presence.state in ("alive", "suspect")}
-        book, shard = take(book, peer, finished=asked.finished, present=present)
+        book, shard = take(book, peer, finished=asked.finished, present=present, reader=asked.reader)
         await self._store.put(BOOK, encode(book), expected=revision)
         self.counts["given"] += 1
         return ShardTaken(shard=shard, pass_number=book.pass_number)
 
 
 class LeasedShards:
-    """A trainer's shards, from whoever coordinates; chosen by chance while nobody answers. For the feed's thread."""
+    """A trainer's shards, from whoever coordinates; chosen by chance while nobody answers. For one of its readers."""
 
-    def __init__(self, run: Joined, lease: Lease, num_shards: int, seed: int) -> None:
+    def __init__(self, run: Joined, lease: Lease, num_shards: int, seed: int, reader: int = 0) -> None:
         self.counts: Counter[str] = Counter()
+        self._reader = reader
         self._run = run
         self._lease = lease
         self._num_shards = num_shards
@@ -105,7 +108,7 @@ class LeasedShards:
         coordinator = self._lease.view.holder
         if coordinator is None:
             raise RetryableError("nobody coordinates just now")
-        request = TakeShard(num_shards=self._num_shards, finished=self._present)
+        request = TakeShard(num_shards=self._num_shards, finished=self._present, reader=self._reader)
         links = self._run.peer.links
         answer = self._run.call(
             links.request(coordinator, request, reply=ShardTaken, timeout_seconds=ASK_SECONDS)

@@ -12,28 +12,32 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from potluck.errors import ConfigurationError
+from potluck.optim.diloco import DiLoCo
 from potluck.peer.lease import LeaseView
 from potluck.recipes.recipe import Recipe
 from potluck.run.joined import Joined
+from potluck.state.keeper import StateConfig
 from potluck.training.batchsize import find_batch_size, to_device
 from potluck.training.feed import Feed
 from potluck.training.helping import Desks
+from potluck.training.machine import MemoryLimit, share_cores
 from potluck.training.manifest import Manifest, Settings, Sync
+from potluck.training.models import untrained
 from potluck.training.optimizers import SharedOptimizer, follow, make_optimizer
 from potluck.training.receipts import ReceiptKeeper
-from potluck.training.shards import LeasedShards
+from potluck.training.shards import MAX_READERS, LeasedShards
 
 logger = logging.getLogger(__name__)
 
 LOSS_MEMORY = 0.9  # of the smoothed loss, per step
+MEMORY_EVERY_STEPS = 16  # between two looks at how much memory is used
 PAUSE_SECONDS = 0.5
 TELL_EVERY_SECONDS = 0.5
 SMALLEST_SHARE = 4  # a batch found by trial is at most such a share of the target: several peers fill it
@@ -55,11 +59,27 @@ class TrainConfig:
     receipts: Path | None = None
     """The file that receipts are kept in; None: they are not."""
 
+    num_readers: int = 1
+    """Threads that read data, each with a shard of its own."""
+
+    num_threads: int | None = None
+    """Threads that torch computes with; None: this machine's cores, shared among its peers (machine.py)."""
+
+    max_memory_bytes: int | None = None
+    """What this process may use: batches are chosen, and halved, so that it stays below; None: whatever there is."""
+
+    state: StateConfig = field(default_factory=StateConfig)
+    """Whether to keep states for others, and where and how often to write backups."""
+
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.batch_size < 1:
             raise ConfigurationError(f"batch_size={self.batch_size}: a step needs at least 1 sample")
         if self.max_steps is not None and self.max_steps < 0:
             raise ConfigurationError(f"max_steps={self.max_steps}: it must be 0 or more")
+        if not 1 <= self.num_readers <= MAX_READERS:
+            raise ConfigurationError(f"n_workers={self.num_readers}: choose 1 to {MAX_READERS}")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ConfigurationError(f"threads={self.num_threads}: torch needs at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +92,7 @@ class TrainProgress:
     loss: float  # smoothed
     samples_per_second: float
     paused: bool = False
+    handed_in: int = 0  # samples that would have been lost by leaving at once
 
 
 class Trainer:
@@ -93,10 +114,12 @@ class Trainer:
         self._on_progress = on_progress or (lambda _progress: None)
         self._told_at = 0.0
         first = manifest()
+        self.num_threads = share_cores(self._config.num_threads)
         self.device = _device(self._config.device)
-        self.model = _model(recipe, first.seed, self.device)
+        self._memory = MemoryLimit(self._config.max_memory_bytes, self.device)
+        self.model = untrained(recipe, first.seed, self.device)
         self.batch_size = self._config.batch_size or self._find_batch_size(first)
-        self.optimizer: SharedOptimizer = make_optimizer(run, self.model, first)
+        self.optimizer: SharedOptimizer = make_optimizer(run, self.model, first, self._config.state)
         self._lease = self.optimizer.collaboration.averager.lease
         run.attach(run.call(_open_desks(run, self.optimizer, manifest)).close)
         if self._config.receipts is not None:
@@ -109,8 +132,7 @@ class Trainer:
 
     def train(self, stop: threading.Event) -> TrainProgress:
         """Go on until `stop` is set, the steps are done, or the run has reached its end."""
-        shards = LeasedShards(self._run, self._lease, self._recipe.num_shards, self._seed)
-        feed = Feed(self._recipe, shards, self.batch_size, self._seed)
+        feed = self._open_feed()
         started = time.monotonic()
         try:
             while not stop.is_set() and not self._is_done():
@@ -118,12 +140,48 @@ class Trainer:
                     self._run.check()
                     self._tell(started, paused=True)
                     stop.wait(PAUSE_SECONDS)
-                else:
-                    self._step(feed)
-                    self._tell(started)
+                    continue
+                self._step(feed)
+                self._tell(started)
+                if self.steps % MEMORY_EVERY_STEPS == 0 and self._memory.is_exceeded():
+                    feed.close()
+                    self._halve_batches()
+                    feed = self._open_feed()
         finally:
             feed.close()
         return self._progress(started)
+
+    def hand_in(self, timeout_seconds: float) -> int:
+        """Before leaving: bring the samples so far into the run's next epoch, if that comes in time; how many did."""
+        return self.optimizer.hand_in(timeout_seconds) if self.unfinished_samples else 0
+
+    @property
+    def unfinished_samples(self) -> int:
+        """Of this peer, towards the next epoch, if one is to come."""
+        optimizer = self.optimizer
+        if self._is_paused() or self._is_over():
+            return 0
+        return optimizer.method.samples if isinstance(optimizer, DiLoCo) else optimizer.samples
+
+    def _open_feed(self) -> Feed:
+        readers = [
+            LeasedShards(self._run, self._lease, self._recipe.num_shards, self._seed + number, number)
+            for number in range(self._config.num_readers)
+        ]
+        return Feed(self._recipe, readers, self.batch_size, self._seed)
+
+    def _halve_batches(self) -> None:
+        if self.batch_size == 1:
+            raise ConfigurationError(
+                f"training needs more than the {self._memory.describe()} of --max-memory, even in batches of 1: allow "
+                "more, or take part as an aux peer (potluck aux)"
+            )
+        self.batch_size //= 2
+        logger.warning(
+            "more than the %s of --max-memory is used: batches of %d from here on",
+            self._memory.describe(),
+            self.batch_size,
+        )
 
     def _settings(self) -> Settings:
         return self._manifest().at(self.optimizer.epoch)
@@ -133,8 +191,13 @@ class Trainer:
         return self._manifest().at(max(self.optimizer.epoch, self.optimizer.collaboration.epoch)).paused
 
     def _is_done(self) -> bool:
-        end, most = self._settings().end_epoch, self._config.max_steps
-        return bool(end and self.optimizer.epoch >= end) or (most is not None and self.steps >= most)
+        most = self._config.max_steps
+        return self._is_over() or (most is not None and self.steps >= most)
+
+    def _is_over(self) -> bool:
+        """Whether the run has reached its end."""
+        end = self._settings().end_epoch
+        return bool(end and self.optimizer.epoch >= end)
 
     def _step(self, feed: Feed) -> None:
         batch = to_device(feed.next(), self.device)
@@ -164,7 +227,7 @@ class Trainer:
     def _find_batch_size(self, manifest: Manifest) -> int:
         training = manifest.newest.training
         largest = max(1, training.target_batch_size // SMALLEST_SHARE) if isinstance(training, Sync) else 1024
-        size = find_batch_size(self._recipe, self.model, self.device, largest)
+        size = find_batch_size(self._recipe, self.model, self.device, largest, fits=self._memory.fits)
         logger.info("batches of %d samples suit this machine", size)
         return size
 
@@ -176,13 +239,6 @@ async def _open_desks(run: Joined, optimizer: SharedOptimizer, manifest: Callabl
 
 async def _keep_receipts(run: Joined, coordinators: LeaseView, path: Path) -> ReceiptKeeper:
     return ReceiptKeeper(run.peer, coordinators, path)
-
-
-def _model(recipe: Recipe[Any], seed: int, device: torch.device) -> nn.Module:
-    """The recipe's model with the values that the manifest's seed gives, on every machine the same."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return recipe.model().to(device)
 
 
 def _device(name: str) -> torch.device:

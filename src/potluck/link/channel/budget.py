@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 
 from potluck.link.limits import INITIAL_CREDIT_BYTES, KIB, LinkConfig
+from potluck.link.throttle import throttle_of
 
 
 def reservation_bytes(message_bytes: int) -> int:
@@ -40,6 +41,8 @@ class ReceiveBudget:
         self._shared_bytes = config.receive_bytes // 2
         self._pool_bytes = config.receive_bytes // 2
         self.peer_bytes = max(self._pool_bytes // 4, reservation_bytes(config.max_message_bytes))
+        self.throttle = throttle_of(config.receive_bytes_per_second)
+        """Before credit is given."""
         self._queue: deque[object] = deque()
         self._num_channels = 0
         self.reserved_bytes = 0

@@ -127,7 +127,7 @@ class Channel:
             self.remote_tag,
             sequence,
             inbox.expected,
-            inbox.credit_bytes(),
+            inbox.credit_bytes(now),
             inbox.ack_age_seconds(now),
             inline,
             payload_bytes,

@@ -25,6 +25,7 @@ from potluck.link.limits import INITIAL_CREDIT_BYTES, LinkConfig
 ACK_DELAY_SECONDS = 0.005  # an acknowledgement waits so long for a packet to travel with
 MAX_EARLY_PACKETS = 4096
 AT_ONCE = 0.0
+WORTHWHILE_BYTES = 64 * 1024  # credit under a cap is given in pieces of this size at least
 
 
 class ChannelBrokenError(ProtocolError):
@@ -134,6 +135,7 @@ class Inbox:
         self._received_bytes = 0
         self._granted_bytes = INITIAL_CREDIT_BYTES
         self._last_arrival_at = 0.0
+        self._credit_due_at: float | None = None  # when the cap lets more credit pass
         self._closed = False
         self.expected = 0
         self.ack_due_at: float | None = None
@@ -152,10 +154,23 @@ class Inbox:
         """How long ago the newest packet that an acknowledgement covers came."""
         return max(0.0, now - self._last_arrival_at) if self.expected else 0.0
 
-    def credit_bytes(self) -> int:
-        """The credit to announce now; it never shrinks."""
-        self._granted_bytes = max(self._granted_bytes, self._grantable_bytes())
+    def credit_bytes(self, now: float = 0.0) -> int:
+        """The credit to announce now; it never shrinks, and under a cap grows no faster than that."""
+        news = self._grantable_bytes() - self._granted_bytes
+        if news > 0:
+            self._granted_bytes += news if self._budget.throttle is None else self._allowed(news, now)
         return self._granted_bytes
+
+    def _allowed(self, news: int, now: float) -> int:
+        """As much of new credit as the cap lets pass; an acknowledgement brings the rest later."""
+        throttle = self._budget.throttle
+        assert throttle is not None
+        worthwhile = min(news, WORTHWHILE_BYTES)
+        available = throttle.available_bytes(now)
+        allowed = min(news, available) if available >= worthwhile else 0
+        throttle.spent(allowed)
+        self._credit_due_at = throttle.available_at(WORTHWHILE_BYTES, now) if allowed < news else None
+        return allowed
 
     def _grantable_bytes(self) -> int:
         window, extra = self._budget.window_bytes, 0
@@ -293,6 +308,9 @@ class Inbox:
 
     def tick(self, now: float) -> None:
         """Ask again for memory that was not to be had; give up on large messages that do not go on."""
+        if self._credit_due_at is not None and now >= self._credit_due_at:
+            self._credit_due_at = None
+            self.ack_due_at = AT_ONCE
         for assembly in self._assemblies:
             if assembly is None:
                 continue
@@ -305,7 +323,7 @@ class Inbox:
 
     def tick_at(self) -> float | None:
         """When `tick` has something to do."""
-        due: list[float] = []
+        due: list[float] = [self._credit_due_at] if self._credit_due_at is not None else []
         for assembly in self._assemblies:
             if assembly is not None and assembly.needs_bytes:
                 due.append(AT_ONCE)

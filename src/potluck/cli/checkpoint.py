@@ -1,0 +1,242 @@
+"""`potluck checkpoint`: states of a run on disk, and away from it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from potluck.cli import options as o
+
+if TYPE_CHECKING:
+    from potluck.run.peer import Peer
+    from potluck.state.backupfile import BackupInfo
+    from potluck.state.backups import Backups
+    from potluck.training.viewing import StateViewer
+
+app = typer.Typer(
+    help="States of a run: list, verify, save, export, upload.", no_args_is_help=True, rich_markup_mode="rich"
+)
+
+Run = Annotated[
+    str, typer.Option("--run", help="A run that this machine hosts; unless given, that of the run.toml here.")
+]
+Folder = Annotated[Path | None, typer.Option(help="The folder of that run, if it has one of its own.")]
+Backups_ = Annotated[Path | None, typer.Option("--path", help="A folder of backups instead, wherever they came from.")]
+Epoch = Annotated[int | None, typer.Option(help="Which one; the newest unless given.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
+FETCH_SECONDS = 600.0
+
+
+@app.command("list")
+def list_checkpoints(run: Run = "", folder: Folder = None, path: Backups_ = None, as_json: AsJson = False) -> None:
+    """List the backups that the host has, or those in a folder.
+
+    Example: [bold]potluck checkpoint list --run my-run[/bold]
+    """
+    from potluck.cli import console
+
+    rows = [_row(info) for info in _backups(run, folder, path).infos()]
+    if as_json:
+        console.print_json(rows)
+    else:
+        console.show_table(rows, empty="There are no backups yet.")
+
+
+@app.command("verify")
+def verify(
+    run: Run = "", folder: Folder = None, path: Backups_ = None, epoch: Epoch = None, as_json: AsJson = False
+) -> None:
+    """Read backups whole and check every byte by its hash. Exit code 1 if one is broken.
+
+    Example: [bold]potluck checkpoint verify --path /mnt/share/my-run[/bold]
+    """
+    from potluck.cli import console
+    from potluck.errors import BackupError
+    from potluck.state.backupfile import read_info, record_path
+
+    backups = _backups(run, folder, path)
+    rows: list[dict[str, Any]] = []
+    for each in backups.epochs() if epoch is None else [epoch]:
+        try:
+            backups.read(read_info(record_path(backups.folder, each))).release()
+            rows.append({"epoch": each, "whole": True, "problem": ""})
+        except BackupError as error:
+            rows.append({"epoch": each, "whole": False, "problem": str(error)})
+    if as_json:
+        console.print_json(rows)
+    else:
+        console.show_table(rows, empty="There are no backups yet.")
+    raise typer.Exit(0 if all(row["whole"] for row in rows) else 1)
+
+
+@app.command("save")
+def save(
+    link: o.Link = "",
+    to: Annotated[Path, typer.Option("--to", help="The folder that the backup goes to.")] = Path("checkpoints"),
+    as_json: AsJson = False,
+) -> None:
+    """Fetch the run's newest state from whoever keeps it, and save it here. Any member can.
+
+    Example: [bold]potluck checkpoint save 'potluck://…' --to checkpoints[/bold]
+    """
+    from potluck.cli import console
+    from potluck.cli.joining import observe, parse_link
+
+    console.set_up_logging(verbose=False)
+    saved: list[BackupInfo] = []
+
+    async def fetch(peer: Peer, stop: asyncio.Event) -> None:
+        await console.unless_stopped(_save(peer, to, saved), stop)
+
+    observe(parse_link(link, "potluck checkpoint save"), "checkpoint", None, as_json, fetch)
+    if not saved:
+        raise typer.Exit(1)
+    if as_json:
+        console.print_json(_row(saved[0]))
+    else:
+        typer.echo(f"Epoch {saved[0].epoch} is saved in {saved[0].tensors_path}.")
+
+
+async def _save(peer: Peer, to: Path, saved: list[BackupInfo]) -> None:
+    from potluck.cli import console
+
+    viewing = await console.import_slowly("potluck.training.viewing")
+    from potluck.state.backups import BackupConfig, Backups
+
+    viewer: StateViewer = await viewing.StateViewer.start(peer)
+    try:
+        with console.err.status("fetching the run's state"):
+            fetched = await viewer.newest(timeout_seconds=FETCH_SECONDS)
+        with fetched:
+            backups = Backups(to, BackupConfig(keep_last=10**6), run=peer.session.subjects.run)
+            saved.append(await asyncio.to_thread(_write, backups, fetched))
+    finally:
+        await viewer.close()
+
+
+def _write(backups: Backups, fetched: Any) -> BackupInfo:
+    return backups.save(fetched.snapshot, epoch=fetched.epoch, made_at=fetched.made_at)
+
+
+@app.command("export")
+def export(
+    file: Annotated[Path, typer.Argument(help="The file to write, as in model.safetensors.")],
+    run: Run = "",
+    folder: Folder = None,
+    path: Backups_ = None,
+    epoch: Epoch = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the model's weights alone, by the model's own names, for other programs: no optimizer, no bookkeeping.
+
+    Example: [bold]potluck checkpoint export model.safetensors --run my-run --epoch 500[/bold]
+    """
+    from potluck.cli import console
+    from potluck.errors import ConfigurationError
+    from potluck.state.backupfile import write_tensors
+    from potluck.state.chunkpool import ChunkPool
+    from potluck.state.snapshot import stage
+    from potluck.training.models import weights_of
+
+    backups = _backups(run, folder, path)
+    info = _chosen(backups, epoch)
+    snapshot = backups.read(info)
+    try:
+        weights = weights_of(snapshot.tensors())
+    finally:
+        snapshot.release()
+    try:
+        staged = stage(weights, {}, ChunkPool()).hashed()
+        write_tensors(file, staged, {"run": info.run, "epoch": str(info.epoch)})
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be written: {error.strerror or error}") from error
+    if as_json:
+        console.print_json({"epoch": info.epoch, "file": str(file), "tensors": len(weights)})
+    else:
+        typer.echo(f"{console.count(len(weights), 'tensor')} of epoch {info.epoch} are in {file}.")
+
+
+@app.command("upload")
+def upload(
+    target: Annotated[
+        str, typer.Argument(help="hf://USER/REPOSITORY, or any folder that fsspec knows: s3://…, /mnt/…")
+    ],
+    run: Run = "",
+    folder: Folder = None,
+    path: Backups_ = None,
+    epoch: Epoch = None,
+    as_json: AsJson = False,
+) -> None:
+    """Upload a backup, tensors first and record last: a folder elsewhere is itself a folder of backups.
+
+    The Hugging Face hub needs a token that may write, in HF_TOKEN. Both need the extra `upload` (pip install).
+
+    Example: [bold]potluck checkpoint upload hf://bakers/bread --run my-run[/bold]
+    """
+    from potluck.cli import console
+
+    info = _chosen(_backups(run, folder, path), epoch)
+    with console.err.status(f"uploading epoch {info.epoch} to {target}"):
+        _target(target).upload(info)
+    if as_json:
+        console.print_json({"epoch": info.epoch, "target": target})
+    else:
+        typer.echo(f"Epoch {info.epoch} is in {target}.")
+
+
+def _target(text: str) -> Any:
+    from potluck.errors import ConfigurationError
+    from potluck.peer import environment
+    from potluck.state.uploadtargets import FolderTarget, HuggingFaceTarget
+
+    if not text.startswith("hf://"):
+        return FolderTarget(text, keep_last=10**6)
+    token = environment.huggingface_token()
+    if not token:
+        raise ConfigurationError("the Hugging Face hub needs a token that may write: set HF_TOKEN")
+    endpoint = environment.huggingface_endpoint()
+    is_public = endpoint == environment.PUBLIC_HUGGINGFACE
+    return HuggingFaceTarget(text.removeprefix("hf://"), token=token, endpoint=None if is_public else endpoint)
+
+
+def _backups(run: str, folder: Path | None, path: Path | None) -> Backups:
+    from potluck.cli import console
+    from potluck.cli.folders import hosted_run
+    from potluck.errors import ConfigurationError
+    from potluck.state.backups import Backups
+
+    console.set_up_logging(verbose=False)
+    if path is None:
+        where, record = hosted_run(run, folder)
+        return Backups(where / "states" / "backups", run=record.run)
+    if not path.is_dir():
+        raise ConfigurationError(f"there is no folder {path}: name one that has backups in it")
+    return Backups(path)
+
+
+def _chosen(backups: Backups, epoch: int | None) -> BackupInfo:
+    from potluck.errors import ConfigurationError
+
+    infos = backups.infos()
+    found = next((info for info in infos if epoch is None or info.epoch == epoch), None)
+    if found is None:
+        there = ", ".join(str(info.epoch) for info in infos) or "none"
+        raise ConfigurationError(
+            f"{backups.folder} has no backup{f' of epoch {epoch}' if epoch else ''}: there are {there}"
+        )
+    return found
+
+
+def _row(info: BackupInfo) -> dict[str, Any]:
+    return {
+        "epoch": info.epoch,
+        "run": info.run,
+        "saved": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.saved_at)),
+        "megabytes": round(info.inventory.num_bytes / 1e6, 1),
+        "digest": info.digest[:12],
+        "file": str(info.tensors_path),
+    }

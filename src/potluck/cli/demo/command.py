@@ -1,0 +1,82 @@
+"""`potluck demo`: what a person types, and the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from potluck.cli.demo.ending import Outcome
+
+EPOCHS = 100
+
+
+def demo(
+    epochs: Annotated[int, typer.Option(help="How many epochs to train in all.")] = EPOCHS,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where run, checkpoint, logs and plot go; a new folder of its own unless given.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Tell the outcome in JSON.")] = False,
+) -> None:
+    """Show a whole collaboration on this machine: five peers train a language model; three are killed, one comes late.
+
+    Everything runs in real processes with real sockets, on loopback only. Exit code 1 if a promise was broken.
+
+    Example: [bold]potluck demo --folder my-demo[/bold]
+    """
+    import tempfile
+
+    from potluck.cli import console
+    from potluck.cli.demo import ending
+    from potluck.cli.demo.story import FEWEST_EPOCHS
+    from potluck.errors import ConfigurationError
+
+    console.set_up_logging(verbose=False)
+    if epochs < FEWEST_EPOCHS:
+        raise ConfigurationError(f"--epochs {epochs}: the play needs at least {FEWEST_EPOCHS}")
+    where = folder or Path(tempfile.mkdtemp(prefix="potluck-demo-"))
+    if (where / "hub").exists():
+        raise ConfigurationError(f"{where} has a demo already: choose another folder, or remove it")
+    try:
+        outcome = console.run(_perform(where.absolute(), epochs, quiet=as_json))
+    except asyncio.CancelledError:
+        raise typer.Exit(128 + signal.SIGTERM) from None
+    if as_json:
+        console.print_json(ending.as_json(outcome))
+    else:
+        ending.show(outcome)
+    raise typer.Exit(0 if outcome.ok else 1)
+
+
+async def _perform(folder: Path, epochs: int, *, quiet: bool) -> Outcome:
+    from potluck.cli import console
+    from potluck.cli.demo import ending
+    from potluck.cli.demo.record import Record
+    from potluck.cli.demo.stage import Stage
+    from potluck.cli.demo.story import Script, play
+    from potluck.errors import PotluckError
+
+    record, stage = Record(), Stage(quiet)
+    began = time.monotonic()
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # as Ctrl-C: nobody is left behind
+    try:
+        await play(folder, Script(epochs=epochs), stage, record)
+    except PotluckError as error:
+        record.problem = str(error)
+    module = await console.import_slowly("potluck.training.exhibit")
+    try:
+        exhibit = module.examine(folder, folder / "hub" / "states")
+    except PotluckError as error:
+        record.problem = record.problem or str(error)
+        exhibit = None
+    else:
+        record.checkpoint_epoch = exhibit.epoch
+        record.loss_before, record.loss_after = exhibit.loss_before, exhibit.loss_after
+    return ending.conclude(record, exhibit, folder, time.monotonic() - began)

@@ -1,0 +1,78 @@
+"""`potluck download`: what a recipe needs, before it is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from potluck.recipes.downloads import Download
+
+app = typer.Typer(help="Fetch what a recipe needs.", no_args_is_help=True, rich_markup_mode="rich")
+
+
+@app.callback()
+def _group() -> None:
+    """Fetch what a recipe needs."""
+
+
+@app.command("data")
+def data(
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe's name or file; unless given, that of the run.toml in this folder.")
+    ] = "",
+    folder: Annotated[
+        Path | None, typer.Option(help="Where files go; else POTLUCK_DATA, else your data folder.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Only see whether all files are there and whole.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
+) -> None:
+    """Fetch the data that a recipe needs, check its hashes, and go on with what broke off.
+
+    Example: [bold]potluck download data my-recipe.py[/bold]
+    """
+    from potluck.cli import console
+    from potluck.cli.folders import recipe_of_this_folder
+    from potluck.errors import ConfigurationError
+    from potluck.recipes.catalogue import recipe_class
+    from potluck.recipes.downloads import is_whole, path_of
+
+    named = recipe or recipe_of_this_folder()
+    if not named:
+        raise ConfigurationError(
+            "which recipe? Name one, as in potluck download data my-recipe.py, or have a run.toml here"
+        )
+    downloads = recipe_class(named, Path()).downloads
+    if check:
+        rows = [{"name": d.name, "whole": is_whole(d, folder), "path": str(path_of(d, folder))} for d in downloads]
+    else:
+        rows = [
+            {"name": download.name, "whole": True, "path": str(path)}
+            for download, path in zip(downloads, _fetch_all(downloads, folder, as_json), strict=True)
+        ]
+    if as_json:
+        console.print_json(rows)
+    else:
+        console.show_table(rows, empty=f"The recipe {named} needs no data: nothing to fetch.")
+    raise typer.Exit(0 if all(row["whole"] for row in rows) else 1)
+
+
+def _fetch_all(downloads: tuple[Download, ...], folder: Path | None, as_json: bool) -> list[Path]:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from potluck.cli import console
+    from potluck.recipes.downloads import fetch
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    paths = []
+    with Progress(*columns, TimeRemainingColumn(), console=console.err, disable=as_json) as bars:
+        for download in downloads:
+            bar = bars.add_task(download.name, total=download.num_bytes)
+
+            def tell(there: int, total: int | None, bar: object = bar) -> None:
+                bars.update(bar, completed=there, total=total)  # type: ignore[arg-type]
+
+            paths.append(fetch(download, folder, tell))
+    return paths

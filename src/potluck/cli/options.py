@@ -1,0 +1,81 @@
+"""Options that several commands share: each is written once, and means the same everywhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b|bit|bits|bytes)?(?:/s|ps)?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+# Getting in
+Link = Annotated[str, typer.Argument(help="The join link, in quotes; else POTLUCK_LINK.")]
+Name = Annotated[str, typer.Option(help="What you want to be called; else POTLUCK_NAME.")]
+Message = Annotated[str, typer.Option(help="To the organisers, if they have to let you in first.")]
+WaitMinutes = Annotated[float, typer.Option(help="How long to wait for an organiser to let you in.")]
+IdentityPath = Annotated[
+    Path | None, typer.Option(help="File with the key you are known by; else POTLUCK_IDENTITY, else one is made.")
+]
+
+# The network
+ClientMode = Annotated[bool, typer.Option(help="Only dial out; accept no connections.")]
+WebSocket = Annotated[
+    bool, typer.Option(help="Reach the hub by WebSocket alone, as networks need that let only web traffic out.")
+]
+RelayOnly = Annotated[bool, typer.Option(help="Send everything through the hub, also where a direct way exists.")]
+Listen = Annotated[list[str] | None, typer.Option(help="Accept links here, as tcp://HOST:PORT; may be repeated.")]
+Announce = Annotated[
+    list[str] | None, typer.Option(help="Tell others this address without checking it, as tcp://HOST:PORT.")
+]
+TrustedLan = Annotated[
+    bool, typer.Option(help="Send bulk bytes in the clear; only where you trust everybody on the network.")
+]
+Bandwidth = Annotated[
+    str, typer.Option(help="The most to send, and to receive, as in 20Mbit or 2.5MB (per second); or UP/DOWN.")
+]
+
+# Training
+RecipeFile = Annotated[Path | None, typer.Option(help="Your copy of the run's recipe, where the organiser wrote one.")]
+BatchSize = Annotated[int | None, typer.Option(help="Samples per step; found by trial unless given.")]
+NumWorkers = Annotated[int, typer.Option("--n-workers", help="Threads that read data.")]
+Device = Annotated[str, typer.Option(help="Where to compute, as in cpu or cuda:1; the fastest unless given.")]
+Threads = Annotated[
+    int | None, typer.Option(help="Threads to compute with; unless given, your cores, shared by this machine's peers.")
+]
+MaxMemory = Annotated[str, typer.Option(help="The most memory to use, as in 4GB: batches are chosen by it.")]
+MaxSteps = Annotated[int | None, typer.Option(help="Leave after so many steps.")]
+Schedule = Annotated[str, typer.Option(help="Train only at these hours of your clock, as in 22:00-07:00.")]
+BackupEveryStep = Annotated[
+    int, typer.Option("--backup-every-step", help="Write a backup every so many epochs of the run; 0: never.")
+]
+StatePath = Annotated[Path | None, typer.Option(help="Where backups go; unless given, in your data folder.")]
+HandInSeconds = Annotated[
+    float, typer.Option(help="On leaving, wait so long for the next epoch, to hand in what you have done.")
+]
+
+# How it talks
+AsJson = Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a line.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")]
+
+
+def bytes_of(text: str, option: str) -> float | None:
+    """An amount as people write it (`4GB`, `512MiB`, `20Mbit`), in bytes; None for nothing. ConfigurationError else."""
+    from potluck.errors import ConfigurationError
+
+    if not text:
+        return None
+    found = _AMOUNT.fullmatch(text.strip())
+    if found is None or not (amount := float(found[1])):
+        raise ConfigurationError(f"{option} {text!r} is not an amount: write it as in 4GB, 512MiB or 20Mbit")
+    base = 1024 if found[3] else 1000
+    is_bits = (found[4] or "").lower().startswith("bit")
+    return float(amount * base ** _POWERS[found[2].lower()] / (8 if is_bits else 1))
+
+
+def bandwidth_of(text: str) -> tuple[float | None, float | None]:
+    """The caps on sending and receiving, in bytes per second."""
+    up, separator, down = text.partition("/") if not text.lower().rstrip().endswith("/s") else (text, "", "")
+    return bytes_of(up, "--bandwidth"), bytes_of(down if separator else up, "--bandwidth")

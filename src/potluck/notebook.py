@@ -1,0 +1,197 @@
+"""Taking part from a notebook: one call in one cell, with a bar and a live plot, until the cell is stopped.
+
+    from potluck.notebook import take_part
+
+    take_part("potluck://…")
+
+A notebook can only dial out, so this is a client peer, and it reaches the hub by WebSocket, which notebook services let
+through. Training runs in a thread of its own; the cell's thread draws, and stopping the cell (KeyboardInterrupt) is
+what Ctrl-C is on the command line: the step under way is finished, and the run is left in good order.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, Protocol
+
+from potluck.errors import ConfigurationError
+from potluck.hub.joinlink import JoinLink
+from potluck.monitor.lossplot import plot_loss
+from potluck.optim.progress.tracker import RunProgress
+from potluck.peer import environment
+from potluck.recipes.catalogue import open_recipe
+from potluck.run.joined import Joined, join
+from potluck.training.manifest import Manifest
+from potluck.training.notice import NoticeBoard
+from potluck.training.trainer import TrainConfig, Trainer, TrainProgress
+
+DRAW_EVERY_SECONDS = 2.0
+MOST_POINTS = 1000
+WAIT_SECONDS = 24 * 3600.0  # for an organiser to let somebody in
+
+
+def take_part(
+    link: str = "",
+    *,
+    name: str = "",
+    recipe: str | Path | None = None,
+    batch_size: int | None = None,
+    device: str = "",
+    max_steps: int | None = None,
+) -> None:
+    """Train with the others until the run ends or the cell is stopped.
+
+    `link` is the join link (else POTLUCK_LINK); `name` what you want to be called; `recipe` your copy of the run's
+    recipe, where its organiser wrote one. Batch size and device are found by trial unless given.
+    """
+    screen = _screen()
+    config = TrainConfig(batch_size=batch_size, device=device, max_steps=max_steps)
+    try:
+        with _joined(link, name, screen) as run:
+            board = _follow_manifest(run, screen)
+            _train(run, board, None if recipe is None else Path(recipe), config, screen)
+    except KeyboardInterrupt:
+        screen.show("<p>Stopped before training began.</p>")
+
+
+def _joined(link: str, name: str, screen: Screen) -> Joined:
+    text = link or environment.link()
+    if not text or "…" in text:
+        raise ConfigurationError("which run? Paste its join link, from potluck:// to its end, between the quotes")
+    places = JoinLink.parse(text).places
+    screen.show(f"<p>Looking for the hub at {html.escape(', '.join(map(str, places)))} …</p>")
+    return join(
+        text,
+        name=name or environment.person_name(),
+        client_mode=True,
+        websocket_only=any(place.websocket_port is not None for place in places),
+        wait_seconds=WAIT_SECONDS,
+        on_waiting=lambda answer: screen.show(f"<p>Waiting for an organiser to let you in, place {answer.place} …</p>"),
+    )
+
+
+def _follow_manifest(run: Joined, screen: Screen) -> NoticeBoard:
+    session = run.peer.session
+    board = NoticeBoard(session.hub, session.subjects.run)
+    run.attach(board.close)
+    run.call(board.start())
+    if board.manifest is None:
+        screen.show("<p>You are in. The organiser has not said yet what to train …</p>")
+    run.call(board.first())
+    screen.show("<p>You are in. Loading the model …</p>")
+    return board
+
+
+def _train(run: Joined, board: NoticeBoard, recipe: Path | None, config: TrainConfig, screen: Screen) -> None:
+    stop, picture = threading.Event(), Picture(run.peer.session.subjects.run)
+
+    def newest() -> Manifest:
+        assert board.manifest is not None  # it was waited for
+        return board.manifest
+
+    def work() -> TrainProgress:
+        first = newest()
+        trainer = Trainer(run, newest, open_recipe(first.recipe, first.model, recipe), config, picture.add)
+        picture.ask = lambda: trainer.optimizer.collaboration.latest
+        return trainer.train(stop)
+
+    with ThreadPoolExecutor(1, "potluck-train") as pool:
+        training = pool.submit(work)
+        try:
+            _watch(training, picture, screen)
+        except KeyboardInterrupt:
+            screen.show("<p>Leaving: the step under way is finished first …</p>")
+        finally:
+            stop.set()
+        last = training.result()
+    screen.show(picture.html(f"You gave {last.samples:,} samples, up to epoch {last.epoch}. Thank you!"))
+
+
+def _watch(training: Future[TrainProgress], picture: Picture, screen: Screen) -> None:
+    while not training.done():
+        wait([training], timeout=DRAW_EVERY_SECONDS)
+        if picture.progress is not None:
+            screen.show(picture.html())
+
+
+class Picture:
+    """What the cell shows: a bar, a few figures, the loss so far."""
+
+    def __init__(self, run: str) -> None:
+        self.progress: TrainProgress | None = None
+        self.ask: Callable[[], RunProgress | None] = lambda: None
+        """The coordinator's newest word on the run."""
+
+        self._run = run
+        self.points: list[tuple[float, float]] = []
+
+    def add(self, progress: TrainProgress) -> None:
+        """This peer has got further."""
+        self.progress = progress
+        if not self.points or self.points[-1][0] < progress.epoch:
+            self.points.append((progress.epoch, progress.loss))
+        if len(self.points) > MOST_POINTS:
+            del self.points[1::2]
+
+    def html(self, word: str = "") -> str:
+        """All of it; `word` comes last."""
+        mine, everybody = self.progress, self.ask()
+        facts = (
+            [] if mine is None else [f"epoch {mine.epoch}", f"loss {mine.loss:.3f}", f"{mine.samples:,} samples given"]
+        )
+        if mine is not None:
+            facts.append("paused by the organiser" if mine.paused else f"{mine.samples_per_second:.1f} samples/s")
+        if everybody is not None and everybody.num_trainers:
+            facts.append(f"{everybody.num_trainers} training, {everybody.samples_per_second:.1f} samples/s together")
+        image = base64.b64encode(plot_loss(self.points, title=f"loss in {self._run}")).decode()
+        return (
+            f"<p><b>{html.escape(self._run)}</b> &middot; {' &middot; '.join(facts)}</p>"
+            f"{_bar(everybody)}"
+            f'<img width="640" alt="loss" src="data:image/png;base64,{image}">'
+            f"<p>{html.escape(word) or 'Stop the cell to leave.'}</p>"
+        )
+
+
+def _bar(everybody: RunProgress | None) -> str:
+    if everybody is None or not everybody.target:
+        return "<p><progress></progress></p>"
+    label = f"{everybody.samples:,} of {everybody.target:,} samples towards epoch {everybody.epoch + 1}"
+    return f'<p><progress max="{everybody.target}" value="{everybody.samples}"></progress> {label}</p>'
+
+
+class Screen(Protocol):
+    """Where a cell's output goes."""
+
+    def show(self, page: str) -> None:
+        """Put this page in the place of the one before."""
+        ...
+
+
+class _NotebookScreen:
+    """One output that is written over."""
+
+    def __init__(self, display: Any) -> None:
+        self._display = display
+        self._handle: Any = None
+        self._turn = threading.Lock()
+
+    def show(self, page: str) -> None:
+        content = self._display.HTML(page)
+        with self._turn:  # while we wait for an organiser, the event loop's thread shows things too
+            if self._handle is None:
+                self._handle = self._display.display(content, display_id=True)
+            else:
+                self._handle.update(content)
+
+
+def _screen() -> Screen:
+    try:
+        from IPython import display
+    except ImportError as error:
+        raise ConfigurationError("this is for notebooks: on a command line, use `potluck join`") from error
+    return _NotebookScreen(display)

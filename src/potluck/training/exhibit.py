@@ -1,0 +1,62 @@
+"""What a run has learnt, to look at: its newest checkpoint on this disk, against the untrained model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from potluck.errors import BackupError
+from potluck.recipes.catalogue import open_recipe
+from potluck.recipes.recipe import Recipe
+from potluck.state.backups import Backups
+from potluck.training.models import load, untrained
+from potluck.training.runfile import manifest_of, read_run_file
+
+LOSS = "evaluation_loss"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exhibit:
+    """What became of the model."""
+
+    epoch: int
+    checkpoint: Path
+    loss_before: float
+    loss_after: float
+    text: str
+
+
+def examine(folder: Path, states: Path) -> Exhibit:
+    """The run that `folder` describes, by the newest whole checkpoint in `states`; BackupError when there is none."""
+    manifest = manifest_of(read_run_file(folder), folder)
+    recipe = open_recipe(manifest.recipe, manifest.model)
+    model = untrained(recipe, manifest.seed).eval()
+    loss_before = _loss(recipe, model)
+    restored = Backups(states / "backups", run=manifest.run).restore()
+    if restored is None:
+        raise BackupError(f"there is no checkpoint in {states} that can be read")
+    try:
+        load(model, restored.snapshot.tensors())
+    finally:
+        restored.snapshot.release()
+    return Exhibit(
+        epoch=restored.info.epoch,
+        checkpoint=restored.info.tensors_path,
+        loss_before=loss_before,
+        loss_after=_loss(recipe, model),
+        text=_text(recipe, model),
+    )
+
+
+@torch.no_grad()
+def _loss(recipe: Recipe[Any], model: nn.Module) -> float:
+    return recipe.evaluate(model)[LOSS]
+
+
+@torch.no_grad()
+def _text(recipe: Recipe[Any], model: nn.Module) -> str:
+    return recipe.preview(model)

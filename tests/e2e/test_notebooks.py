@@ -1,0 +1,75 @@
+"""The notebooks, executed for real by a kernel, against a host on this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from commandline import Terminal, until_event
+from organiser import LONG_SECONDS, ONE_THREAD, Organiser, end
+
+from potluck.testing.processes import Children, ManagedProcess
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+RUN_NOTEBOOK = Path(__file__).with_name("runnotebook.py")
+NOTEBOOK_SECONDS = 180.0  # a kernel starts, pip looks around, torch is imported
+PLACES = {"kaggle": {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, "colab": {"COLAB_RELEASE_TAG": "release"}}
+
+
+def start_notebook(children: Children, terminal: Terminal, name: str, link: str, *options: str) -> ManagedProcess:
+    environment = {
+        **ONE_THREAD,
+        **PLACES[name],
+        "PIP_NO_INDEX": "1",  # Potluck is installed here, so that pip has nothing to fetch; and so it must be
+        "XDG_DATA_HOME": str(terminal.folder / name),  # a key of its own
+        "POTLUCK_NAME": name,
+    }
+    command = [sys.executable, RUN_NOTEBOOK, NOTEBOOKS / f"{name}.ipynb", link, *options]
+    return children.spawn(command, name=name, env=environment)
+
+
+@pytest.mark.timeout(400)
+def test_both_notebooks_train_until_the_run_ends_or_the_cell_is_stopped(terminal: Terminal, children: Children) -> None:
+    organiser = Organiser(terminal, "--recipe", "stdlib-lm")
+    for before, after in (
+        ("layers = 4", "layers = 1"),
+        ("width = 128", "width = 32"),
+        ("context = 128", "context = 16"),
+    ):
+        organiser.edit(before, after)
+    organiser.edit("target_batch_size = 256", "target_batch_size = 2048")
+    organiser.edit("end_epoch = 0 ", "end_epoch = 12 ")
+    host, link = organiser.host()
+
+    colab = start_notebook(children, terminal, "colab", link, "--stop-at-epoch", "2")
+    assert colab.wait(NOTEBOOK_SECONDS) == 0, colab.output()
+    assert until_event(host, "left", name="colab")["reason"] == "it said good-bye"
+
+    kaggle = start_notebook(children, terminal, "kaggle", link)
+    assert kaggle.wait(NOTEBOOK_SECONDS) == 0, kaggle.output()
+    assert until_event(host, "left", name="kaggle")["reason"] == "it said good-bye"
+
+    for notebook in (colab, kaggle):
+        page = notebook.output()
+        assert "<progress" in page
+        assert "data:image/png;base64," in page
+        thanks = re.search(r"You gave ([\d,]+) samples, up to epoch (\d+)", page)
+        assert thanks, page
+        assert int(thanks.group(1).replace(",", "")) > 0
+    assert "up to epoch 12" in kaggle.output()
+    board = terminal.ask("leaderboard", link, patience_seconds=LONG_SECONDS)
+    assert {row["name"] for row in board["peers"]} == {"colab", "kaggle"}
+    end(host)
+
+
+@pytest.mark.parametrize("name", sorted(PLACES))
+def test_a_notebook_is_one_cell_to_run(name: str) -> None:
+    book = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text())
+    [cell] = [each for each in book["cells"] if each["cell_type"] == "code"]
+    source = "".join(cell["source"])
+    assert "%pip install --quiet potluck\n" in source
+    assert cell["outputs"] == []
+    assert cell["execution_count"] is None

@@ -1,0 +1,129 @@
+"""What a volunteer's machine gives: amounts as people write them, cores and memory, and work handed in on leaving."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from pathlib import Path
+
+import pytest
+import torch
+from test_training_recovery import Trainer, assert_alike
+from trainlab import PATIENCE_SECONDS, train_lab
+
+from potluck.cli.options import bandwidth_of, bytes_of
+from potluck.errors import ConfigurationError
+from potluck.optim.diloco import DiLoCo
+from potluck.testing.processes import Children
+from potluck.training import machine
+from potluck.training.machine import MemoryLimit, share_cores
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", None),
+        ("4GB", 4e9),
+        ("512MiB", 512 * 1024**2),
+        ("20Mbit", 2.5e6),
+        ("20 Mbit/s", 2.5e6),
+        ("1.5mb/s", 1.5e6),
+        ("800kbps", 800e3),
+        ("65536", 65536.0),
+    ],
+)
+def test_amounts_as_people_write_them(text: str, found: float | None) -> None:
+    assert bytes_of(text, "--max-memory") == found
+
+
+@pytest.mark.parametrize("text", ["much", "-1GB", "0", "4 XB", "GB"])
+def test_amounts_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="--max-memory"):
+        bytes_of(text, "--max-memory")
+
+
+def test_a_bandwidth_up_and_down() -> None:
+    assert bandwidth_of("") == (None, None)
+    assert bandwidth_of("8Mbit") == (1e6, 1e6)
+    assert bandwidth_of("8Mbit/s") == (1e6, 1e6)
+    assert bandwidth_of("8Mbit/80Mbit") == (1e6, 1e7)
+
+
+# This machine
+
+
+def test_cores_are_shared_by_the_peers_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setattr(machine, "_cores", lambda: 8)
+    try:
+        for peers, threads in ((1, 8), (3, 2), (20, 1)):
+            monkeypatch.setattr(machine, "num_peers_here", lambda peers=peers: peers)
+            assert share_cores() == threads == torch.get_num_threads()
+        assert share_cores(5) == 5 == torch.get_num_threads()
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        assert share_cores() == 5, "what somebody has said stays"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_peers_of_this_machine_are_known_by_their_commands(tmp_path: Path, children: Children) -> None:
+    before = machine.num_peers_here()
+    fake = tmp_path / "potluck"
+    fake.write_text("import time; time.sleep(60)")
+    children.spawn(["python3", fake, "join", "potluck://nowhere"], name="a peer")
+    children.spawn(["python3", fake, "monitor", "potluck://nowhere"], name="no peer")
+    assert machine.num_peers_here() >= before + 1
+
+
+def test_a_limit_on_memory() -> None:
+    free = MemoryLimit(None, CPU)
+    assert free.fits()
+    assert not free.is_exceeded()
+    with pytest.raises(ConfigurationError, match="before it trains"):
+        MemoryLimit(1000, CPU)
+    wide = MemoryLimit(1 << 50, CPU)
+    assert wide.fits()
+    assert not wide.is_exceeded()
+    assert MemoryLimit(4_000_000_000, CPU).describe() == "4000 MB"
+
+
+# Leaving
+
+
+def test_who_leaves_hands_in_with_the_next_epoch() -> None:
+    with train_lab() as lab:
+        ada, grace = Trainer(lab, 0), Trainer(lab, 1)
+        for _ in range(2):
+            ada.step()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            leaving = pool.submit(ada.optimizer.hand_in, PATIENCE_SECONDS)
+            while grace.optimizer.epoch < 1:
+                grace.step()
+            assert leaving.result(PATIENCE_SECONDS) == 8
+        assert ada.optimizer.epoch == 1
+        commit = ada.optimizer.driver.last_result.commit
+        weights = {member.peer: member.weight for member in commit.members}
+        assert weights[ada.optimizer.run.peer_id] == 8.0
+        assert_alike([ada, grace])
+        assert ada.optimizer.hand_in(1.0) == 0, "nothing is left"
+
+
+def test_who_leaves_does_not_wait_for_an_epoch_that_is_far_off() -> None:
+    with train_lab() as lab:
+        ada, _grace = Trainer(lab, 0), Trainer(lab, 1)
+        ada.step()
+        assert ada.optimizer.hand_in(0.5) == 0
+        assert ada.optimizer.epoch == 0
+        assert ada.optimizer.samples == 4
+
+
+@pytest.mark.parametrize("kind", ["sync", "diloco"])
+def test_who_is_alone_hands_in_at_once(kind: str) -> None:
+    with train_lab() as lab:
+        ada = Trainer(lab, 0, kind=DiLoCo, inner_steps=5) if kind == "diloco" else Trainer(lab, 0)
+        ada.step()
+        assert ada.optimizer.hand_in(PATIENCE_SECONDS) == 4
+        assert ada.optimizer.epoch == 1

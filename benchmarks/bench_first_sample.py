@@ -27,7 +27,7 @@ from harness import parser, report, say
 from potluck.testing.processes import Children, ManagedProcess
 
 POTLUCK = (sys.executable, "-m", "potluck.cli")
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 300.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 RUN_FILE = """\
 name = "first"
@@ -38,6 +38,7 @@ width = 512
 heads = 8
 context = 32
 [training]
+algorithm = "sync"
 target_batch_size = 32
 matchmaking_seconds = 1.0
 """

@@ -246,10 +246,10 @@ def test_the_doctor_says_what_is_wrong(party: Party) -> None:
     assert "not let you in yet" in asking["checks"][-1]["remedy"]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_the_demo_keeps_its_promises(terminal: Terminal) -> None:
     folder = terminal.folder / "demo"
-    outcome = terminal.ask("demo", "--epochs", "30", "--folder", folder, patience_seconds=360.0)  # many processes
+    outcome = terminal.ask("demo", "--epochs", "20", "--folder", folder, patience_seconds=560.0)  # eight of them start
     assert outcome["ok"], outcome
     assert outcome["broken"] == []
     assert outcome["loss_after"] < outcome["loss_before"]

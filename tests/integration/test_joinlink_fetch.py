@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from potluck.errors import CertificateError, HubUnavailableError
+from potluck.errors import CertificateError, ConfigurationError, HubUnavailableError
 from potluck.hub.joinlink import HubPlace, JoinLink, fetch_address
 from potluck.hub.server.certificate import prepare_certificates
 from potluck.hub.server.configuration import HubConfig
@@ -91,6 +91,14 @@ async def test_a_name_works_as_well_as_an_address(hub: EmbeddedHub) -> None:
 async def test_a_link_without_websocket_gives_one_server(hub: EmbeddedHub) -> None:
     link = dataclasses.replace(hub.join_link(SECRET), websocket_port=None)
     assert (await fetch_address(link, PATIENCE_SECONDS)).servers == (f"tls://127.0.0.1:{hub.ports.client}",)
+
+
+async def test_websocket_alone_if_wished(hub: EmbeddedHub) -> None:
+    address = await fetch_address(hub.join_link(SECRET), PATIENCE_SECONDS, websocket_only=True)
+    assert address.servers == (f"wss://127.0.0.1:{hub.ports.websocket}",)
+    without = dataclasses.replace(hub.join_link(SECRET), websocket_port=None)
+    with pytest.raises(ConfigurationError, match="names no WebSocket port"):
+        await fetch_address(without, PATIENCE_SECONDS, websocket_only=True)
 
 
 @pytest.fixture(scope="module")

@@ -241,6 +241,18 @@ async def test_a_client_peer_talks_directly_to_a_full_one_which_cannot_dial_it(h
     assert got == [3]
 
 
+async def test_who_wishes_to_sends_everything_through_the_hub(house: RunHouse):
+    full, relayed = await house.join("Full"), await house.join("Relayed", client_mode=True, relay_only=True)
+    got = serve(full)
+    await until_path(relayed, full.peer_id, "relay")
+    await until_path(full, relayed.peer_id, "relay")
+    await give(relayed, full, 5, num_bytes=1_000_000)
+    assert got == [5]
+    assert relayed.direct.statistics()["bytes_sent"] == 0
+    with pytest.raises(ConfigurationError, match="through the hub"):
+        PeerConfig(relay_only=True, listen=("tcp://127.0.0.1:0",))
+
+
 async def test_the_first_peer_becomes_full_when_somebody_comes_to_ask(tmp_path: Path):
     async with open_run(tmp_path) as house:
         found = await house.own_peer.reachability.decided()

@@ -3,8 +3,8 @@
 All cases share a cluster: three trainers that listen and may coordinate, and one client. Each case is one epoch in
 which one fault fires, then everybody is whole again and one more epoch shows that nothing is left of it.
 
-A part of every kind runs by default; the whole product of points and faults takes some minutes:
-`scripts/test tests/integration/test_round_faults.py`, without a mark, runs it all.
+A part of every kind runs by default (all of it does in virtual time, in tests/unit/test_memory_rounds.py); the whole
+product of points and faults takes some minutes: `scripts/test tests/integration/test_round_faults.py`, without a mark.
 """
 
 from __future__ import annotations
@@ -17,15 +17,24 @@ import pytest
 from roundcluster import PATIENCE_SECONDS, check_agreement
 from roundstage import ALL_POINTS, Stage, Victim, open_stage
 
-pytestmark = [
-    pytest.mark.timeout(400),  # several waits of a minute each, none of which a healthy machine needs
-    pytest.mark.xdist_group("round faults"),  # the cluster is shared
-]
+pytestmark = pytest.mark.timeout(400)  # several waits of a minute each, none of which a healthy machine needs
 
 STOP_SECONDS = 2.5  # longer than the director's patience with silence
 LONG_STOP_SECONDS = 4.0  # longer than a lease lasts
 
 Case = tuple[Victim, str]
+KILLS: list[Case] = [
+    ("sender", "planned"),
+    ("sender", "half_sent"),
+    ("sender", "reported"),
+    ("reducer", "first_reduced"),
+    ("reducer", "half_averages_sent"),
+    ("reducer", "complete"),
+    ("coordinator", "plan_published"),
+    ("coordinator", "half_sent"),
+    ("coordinator", "committing"),
+    ("coordinator", "committed"),
+]
 FREEZES: list[Case] = [
     ("sender", "half_sent"),
     ("reducer", "planned"),
@@ -58,7 +67,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         yield stage
 
 
-@pytest.mark.parametrize(("who", "point"), ALL_POINTS)
+@pytest.mark.parametrize(("who", "point"), cases(KILLS))
 def test_a_process_is_killed(stage: Stage, who: Victim, point: str) -> None:
     async def case() -> None:
         cluster = stage.cluster

@@ -19,8 +19,6 @@ from roundstage import SENDER_POINTS, Stage, open_stage
 from potluck.testing.polling import poll_until
 from potluck.testing.processes import ChildError
 
-pytestmark = pytest.mark.xdist_group("round trouble")
-
 POINTS = [*SENDER_POINTS, "first_reduced", "half_averages_sent", "plan_published", "committing", "committed"]
 STOPS_SECONDS = [0.5, 0.5, 2.5, 5.0]
 FEWEST_UNTROUBLED = 2

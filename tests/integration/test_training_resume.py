@@ -12,6 +12,7 @@ from traincompany import PATIENCE_SECONDS, Company, house_with_link
 
 from potluck.hub.joinlink import JoinLink
 from potluck.optim.helper import Helper
+from potluck.state import following
 from potluck.state.backups import BackupConfig
 from potluck.state.keeper import StateConfig
 from potluck.testing.polling import poll_until
@@ -85,8 +86,10 @@ async def test_all_stop_and_the_run_goes_on_from_the_newest_backup_of_anyone(
 
 @pytest.mark.timeout(400)
 async def test_the_hosts_own_peer_keeps_the_state_for_trainers_who_have_none(
-    tmp_path: Path, children: Children
+    tmp_path: Path, children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Where a fetch takes seconds, as on a busy machine, the pause after it would be minutes.
+    monkeypatch.setattr(following, "PAUSE_FACTOR", 1)
     kept = StateConfig(folder=tmp_path / "kept", backups=BackupConfig(every_epochs=1), grace_seconds=2.0)
     async with open_run(tmp_path) as house:
         helper = await Helper.of(house.own_peer, num_threads=1, state=kept)

@@ -13,6 +13,8 @@ from potluck.errors import ConfigurationError, DeadlineExceededError, ProtocolEr
 from potluck.hub.keys import Signer, new_seed
 from potluck.hub.stores import MANIFEST_KEY
 from potluck.messages import decode, encode
+from potluck.optim.diloco import DiLoCoConfig
+from potluck.optim.options import OptimizerConfig
 from potluck.recipes.catalogue import RecipeRef
 from potluck.testing.memoryhub import MemoryHub
 from potluck.testing.polling import poll_until
@@ -28,7 +30,7 @@ from potluck.training.manifest import (
     Sync,
 )
 from potluck.training.notice import NoticeBoard, SignedManifest
-from potluck.training.optimizers import learning_rate
+from potluck.training.optimizers import coordinating, gathering, learning_rate
 from potluck.training.runfile import manifest_of, read_run_file
 from potluck.training.skeleton import files_of_a_run
 
@@ -125,6 +127,15 @@ def test_the_target_batch_may_change() -> None:
 def test_what_the_exchange_does_not_know(values: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError, match=r"choose|there is no"):
         Exchange(**values)
+
+
+def test_whoever_coordinates_plans_as_the_manifest_says() -> None:
+    found = manifest(exchange=Exchange(aggregator="median", reducers="trusted"))
+    gather = coordinating(found).gather
+    assert (gather.aggregator.name, gather.trusted_reducers) == ("median", True)
+    assert OptimizerConfig(target_batch_size=8, gather=gathering(found)).coordinator().gather == gather
+    for asynchronous in (False, True):
+        assert DiLoCoConfig(asynchronous=asynchronous, gather=gathering(found)).coordinator().gather == gather
 
 
 # The learning rate

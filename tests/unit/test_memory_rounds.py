@@ -849,6 +849,28 @@ async def test_of_two_who_think_that_they_coordinate_one_commits() -> None:
 
 
 @in_virtual_time
+async def test_a_member_that_says_good_bye_in_the_middle_of_a_round_is_not_waited_for() -> None:
+    """It is known to be gone, and not only silent: half of a run that leaves does not cost an attempt."""
+    async with lab(2) as there:
+        leaver = there.members[1]
+        leaving: list[asyncio.Task[None]] = []
+
+        def leave() -> None:
+            there.sever(leaver)
+            leaving.append(asyncio.create_task(there.run.tell(leaver.id, "left", "it has left")))
+
+        tasks = there.start()
+        with at_point("round.planned", leave, peer=leaver.id) as reached:
+            result = await tasks[0]
+        assert reached
+        await asyncio.gather(*leaving)
+        assert result.commit.key.attempt == 0
+        assert result.commit.left_out == {leaver.id: "it has left"}
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@in_virtual_time
 async def test_the_end_of_a_peers_former_life_does_not_cost_the_present_one_its_part() -> None:
     """The roster's word of a death may come when the same peer is back and in a plan."""
     async with lab(3) as there:

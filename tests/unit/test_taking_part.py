@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 from pathlib import Path
 
 import pytest
 import torch
 from test_training_recovery import Trainer, assert_alike
-from trainlab import PATIENCE_SECONDS, train_lab
+from trainlab import PATIENCE_SECONDS, make_model, train_lab
 
 from potluck.cli.options import bandwidth_of, bytes_of
 from potluck.errors import ConfigurationError
 from potluck.optim.diloco import DiLoCo
+from potluck.optim.optimizer import Optimizer
+from potluck.testing.polling import poll_until_sync
 from potluck.testing.processes import Children
 from potluck.training import machine
 from potluck.training.machine import MemoryLimit, share_cores
@@ -127,3 +130,20 @@ def test_who_is_alone_hands_in_at_once(kind: str) -> None:
         ada.step()
         assert ada.optimizer.hand_in(PATIENCE_SECONDS) == 4
         assert ada.optimizer.epoch == 1
+
+
+# Beginning
+
+
+def test_a_hub_that_is_away_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    with train_lab() as lab:
+        run = lab.join("Ada")
+        run.soon(lambda: lab.memory.hub.disconnect(run.peer_id))
+        model = make_model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        with caplog.at_level(logging.WARNING), concurrent.futures.ThreadPoolExecutor(1) as pool:
+            making = pool.submit(lambda: Optimizer(run, inner, target_batch_size=4, num_threads=1))
+            poll_until_sync(lambda: "hub is away" in caplog.text, PATIENCE_SECONDS, "a word of it")
+            assert not making.done()
+            run.soon(lambda: lab.memory.hub.reconnect(run.peer_id))
+            assert making.result(PATIENCE_SECONDS).epoch == 0

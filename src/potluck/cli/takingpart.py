@@ -270,6 +270,7 @@ async def _stay(
     from potluck.cli.joining import until_ended
     from potluck.cli.preflight import check_the_way
     from potluck.cli.training import help_others, train
+    from potluck.peer.preflight import check_clock
 
     roster = peer.session.roster
     if as_json:
@@ -277,6 +278,12 @@ async def _stay(
     else:
         others = sum(presence.peer != peer.peer_id for presence in roster)
         console.out.print(f"[green]You are in[/green], with {console.count(others, 'other')}. Ctrl-C leaves.")
+
+    clock = check_clock(
+        peer.session.hub_time.clock_error_seconds(monotonic=peer.clock.monotonic(), wall=peer.clock.wall())
+    )
+    if clock.level != "green" and not as_json:
+        console.show_check(clock)
 
     def hub_changed(change: HubChange) -> None:
         if as_json:

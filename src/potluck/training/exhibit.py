@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from potluck.errors import BackupError
 from potluck.recipes.catalogue import open_recipe
-from potluck.recipes.recipe import Recipe
 from potluck.state.backups import Backups
-from potluck.training.models import load, untrained
+from potluck.training.models import load, preview, untrained
 from potluck.training.runfile import manifest_of, read_run_file
 
 LOSS = "evaluation_loss"
@@ -35,7 +32,8 @@ def examine(folder: Path, states: Path) -> Exhibit:
     manifest = manifest_of(read_run_file(folder), folder)
     recipe = open_recipe(manifest.recipe, manifest.model)
     model = untrained(recipe, manifest.seed).eval()
-    loss_before = _loss(recipe, model)
+    with torch.no_grad():
+        loss_before = recipe.evaluate(model)[LOSS]
     restored = Backups(states / "backups", run=manifest.run).restore()
     if restored is None:
         raise BackupError(f"there is no checkpoint in {states} that can be read")
@@ -43,20 +41,11 @@ def examine(folder: Path, states: Path) -> Exhibit:
         load(model, restored.snapshot.tensors())
     finally:
         restored.snapshot.release()
+    text, figures = preview(recipe, model)
     return Exhibit(
         epoch=restored.info.epoch,
         checkpoint=restored.info.tensors_path,
         loss_before=loss_before,
-        loss_after=_loss(recipe, model),
-        text=_text(recipe, model),
+        loss_after=figures[LOSS],
+        text=text,
     )
-
-
-@torch.no_grad()
-def _loss(recipe: Recipe[Any], model: nn.Module) -> float:
-    return recipe.evaluate(model)[LOSS]
-
-
-@torch.no_grad()
-def _text(recipe: Recipe[Any], model: nn.Module) -> str:
-    return recipe.preview(model)

@@ -12,6 +12,7 @@ Speeds differ by `nice`: those who share a machine cannot differ by hardware.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,17 @@ async def play(folder: Path, script: Script, stage: Stage, record: Record) -> No
             await audience.until("a checkpoint", lambda: any(troupe.states.rglob("*.safetensors")))
             stage.say(f"Epoch {record.epoch} is committed. All are asked to leave.")
     finally:
-        record.exit_codes = await troupe.leave()
+        record.exit_codes = await _all_leave(troupe)
+
+
+async def _all_leave(troupe: Troupe) -> dict[str, int]:
+    """Have everybody leave, though somebody presses Ctrl-C meanwhile: no process is left behind."""
+    leaving = asyncio.create_task(troupe.leave())
+    try:
+        return await asyncio.shield(leaving)
+    except asyncio.CancelledError:
+        await leaving
+        raise
 
 
 async def _come(troupe: Troupe, audience: Audience, stage: Stage, script: Script, link: str) -> None:

@@ -122,10 +122,12 @@ class Troupe:
 
     async def leave(self) -> dict[str, int]:
         """All leave, the host last; returns their exit codes."""
-        host = self.actors.pop("host", None)
-        codes = dict(zip(self.actors, await asyncio.gather(*(a.leave() for a in self.actors.values())), strict=True))
+        others = {name: actor for name, actor in self.actors.items() if name != "host"}
+        codes = dict(zip(others, await asyncio.gather(*(actor.leave() for actor in others.values())), strict=True))
+        if (host := self.actors.get("host")) is not None:
+            codes["host"] = await host.leave()
         self.actors.clear()
-        return {**codes, "host": await host.leave()} if host is not None else codes
+        return codes
 
     async def _start(self, name: str, *arguments: str, niceness: int = 0) -> Actor:
         command = [sys.executable, "-m", "potluck.cli", *arguments, "--json"]

@@ -105,7 +105,7 @@ def measure(folder: Path) -> dict[str, dict[str, float]]:
     """One run: the first trainer, then a newcomer."""
     (folder / "run.toml").write_text(RUN_FILE)
     with Children(log_folder=folder) as children:
-        place = ("--folder", folder / "hub", "--listen", "127.0.0.1", "--json")
+        place = ("--folder", folder / "hub", "--listen", "127.0.0.1", "--no-dashboard", "--json")
         host = children.spawn([*POTLUCK, "host", folder, *place], name="host", env=ONE_THREAD)
         link = until(host, lambda e: e["event"] == "ready")[0]["link"]
         first = Volunteer(children, folder, link, "first")

@@ -32,7 +32,7 @@ class Organiser:
         path.write_text(text.replace(before, after))
 
     def host(self) -> tuple[ManagedProcess, str]:
-        place = ("--folder", self.terminal.folder / "hub", "--listen", "127.0.0.1", "--json")
+        place = ("--folder", self.terminal.folder / "hub", "--listen", "127.0.0.1", "--no-dashboard", "--json")
         process = self.terminal.start("host", self.folder, *place, **ONE_THREAD)
         return process, str(until_event(process, "ready")["link"])
 

@@ -22,7 +22,7 @@ class LabOrganiser(Organiser):
     """A run whose commands are typed on nodes of the lab."""
 
     def host_at(self, node: Host) -> tuple[ManagedProcess, str]:
-        where = ("--folder", self.terminal.folder / "hub", "--announce", node.address, "--json")
+        where = ("--folder", self.terminal.folder / "hub", "--announce", node.address, "--no-dashboard", "--json")
         process = node.popen([POTLUCK, "host", self.folder, *where], name="host", env=ONE_THREAD)
         return process, str(until_event(process, "ready")["link"])
 

@@ -94,7 +94,7 @@ class Troupe:
 
     async def host(self) -> Actor:
         """The host of the run that stands in the folder; started again, it goes on where it was."""
-        place = ("--folder", str(self._hub), "--listen", "127.0.0.1")
+        place = ("--folder", str(self._hub), "--listen", "127.0.0.1", "--no-dashboard")
         return await self._start("host", "host", str(self.folder), *place)
 
     async def join(self, name: str, link: str, *options: str, niceness: int = 0) -> Actor:

@@ -11,7 +11,7 @@ import torch
 from potluck.errors import ConfigurationError
 from potluck.monitor import previews
 from potluck.monitor.previews import Previewer
-from potluck.optim.parameters import PARAMETER, named_parameters, prefixed
+from potluck.optim.parameters import PARAMETER, prefixed
 from potluck.peer.identity import Identity
 from potluck.recipes.catalogue import RecipeRef, open_recipe
 from potluck.state.backups import Backups
@@ -30,8 +30,7 @@ def save(folder: Path, epoch: int) -> torch.nn.Module:
         for parameter in model.parameters():
             parameter.zero_()
         list(model.parameters())[-1][7] = 1.0
-    named = named_parameters(torch.optim.SGD(model.parameters(), lr=1.0))
-    tensors = prefixed(PARAMETER, {name: parameter.detach() for name, parameter in named.items()})
+    tensors = prefixed(PARAMETER, {name: parameter.detach() for name, parameter in model.named_parameters()})
     snapshot = stage(tensors, {}, ChunkPool()).hashed()
     Backups(folder / "states" / "backups", run="bakery").save(snapshot, epoch=epoch)
     snapshot.release()

@@ -18,6 +18,7 @@ An explicit argument comes before the command line, that before a file, that bef
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from potluck.errors import ConfigurationError
@@ -94,3 +95,8 @@ def target_batch_size() -> int | None:
 def wants_no_dashboard() -> bool:
     """Whether hosts shall start no dashboard, though it is installed."""
     return os.environ.get("POTLUCK_NO_DASHBOARD", "") not in ("", "0")
+
+
+def for_child(changes: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment, with these changes, for a process that this one starts."""
+    return {**os.environ, **changes}

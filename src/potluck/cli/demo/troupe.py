@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import signal
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from potluck.errors import DeadlineExceededError, FatalError
+from potluck.peer import environment
 
 PATIENCE_SECONDS = 180.0  # for whatever should happen soon: several processes start on few cores
 ENDING_SECONDS = 30.0
@@ -141,8 +141,8 @@ class Troupe:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
-                env={**os.environ, **ENVIRONMENT, "XDG_DATA_HOME": str(self.folder / "data" / name)},
-                preexec_fn=os.setpgrp,  # Ctrl-C is for the demo alone, which then asks each of them to leave
+                env=environment.for_child({**ENVIRONMENT, "XDG_DATA_HOME": str(self.folder / "data" / name)}),
+                process_group=0,  # Ctrl-C is for the demo alone, which then asks each of them to leave
             )
         actor = self.actors[name] = Actor(name, process, log)
         return actor

@@ -77,7 +77,7 @@ def show(outcome: Outcome) -> None:
     for name, value in _rows(found):
         console.out.print(Text.assemble((f"{name:>14}  ", "dim"), value), soft_wrap=True)
     if outcome.exhibit is not None:
-        console.out.print(Text("\nPython, as the model writes it after these two minutes:", "dim"))
+        console.out.print(Text("\nPython, as the model writes it now:", "dim"))
         console.out.print(Text(_printable(outcome.exhibit.text), "cyan"), soft_wrap=True)
     table = Table(show_header=False, box=None)
     for promise in outcome.promises:

@@ -14,7 +14,7 @@ from potluck.errors import DeadlineExceededError, FatalError
 from potluck.peer import environment
 
 PATIENCE_SECONDS = 180.0  # for whatever should happen soon: several processes start on few cores
-ENDING_SECONDS = 30.0
+ENDING_SECONDS = 90.0  # who leaves hands in its work first, which takes a round
 TAIL_CHARACTERS = 2000
 # Several processes that compute share this machine: with more threads each, they would only wait for one another.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "POTLUCK_LINK": "", "POTLUCK_NAME": "", "POTLUCK_IDENTITY": ""}

@@ -142,7 +142,7 @@ class Troupe:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
                 env=environment.for_child({**ENVIRONMENT, "XDG_DATA_HOME": str(self.folder / "data" / name)}),
-                process_group=0,  # Ctrl-C is for the demo alone, which then asks each of them to leave
+                start_new_session=True,  # Ctrl-C is for the demo alone, which then asks each of them to leave
             )
         actor = self.actors[name] = Actor(name, process, log)
         return actor

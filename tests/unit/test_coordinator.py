@@ -18,6 +18,7 @@ from potluck.messages import encode
 from potluck.peer.identity import Identity
 from potluck.peer.lease import LeaseView
 from potluck.peer.roster import Roster
+from potluck.round.audit import Verdict
 from potluck.round.coordinator import COMPLAIN_EVERY_SECONDS, Coordinator, CoordinatorConfig
 from potluck.round.director import Patience
 from potluck.round.gathering import GatherConfig
@@ -274,6 +275,48 @@ async def test_an_epoch_that_somebody_else_has_committed_ends_the_round() -> Non
         await there.finish("A", "B")
         await asyncio.sleep(LONG_SECONDS)
         assert len(there.words) == num_words
+        assert there.lineage.epoch == 0
+
+
+def audit_by(there: Chair, verdict: Verdict, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Have rounds audited, with this result."""
+    for peer in "ABC":
+        there.roster.apply(presence(peer))  # nobody vouches for them
+
+    async def audit(*_round: Any) -> Verdict:
+        meanwhile()
+        return verdict
+
+    there.coordinator._auditor.audit = audit  # type: ignore[method-assign]
+
+
+@in_virtual_time
+async def test_what_an_audit_found_good_is_committed() -> None:
+    async with chair() as there:
+        audit_by(there, Verdict(num_good=3))
+        await there.are_ready("A", "B", "C")
+        await there.finish("A", "B", "C")
+        assert there.lineage.head is not None
+        assert (there.lineage.epoch, there.lineage.head.audited) == (1, 3)
+
+
+@in_virtual_time
+async def test_of_what_an_audit_found_bad_nothing_is_committed_and_the_liar_is_taken_out() -> None:
+    async with chair() as there:
+        audit_by(there, Verdict(liars={2: "it lied"}, stale=frozenset({0})))
+        await there.are_ready("A", "B", "C")
+        await there.finish("A", "B", "C")
+        assert there.lineage.epoch == 0
+        assert [member.receives for member in there.plan.members] == [True, True, False]
+        assert there.plan.members[2].trouble == "it lied"
+
+
+@in_virtual_time
+async def test_an_audit_of_a_round_that_is_over_by_then_means_nothing() -> None:
+    async with chair() as there:
+        audit_by(there, Verdict(num_good=3), lambda: there.coordinator._end_round())
+        await there.are_ready("A", "B", "C")
+        await there.finish("A", "B", "C")
         assert there.lineage.epoch == 0
 
 

@@ -65,10 +65,10 @@ def test_an_epoch_stays_due_when_those_who_average_in_the_background_count_towar
 
 def test_an_epoch_begins_anew_and_the_outdated_do_not_count() -> None:
     tracker = ProgressTracker(10)
-    tracker.heard("a", beacon(samples=10), 0.0)
-    tracker.heard("b", beacon(epoch=1, samples=4), 0.0)
     tracker.committed(1, 0.0)
-    progress = tracker.summary(0.0)
+    tracker.heard("a", beacon(samples=10), 0.1)
+    tracker.heard("b", beacon(epoch=1, samples=4), 0.1)
+    progress = tracker.summary(0.1)
     assert (progress.epoch, progress.samples, progress.num_behind, progress.is_due) == (1, 4, 1, False)
     tracker.committed(0, 0.0)
     assert tracker.summary(0.0).epoch == 1
@@ -140,21 +140,29 @@ def test_when_the_predicted_time_has_come_the_target_is_met(peers: list[tuple[in
         assert earlier < target * (1 + 1e-9)
 
 
+def last_epochs(events: list[tuple[str, int, int]], committed_at: int) -> list[int]:
+    """Where each peer is by its last word; who was one behind when an epoch was committed has followed."""
+    heard = {peer: (at, time) for time, (peer, at, _) in enumerate(events)}
+    epoch = max(at for _, at, _ in events)
+    return [epoch if at == epoch - 1 and time <= committed_at else at for at, time in heard.values()]
+
+
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 3), st.integers(0, 50)), max_size=40))
 def test_the_sum_is_that_of_the_last_words_at_this_epoch(events: list[tuple[str, int, int]]) -> None:
     tracker = ProgressTracker(60)
     last: dict[str, tuple[int, int]] = {}
-    epoch = 0
+    epoch = committed_at = 0
     for time, (peer, at, samples) in enumerate(events):
         tracker.heard(peer, beacon(at, samples), time / 100)
         last[peer] = (at, samples)
-        epoch = max(epoch, at)
-        tracker.committed(epoch, time / 100)
+        if at > epoch:
+            epoch, committed_at = at, time
+            tracker.committed(epoch, time / 100)
         progress = tracker.summary(time / 100)
         expected = sum(count for its, count in last.values() if its == epoch)
         assert progress.samples == expected
         assert progress.is_due == (expected >= 60)
-        assert progress.num_behind == sum(1 for its, _ in last.values() if its < epoch)
+        assert progress.num_behind == sum(1 for its in last_epochs(events[: time + 1], committed_at) if its < epoch)
 
 
 # One peer's pace

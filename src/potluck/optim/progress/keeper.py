@@ -141,7 +141,9 @@ class ProgressKeeper:
         return latest is not None and latest.epoch == epoch and latest.is_due
 
     def committed(self) -> None:
-        """The lineage has moved."""
+        """The lineage has moved. A trainer says that it has too when it has the state."""
+        if self._session.card.role != "trainer":
+            self._session.update_beacon(epoch=self._epoch())
         self._told_samples = 0
         self._wake.set()
         self._changed.set()

@@ -36,6 +36,9 @@ def test_pause_roll_back_change_and_resume(terminal: Terminal) -> None:
     assert steer("pause", "--by", "Grace", "--reason", "to look at it")["paused"]
     until_progress(ada, paused=True)
     oldest = min(int(path.stem.removeprefix("epoch-")) for path in (terminal.folder / "hub").rglob("epoch-*.json"))
+    listed = {state["epoch"]: state for state in steer("rollback")}
+    assert listed[oldest]["keepers"] == ["this host"]
+    assert "Ada" in max(listed.values(), key=lambda state: int(state["epoch"]))["keepers"], "she holds the newest"
     done = steer("rollback", "--to", str(oldest), "--by", "Grace")
     assert done["done"], host.output()
     assert f"goes back to the state of epoch {oldest}" in host.output().replace("\n", " ")

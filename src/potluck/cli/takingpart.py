@@ -163,7 +163,7 @@ def take_part(
     config = PeerConfig(
         role=role,
         name=person.name or environment.person_name(),
-        invite=parsed.invite,
+        link=parsed,
         message=person.message,
         wait_seconds=person.wait_seconds,
         client_mode=network.client_mode,
@@ -229,7 +229,7 @@ async def _once(
     from potluck.peer.identity import Identity
 
     async def stay(peer: Peer, stop: asyncio.Event) -> None:
-        await _stay(peer, link, options, keeps_states, stop, as_json)
+        await _stay(peer, options, keeps_states, stop, as_json)
 
     identity: Identity = Identity.open(path) if path is not None else Identity.open_default()
     try:
@@ -262,9 +262,7 @@ async def _close_at_end(hours: Hours, stop: asyncio.Event, closing: asyncio.Even
     closing.set()
 
 
-async def _stay(
-    peer: Peer, link: JoinLink, options: TrainOptions, keeps_states: bool, stop: asyncio.Event, as_json: bool
-) -> None:
+async def _stay(peer: Peer, options: TrainOptions, keeps_states: bool, stop: asyncio.Event, as_json: bool) -> None:
     """Do our part, and tell who comes and goes, until asked to stop, or until the hub throws us out."""
     from potluck.cli import console
     from potluck.cli.joining import until_ended
@@ -296,7 +294,7 @@ async def _stay(
     preflight = asyncio.create_task(check_the_way(peer, as_json), name="preflight")
     try:
         if peer.session.card.role == "trainer":
-            await train(peer, link, options, stop, as_json)
+            await train(peer, options, stop, as_json)
         elif peer.session.card.role == "aux":
             await help_others(peer, options, keeps_states, stop)
         else:

@@ -59,7 +59,7 @@ def test_an_epoch_stays_due_when_those_who_average_in_the_background_count_towar
     assert tracker.summary(0.0).is_due
     tracker.heard("quick", beacon(epoch=1, samples=2), 0.1)
     assert tracker.summary(0.1).is_due
-    tracker.committed(1)
+    tracker.committed(1, 0.1)
     assert not tracker.summary(0.2).is_due
 
 
@@ -67,11 +67,23 @@ def test_an_epoch_begins_anew_and_the_outdated_do_not_count() -> None:
     tracker = ProgressTracker(10)
     tracker.heard("a", beacon(samples=10), 0.0)
     tracker.heard("b", beacon(epoch=1, samples=4), 0.0)
-    tracker.committed(1)
+    tracker.committed(1, 0.0)
     progress = tracker.summary(0.0)
     assert (progress.epoch, progress.samples, progress.num_behind, progress.is_due) == (1, 4, 1, False)
-    tracker.committed(0)
+    tracker.committed(0, 0.0)
     assert tracker.summary(0.0).epoch == 1
+
+
+def test_who_made_an_epoch_is_expected_to_work_on_the_next_before_it_says_so() -> None:
+    tracker = ProgressTracker(30)
+    for peer in "abc":
+        tracker.heard(peer, beacon(samples=10, rate=10), 0.0)
+    tracker.committed(1, 2.0)
+    assert tracker.summary(2.5).due_in_seconds == pytest.approx(0.5)
+    assert tracker.summary(2.5).samples == 0
+    tracker.heard("a", beacon(epoch=1, samples=4, rate=10), 2.5)
+    tracker.heard("b", beacon(epoch=0, samples=10, rate=10), 2.5)  # it did not get the averages
+    assert tracker.summary(2.5).due_in_seconds == pytest.approx((30 - 4 - 5) / 20)
 
 
 def test_the_silent_and_the_gone_are_forgotten() -> None:
@@ -137,7 +149,7 @@ def test_the_sum_is_that_of_the_last_words_at_this_epoch(events: list[tuple[str,
         tracker.heard(peer, beacon(at, samples), time / 100)
         last[peer] = (at, samples)
         epoch = max(epoch, at)
-        tracker.committed(epoch)
+        tracker.committed(epoch, time / 100)
         progress = tracker.summary(time / 100)
         expected = sum(count for its, count in last.values() if its == epoch)
         assert progress.samples == expected

@@ -16,6 +16,7 @@ feed.py        batches, shard after shard
 trainer.py     one peer's training loop               helping.py: what aux peers do, and coordinators
 viewing.py     the run's newest state, for whoever only looks
 contributions.py  who has given how much               receipts.py: the coordinator's signed word for it
+commitdesk.py  what these two share: a queue of commits
 history.py     how the run has gone (pure); historydesk.py: written down by the coordinator
 ballot.py      names for the model, and votes
 """

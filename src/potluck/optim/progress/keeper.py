@@ -147,8 +147,8 @@ class ProgressKeeper:
         self._changed.set()
 
     def _is_near(self) -> bool:
-        latest = self.latest
-        return latest is not None and latest.due_in_seconds is not None and latest.due_in_seconds <= NEAR_SECONDS
+        due_in_seconds = self.due_in_seconds(self._epoch())
+        return due_in_seconds is not None and due_in_seconds <= NEAR_SECONDS
 
     async def _send_eager_beacons(self) -> None:
         while True:
@@ -233,7 +233,7 @@ class ProgressKeeper:
         if self._beacons is None:
             self._beacons = await session.hub.subscribe(session.subjects.beacon("*"), self._beacon_came)
         now = session.clock.monotonic()
-        self._tracker.committed(self._epoch())
+        self._tracker.committed(self._epoch(), now)
         before, progress = self.latest, self._tracker.summary(now, token=token)
         is_news = (
             before is None

@@ -70,6 +70,7 @@ class ProgressTracker:
             raise ConfigurationError(f"target_batch_size={target}: an epoch needs at least 1 sample")
         self.target = target
         self.epoch = 0
+        self._committed_at = 0.0
         self._peers: dict[str, _Known] = {}
 
     def heard(self, peer: str, beacon: Beacon, now: float) -> None:
@@ -89,9 +90,10 @@ class ProgressTracker:
         """A peer is gone, and what it had done with it."""
         self._peers.pop(peer, None)
 
-    def committed(self, epoch: int) -> None:
-        """An epoch is committed: counting begins anew."""
-        self.epoch = max(self.epoch, epoch)
+    def committed(self, epoch: int, now: float) -> None:
+        """So many epochs are committed: if that is news, counting begins anew."""
+        if epoch > self.epoch:
+            self.epoch, self._committed_at = epoch, now
 
     def summary(self, now: float, *, token: int = 0) -> RunProgress:
         """Where the run is."""
@@ -99,12 +101,13 @@ class ProgressTracker:
             del self._peers[peer]
         current = [known for known in self._peers.values() if known.epoch == self.epoch]
         is_begun = any(known.epoch == self.epoch + 1 for known in self._peers.values())
+        starting = self._starting()
         samples = sum(known.samples for known in current)
-        target = self.target or _most_common([known.target for known in current if known.target])
+        target = self.target or _most_common([known.target for known in (*current, *starting) if known.target])
         rate = sum(known.samples_per_second for known in current)
-        due_in_seconds = predict_seconds(
-            [(known.samples, known.samples_per_second, now - known.heard_at) for known in current], target
-        )
+        expected = [(known.samples, known.samples_per_second, now - known.heard_at) for known in current]
+        expected += [(0, known.samples_per_second, now - self._committed_at) for known in starting]
+        due_in_seconds = predict_seconds(expected, target)
         return RunProgress(
             epoch=self.epoch,
             token=token,
@@ -117,6 +120,14 @@ class ProgressTracker:
             due_in_seconds=due_in_seconds,
             is_due=0 < target <= samples or is_begun,
         )
+
+    def _starting(self) -> list[_Known]:
+        """Who was at the epoch before, and has said nothing since: it works on the next one by now.
+
+        Where epochs last a second or two, they would be over before anybody could predict their end otherwise.
+        """
+        last = self.epoch - 1
+        return [known for known in self._peers.values() if known.epoch == last and known.heard_at <= self._committed_at]
 
 
 def _most_common(targets: list[int]) -> int:

@@ -37,6 +37,9 @@ def test_pause_roll_back_change_and_resume(terminal: Terminal) -> None:
     until_progress(ada, paused=True)
     backups = (terminal.folder / "hub").rglob("epoch-*.json")
     newest = max(int(path.stem.removeprefix("epoch-")) for path in backups)  # older ones make room for newer
+    listed = {state["epoch"]: state for state in steer("rollback")}
+    assert "this host" in listed[newest]["keepers"]
+    assert "Ada" in max(listed.values(), key=lambda state: int(state["epoch"]))["keepers"], "she holds the newest"
     done = steer("rollback", "--to", str(newest), "--by", "Grace")
     assert done["done"], host.output()
     assert f"goes back to the state of epoch {newest}" in host.output().replace("\n", " ")

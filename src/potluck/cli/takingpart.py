@@ -62,7 +62,7 @@ def take_part(
     config = PeerConfig(
         role=role,
         name=person.name or environment.person_name(),
-        invite=parsed.invite,
+        link=parsed,
         message=person.message,
         wait_seconds=person.wait_minutes * 60,
         client_mode=network.client_mode,
@@ -140,7 +140,7 @@ class Part:
         preflight = asyncio.create_task(check_the_way(peer, as_json), name="preflight")
         try:
             if peer.session.card.role == "trainer":
-                await train(peer, self.link, self.training, self.backups, stop, as_json)
+                await train(peer, self.training, self.backups, stop, as_json)
             elif peer.session.card.role == "aux":
                 await help_others(peer, self.backups, stop)
             else:

@@ -12,7 +12,6 @@ from potluck import tasks
 
 if TYPE_CHECKING:
     from potluck.cli.optiongroups import BackupOptions, TrainOptions
-    from potluck.hub.joinlink import JoinLink
     from potluck.run.peer import Peer
     from potluck.state.keeper import StateConfig
     from potluck.training.helping import AuxiliaryWork
@@ -22,21 +21,13 @@ if TYPE_CHECKING:
 
 
 async def train(
-    peer: Peer,
-    link: JoinLink,
-    options: TrainOptions,
-    backups: BackupOptions | None,
-    stop: asyncio.Event,
-    as_json: bool,
+    peer: Peer, options: TrainOptions, backups: BackupOptions | None, stop: asyncio.Event, as_json: bool
 ) -> None:
     """Train what the manifest says, in a thread of its own, until `stop`, the end of the run, or of our membership."""
     from potluck.cli import console
-    from potluck.peer.organisers import KnownOrganisers
 
     notice = await console.import_slowly("potluck.training.notice")
-    board: NoticeBoard = notice.NoticeBoard(
-        peer.session.hub, link.run, lambda organiser: KnownOrganisers().check(link, organiser)
-    )
+    board: NoticeBoard = notice.NoticeBoard.of(peer.session)
     try:
         manifest = await _first_manifest(peer, board, stop, as_json)
         if manifest is not None:

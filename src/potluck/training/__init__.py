@@ -4,6 +4,7 @@ manifest.py    Manifest: what a run trains and how; signed by an organiser, kept
 runfile.py     run.toml, which an organiser writes, as a manifest; skeleton.py: one to start from
 notice.py      the manifest in the hub: signed, checked, followed
 steering.py    the organiser's hand: pause, resume, settings (changes.py: by name), rollback; all written down
+earlier.py     what a run could go back to, and who has it
 organising.py  putting up a manifest, and later what has changed in run.toml
 restoring.py   the coordinator's part in a rollback
 optimizers.py  from the manifest to torch's optimizers and ours

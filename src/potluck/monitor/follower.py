@@ -17,12 +17,13 @@ from potluck.peer.session import Session
 from potluck.training import ballot, contributions
 from potluck.training.ballot import Ballot
 from potluck.training.contributions import ContributionBook
-from potluck.training.history import HistoryTail, RoundRecord, page_key, read_points
+from potluck.training.history import FailureRecord, HistoryTail, Preview, RoundRecord, page_key, read_points
 from potluck.training.manifest import Manifest, Settings
 
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
+MAX_PREVIEW_BYTES = 1 << 15
 
 
 class RunFollower:
@@ -81,6 +82,8 @@ class RunFollower:
         self._subscriptions = [
             await history.watch(self._tail_changed, "tail."),
             await history.watch(self._round_changed, "round."),
+            await history.watch(self._failure_changed, "failed."),
+            await history.watch(self._preview_changed, "preview."),
             await hub.store("contributions").watch(self._book_changed),
             await hub.store("ballot").watch(self._ballot_changed),
         ]
@@ -118,6 +121,22 @@ class RunFollower:
             self.past.put_round(decode(RoundRecord, entry.value))
         except ProtocolError:
             self.counts["bad_rounds"] += 1
+
+    def _failure_changed(self, entry: Entry) -> None:
+        if entry.value is None:
+            return
+        try:
+            self.past.put_failure(decode(FailureRecord, entry.value))
+        except ProtocolError:
+            self.counts["bad_rounds"] += 1
+
+    def _preview_changed(self, entry: Entry) -> None:
+        if entry.value is None:
+            return
+        try:
+            self.past.put_preview(decode(Preview, entry.value, limit_bytes=MAX_PREVIEW_BYTES))
+        except ProtocolError:
+            self.counts["bad_previews"] += 1
 
     def _book_changed(self, entry: Entry) -> None:
         if entry.key == contributions.KEY and entry.value is not None:

@@ -14,10 +14,11 @@ from potluck.monitor import figures
 from potluck.monitor.past import Axis
 from potluck.monitor.series import Numbers, Series
 from potluck.monitor.view import LinkRow, PeerRow
-from potluck.training.history import RoundRecord
+from potluck.training.history import FailureRecord, RoundRecord
 
 # In the middle between light and dark, so that both backgrounds do.
 TOMATO, BLUE, GREEN, AMBER, PLUM, GREY = "#e8590c", "#4c8dd6", "#3f9d63", "#e0a21b", "#9b6bb3", "#8d867c"
+RED = "#d64545"
 FAINT = "rgba(141,134,124,.16)"
 PALE = "rgba(141,134,124,.34)"
 ROLE_COLOURS = {"trainer": TOMATO, "aux": BLUE, "observer": GREY}
@@ -107,8 +108,10 @@ def pairs(x: Numbers, y: Numbers, by: Axis) -> list[list[float]]:
     ]
 
 
-def round_phases(rounds: Iterable[RoundRecord], *, with_training: bool) -> Options:
-    """How long each round took, and what for; if wished, with the training before it."""
+def round_phases(
+    rounds: Iterable[RoundRecord], failures: Iterable[FailureRecord] = (), *, with_training: bool
+) -> Options:
+    """How long each round took, and what for, and what failed before it; if wished, with the training before it."""
     records = list(rounds)
     phases = [phases_of(record) for record in records]
     phases = phases if with_training else [(0.0, exchange, commit) for _, exchange, commit in phases]
@@ -137,7 +140,18 @@ def round_phases(rounds: Iterable[RoundRecord], *, with_training: bool) -> Optio
             if has_trouble(record)
         ],
     }
-    options = chart([*bars, trouble], unit="seconds", from_zero=True)
+    lost: dict[int, float] = {}  # seconds, by epoch
+    for failure in failures:
+        lost[failure.epoch] = lost.get(failure.epoch, 0.0) + failure.seconds
+    given_up = {
+        "name": "given up",
+        "type": "scatter",
+        "symbol": "diamond",
+        "symbolSize": 10,
+        "itemStyle": {"color": RED},
+        "data": [[index, round(lost[record.epoch], 3)] for index, record in enumerate(records) if record.epoch in lost],
+    }
+    options = chart([*bars, trouble, given_up], unit="seconds", from_zero=True)
     options["xAxis"] = {**_axis("category"), "data": [str(record.epoch) for record in records], "name": ""}
     return options
 
@@ -150,7 +164,7 @@ def phases_of(record: RoundRecord) -> tuple[float, float, float]:
 
 def has_trouble(record: RoundRecord) -> bool:
     """Whether something did not go as planned."""
-    return bool(record.left_out or record.repairs or record.attempts > 1)
+    return bool(record.left_out or record.repairs or record.attempts > 1 or record.went_back_to is not None)
 
 
 def member_seconds(record: RoundRecord, most: int = 24) -> Options:

@@ -24,6 +24,7 @@ from potluck.messages import Message
 FORGET_SECONDS = 10.0  # the guard gives up a peer that was silent for so long, and so do we
 LARGEST_COUNT = 10**12  # samples of one peer in one epoch: more is nonsense, and would start every round at once
 MAX_PEERS = 100_000
+FOLLOW_SECONDS = 2.0  # for a commit to be heard of and brought in: until then nobody counts as behind
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Rate = Annotated[float, msgspec.Meta(ge=0.0)]
@@ -122,11 +123,11 @@ class ProgressTracker:
         )
 
     def _by_now(self, known: _Known) -> _Known:
-        """Who was at the epoch before, and has said nothing since its commit, works on the next one by now.
+        """Who was at the epoch before, around its commit, works on the next one by now.
 
         Where epochs last a second or two, they would be over before anybody could predict their end otherwise.
         """
-        if known.epoch == self.epoch - 1 and known.heard_at <= self._committed_at:
+        if known.epoch == self.epoch - 1 and known.heard_at <= self._committed_at + FOLLOW_SECONDS:
             return replace(known, epoch=self.epoch, samples=0, heard_at=self._committed_at)
         return known
 

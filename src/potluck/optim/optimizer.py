@@ -145,7 +145,7 @@ class Optimizer(torch.optim.Optimizer):
         """Bring the samples so far into the run's next epoch, before leaving; how many did count.
 
         With others, that epoch is waited for, as long as it comes in time: starting it early would cost them theirs.
-        Who is alone makes it at once, of fewer samples than usual.
+        Who is alone makes it at once, of fewer samples than usual, and so do all together if all are leaving.
         """
         self.driver.land()
         samples, epoch = self.samples, self.epoch
@@ -156,6 +156,7 @@ class Optimizer(torch.optim.Optimizer):
             latest = self.collaboration.latest
             if latest is not None and latest.epoch == epoch and (latest.due_in_seconds or 0.0) > timeout_seconds:
                 return 0
+            self._report(leaving=True)
             if not self.run.call(self.collaboration.until_due(epoch, timeout_seconds)) or self.driver.is_behind:
                 return 0
         left = max(deadline - time.monotonic(), LEAST_ROUND_SECONDS)
@@ -262,11 +263,12 @@ class Optimizer(torch.optim.Optimizer):
         self._pace.step_done(batch_size, time.monotonic())
         self._report()
 
-    def _report(self) -> None:
+    def _report(self, *, leaving: bool = False) -> None:
         progress, samples = self.collaboration.progress, self.samples
-        epoch, rate = self._counted_epoch(), self._pace.samples_per_second
-        eager = progress.seems_due(epoch, samples)
-        self.run.soon(lambda: progress.report(epoch=epoch, samples=samples, samples_per_second=rate, eager=eager))
+        epoch, rate = self._counted_epoch(), 0.0 if leaving else self._pace.samples_per_second
+        eager = leaving or progress.seems_due(epoch, samples)
+        told = {"epoch": epoch, "samples": samples, "samples_per_second": rate, "eager": eager, "leaving": leaving}
+        self.run.soon(lambda: progress.report(**told))  # type: ignore[arg-type]
 
     def _counted_epoch(self) -> int:
         """The epoch after which samples count now: that of the round in the background, if there is one."""

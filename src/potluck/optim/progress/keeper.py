@@ -88,9 +88,11 @@ class ProgressKeeper:
 
     # What this peer says
 
-    def report(self, *, epoch: int, samples: int, samples_per_second: float, eager: bool = False) -> None:
-        """This peer has so many samples for the epoch after `epoch`; `eager`: say so at once."""
-        told = {"epoch": epoch, "samples": samples, "samples_per_second": samples_per_second}
+    def report(
+        self, *, epoch: int, samples: int, samples_per_second: float, eager: bool = False, leaving: bool = False
+    ) -> None:
+        """This peer has so many samples for the epoch after `epoch`; `eager`: say so at once; `leaving`: no more."""
+        told = {"epoch": epoch, "samples": samples, "samples_per_second": samples_per_second, "leaving": leaving}
         self._session.update_beacon(**told, target=self._tracker.target or 0)
         self._told_samples = samples
         if self._lease.token:

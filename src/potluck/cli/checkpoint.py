@@ -43,6 +43,7 @@ def list_checkpoints(run: Run = "", folder: Folder = None, path: Backups_ = None
     if as_json:
         console.print_json(rows)
     else:
+        rows = [{**row, "digest": row["digest"][:12]} for row in rows]
         console.show_table(rows, empty="There are no backups yet.")
 
 
@@ -237,6 +238,6 @@ def _row(info: BackupInfo) -> dict[str, Any]:
         "run": info.run,
         "saved": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.saved_at)),
         "megabytes": round(info.inventory.num_bytes / 1e6, 1),
-        "digest": info.digest[:12],
+        "digest": info.digest,
         "file": str(info.tensors_path),
     }

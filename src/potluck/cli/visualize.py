@@ -54,7 +54,7 @@ async def _watch(peer: Peer, recipe_file: Path | None, every: int, once: bool, a
 
     viewing = await console.import_slowly("potluck.training.viewing")
     notice = await console.import_slowly("potluck.training.notice")
-    board: NoticeBoard = notice.NoticeBoard(peer.session.hub, peer.session.subjects.run)
+    board: NoticeBoard = notice.NoticeBoard.of(peer.session)
     await board.start()
     viewer: StateViewer = await viewing.StateViewer.start(peer)
     try:

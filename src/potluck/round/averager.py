@@ -204,7 +204,6 @@ class Averager:
         return self._layout.bind(tensors)
 
     def _committed(self, commit: Commit) -> None:
-        self._session.update_beacon(epoch=commit.epoch, samples=0)  # those of the next epoch are counted from here
         self._coordinator.committed(commit)
         self._participation.committed(commit)
         for listener in self._listeners:

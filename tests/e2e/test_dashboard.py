@@ -177,7 +177,7 @@ def test_an_organiser_has_the_run_go_back(bakery: Bakery) -> None:
             """The oldest backup; there are none before the first few epochs."""
             page.locator(".q-select").click()
             oldest = page.locator(".q-menu .q-item").last
-            found = re.search(r"epoch ([\d,]+)", oldest.inner_text())
+            found = re.search(r"epoch (\d+(?:,\d{3})*)", oldest.inner_text())
             assert found is not None
             oldest.click()
             page.get_by_role("button", name="Roll back").click()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from typing import Self
+from collections.abc import Callable
+from typing import Self, TypeVar
 
 from potluck import tasks
 from potluck.errors import ProtocolError, RetryableError
 from potluck.hub.connection import Entry, Subscription
-from potluck.messages import decode
+from potluck.messages import Message, decode
 from potluck.monitor.past import Past
 from potluck.monitor.watcher import Watcher
 from potluck.peer.session import Session
@@ -23,7 +24,8 @@ from potluck.training.manifest import Manifest, Settings
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
-MAX_PREVIEW_BYTES = 1 << 15
+
+M = TypeVar("M", bound=Message)
 
 
 class RunFollower:
@@ -115,28 +117,21 @@ class RunFollower:
             self._page_wanted.set()
 
     def _round_changed(self, entry: Entry) -> None:
-        if entry.value is None:
-            return
-        try:
-            self.past.put_round(decode(RoundRecord, entry.value))
-        except ProtocolError:
-            self.counts["bad_rounds"] += 1
+        self._put(entry, RoundRecord, self.past.put_round, "bad_rounds")
 
     def _failure_changed(self, entry: Entry) -> None:
-        if entry.value is None:
-            return
-        try:
-            self.past.put_failure(decode(FailureRecord, entry.value))
-        except ProtocolError:
-            self.counts["bad_rounds"] += 1
+        self._put(entry, FailureRecord, self.past.put_failure, "bad_rounds")
 
     def _preview_changed(self, entry: Entry) -> None:
+        self._put(entry, Preview, self.past.put_preview, "bad_previews")
+
+    def _put(self, entry: Entry, kind: type[M], put: Callable[[M], None], bad: str) -> None:
         if entry.value is None:
             return
         try:
-            self.past.put_preview(decode(Preview, entry.value, limit_bytes=MAX_PREVIEW_BYTES))
+            put(decode(kind, entry.value))
         except ProtocolError:
-            self.counts["bad_previews"] += 1
+            self.counts[bad] += 1
 
     def _book_changed(self, entry: Entry) -> None:
         if entry.key == contributions.KEY and entry.value is not None:

@@ -7,7 +7,7 @@ JavaScript. Tooltips are ECharts' own, which show text as text.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from potluck.monitor import figures
@@ -128,32 +128,34 @@ def round_phases(
         for index, (name, colour) in enumerate((("training", PALE), ("exchange", BLUE), ("commit", GREEN)))
         if index or with_training
     ]
-    trouble = {
-        "name": "trouble",
-        "type": "scatter",
-        "symbol": "triangle",
-        "symbolSize": 9,
-        "itemStyle": {"color": AMBER},
-        "data": [
-            [index, round(sum(phase), 3)]
-            for index, (record, phase) in enumerate(zip(records, phases, strict=True))
-            if has_trouble(record)
-        ],
-    }
     lost: dict[int, float] = {}  # seconds, by epoch
     for failure in failures:
         lost[failure.epoch] = lost.get(failure.epoch, 0.0) + failure.seconds
-    given_up = {
-        "name": "given up",
-        "type": "scatter",
-        "symbol": "diamond",
-        "symbolSize": 10,
-        "itemStyle": {"color": RED},
-        "data": [[index, round(lost[record.epoch], 3)] for index, record in enumerate(records) if record.epoch in lost],
-    }
-    options = chart([*bars, trouble, given_up], unit="seconds", from_zero=True)
+    troubled = {index: sum(phases[index]) for index, record in enumerate(records) if has_trouble(record)}
+    given_up = {index: lost[record.epoch] for index, record in enumerate(records) if record.epoch in lost}
+    marks = [
+        _marks(name, symbol, colour, heights)
+        for name, symbol, colour, heights in (
+            ("trouble", "triangle", AMBER, troubled),
+            ("given up", "diamond", RED, given_up),
+        )
+        if heights  # else it would stand in the legend for nothing
+    ]
+    options = chart([*bars, *marks], from_zero=True)
     options["xAxis"] = {**_axis("category"), "data": [str(record.epoch) for record in records], "name": ""}
     return options
+
+
+def _marks(name: str, symbol: str, colour: str, heights: Mapping[int, float]) -> Options:
+    """Marks above some of the bars, by their places."""
+    return {
+        "name": name,
+        "type": "scatter",
+        "symbol": symbol,
+        "symbolSize": 9,
+        "itemStyle": {"color": colour},
+        "data": [[index, round(height, 3)] for index, height in heights.items()],
+    }
 
 
 def phases_of(record: RoundRecord) -> tuple[float, float, float]:
@@ -181,7 +183,7 @@ def member_seconds(record: RoundRecord, most: int = 24) -> Options:
         ],
     }
     options = chart([bar], from_zero=True, legend=False)
-    options["xAxis"] = {**_axis("value"), "name": ""}
+    options["xAxis"] = {**_axis("value"), "name": "s", "nameGap": 6}
     options["yAxis"] = {**_axis("category"), "data": [member.name for member in slowest]}
     options["yAxis"]["axisLabel"] = {"color": GREY, "width": 110, "overflow": "truncate"}
     options["tooltip"] = _tooltip("item")

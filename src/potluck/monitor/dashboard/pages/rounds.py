@@ -30,7 +30,7 @@ class RoundsPage:
             self._repaired = Figure("Repaired")
             self._dropped = Figure("Left out")
             self._failed = Figure("Given up")
-        with card("Rounds", "click one to see its members") as sheet:
+        with card("Rounds", "in seconds; click one to see its members") as sheet:
             with sheet.default_slot.children[0]:
                 self._with_training = ui.toggle(["Rounds alone", "With training"], value="Rounds alone")
                 self._with_training.props("unelevated no-caps dense toggle-color=primary")

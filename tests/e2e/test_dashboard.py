@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from browser import Visit, open_browser
 from commandline import PATIENCE_SECONDS, Terminal, events, until_event
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, Locator
 
 from potluck.hub.joinlink import JoinLink
 from potluck.testing.polling import poll_until_sync
@@ -165,6 +165,70 @@ def test_an_organiser_pauses_the_run_and_has_it_go_on(bakery: Bakery) -> None:
         page.wait_for_selector(".item-title:has-text('optimizer.learning_rate = 0.002') >> nth=0")
         assert "Olga" in page.locator(".list").first.inner_text()
         assert visit.complaints == []
+
+
+def test_an_organiser_has_the_run_go_back(bakery: Bakery) -> None:
+    log = bakery.terminal.folder / "run" / "organisers.log"
+    with bakery.visit() as visit:
+        visit.log_in(bakery.token)
+        page = visit.see("/control")
+
+        def choose() -> str:
+            """The oldest backup; there are none before the first few epochs."""
+            page.locator(".q-select").click()
+            oldest = page.locator(".q-menu .q-item").last
+            found = re.search(r"epoch (\d+(?:,\d{3})*)", oldest.inner_text())
+            assert found is not None
+            oldest.click()
+            page.get_by_role("button", name="Roll back").click()
+            page.wait_for_selector(f".dialog .card-title:text-is('Go back to epoch {found.group(1)}?')")
+            return found.group(1).replace(",", "")
+
+        poll_until_sync(lambda: _has_backup(bakery) or None, PATIENCE_SECONDS, "a backup")
+        page.reload()
+        page.wait_for_selector(".pill:not(:empty)")
+        page.wait_for_timeout(2500)  # the page looks for backups every other second
+        choose()
+        page.get_by_role("button", name="Cancel").click()
+        assert "back to epoch" not in (log.read_text() if log.exists() else "")
+        epoch = choose()
+        visit.confirm()
+        page.wait_for_selector(f".item-title:text-is('back to epoch {epoch}') >> nth=0")
+        assert re.search(rf'"who":"Olga".*back to epoch {epoch}.*"done"', log.read_text())
+        assert "Olga" in page.locator(".item", has_text=f"back to epoch {epoch}").first.inner_text()
+        visit.see("/rounds").wait_for_selector(f".item-note:has-text('the run went back to epoch {int(epoch):,}')")
+        assert visit.complaints == []
+
+
+def _has_backup(bakery: Bakery) -> bool:
+    return any((bakery.terminal.folder / "run" / "states" / "backups").glob("epoch-*.json"))
+
+
+def test_what_the_model_says_is_seen_from_any_machine(bakery: Bakery) -> None:
+    elsewhere = bakery.terminal.start("dashboard", str(bakery.link), "--port", "0", "--json", name="elsewhere")
+    url = until_event(elsewhere, "dashboard")["url"]
+    with Visit(bakery.browser, url) as visit:
+        page = visit.see("/preview")
+        page.wait_for_selector(".preview:has-text('seen')")
+        page.wait_for_selector(".card-note:has-text('at epoch')")
+        assert visit.see("/").locator("a[href='/login']").count() == 0  # there are no organisers' pages here
+        assert visit.complaints == []
+
+
+def test_on_a_phone_one_sees_where_one_is(bakery: Bakery) -> None:
+    with bakery.visit(viewport={"width": 390, "height": 844}) as visit:
+        visit.log_in(bakery.token)
+        for path in (*PUBLIC_PAGES, "/members", "/control"):
+            here = visit.see(path).locator(".nav-link.here")
+            poll_until_sync(lambda here=here: _is_in_sight(here) or None, PATIENCE_SECONDS, f"the tab of {path}")
+            wide = visit.page.evaluate("document.documentElement.scrollWidth")
+            assert wide <= 390, f"{path} is {wide} pixels wide"
+        assert visit.complaints == []
+
+
+def _is_in_sight(element: Locator) -> bool:
+    box = element.bounding_box()
+    return box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 390
 
 
 def test_everybody_who_helps_has_a_vote(bakery: Bakery) -> None:

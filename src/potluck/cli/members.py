@@ -259,7 +259,12 @@ def bans(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
 
     async def work(organiser: Organiser, _record: HostRecord) -> None:
         rows = [
-            {"target": item.target, "reason": item.reason, "since": _day(item.banned_at)}
+            {
+                "target": item.target,
+                "reason": item.reason,
+                "since": _day(item.banned_at),
+                "until": _day(item.until) if item.until else "it is lifted",
+            }
             for item in await organiser.list_bans()
         ]
         _show(rows, as_json, empty="Nobody is banned.")

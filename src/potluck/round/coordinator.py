@@ -41,6 +41,7 @@ from potluck.round.gathering import (
     senders,
 )
 from potluck.round.lineage import Lineage
+from potluck.round.outcome import FailedRound
 from potluck.round.plan import Abort, Commit, Plan, Ready, Report, Restoration, RoundKey
 from potluck.round.registrar import RETRY_SECONDS, Registrar
 from potluck.round.trigger import Quorum, ReadySender, Trigger
@@ -94,6 +95,8 @@ class Coordinator:
         config: CoordinatorConfig,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self.on_failure: Callable[[FailedRound], None] = lambda _failed: None
+        """Called for each round that is given up, and now and then while no plan is possible."""
         self._links = links
         self._session = session
         self._lease = lease
@@ -322,6 +325,7 @@ class Coordinator:
         if now - office.complained_at >= COMPLAIN_EVERY_SECONDS:
             office.complained_at = now
             logger.warning("no plan is possible for %s: %s", key, reason)
+            self.on_failure(FailedRound(key=key, phase="planning", reason=reason))
             await self._registrar.say(Abort(key=key, reason=reason))
 
     async def _direct(self, office: _Office, director: Director) -> None:
@@ -351,11 +355,13 @@ class Coordinator:
                         self._decisions += director.overrule(verdict.liars, verdict.missing, verdict.stale, now)
                 case GiveUp(reason):
                     self._absences.note(director.lost)
-                    await self._give_up(office, director.plan, reason)
+                    await self._give_up(office, director, reason)
 
-    async def _give_up(self, office: _Office, plan: Plan, reason: str) -> None:
+    async def _give_up(self, office: _Office, director: Director, reason: str) -> None:
+        plan = director.plan
         self._end_round()
         self.counts["aborts"] += 1
+        self.on_failure(director.failure(reason, self._clock.monotonic()))
         delay = min(RETRY_SECONDS * office.attempt, LONGEST_RETRY_SECONDS)
         office.not_before = self._clock.monotonic() + delay
         logger.warning("%s is given up: %s", plan.key, reason)

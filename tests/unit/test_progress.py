@@ -44,6 +44,22 @@ def test_samples_of_all_peers_make_the_batch() -> None:
     assert tracker.summary(0.5).is_due
 
 
+def test_an_epoch_is_made_as_it_is_when_all_are_about_to_leave() -> None:
+    tracker = ProgressTracker(100)
+    gone = Beacon(session="s", samples=6, leaving=True)
+    tracker.heard("aux", beacon(), 0.0)
+    tracker.heard("a", gone, 0.0)
+    tracker.heard("b", beacon(samples=4, rate=5), 0.0)
+    assert not tracker.summary(0.0).is_due, "somebody goes on"
+    tracker.heard("b", gone, 0.1)
+    assert tracker.summary(0.1).is_due
+    tracker.heard("c", beacon(samples=1, rate=5), 0.2)
+    assert not tracker.summary(0.2).is_due
+    tracker.forget("c")
+    tracker.committed(1, 0.3)
+    assert not tracker.summary(0.3).is_due, "nothing is done yet"
+
+
 def test_a_prediction_is_not_a_reason_to_start() -> None:
     tracker = ProgressTracker(100)
     tracker.heard("a", beacon(samples=90, rate=10), 0.0)

@@ -135,6 +135,17 @@ def test_who_leaves_does_not_wait_for_an_epoch_that_is_far_off() -> None:
         assert ada.optimizer.samples == 4
 
 
+def test_when_all_leave_at_once_nobody_waits_for_the_others() -> None:
+    with train_lab() as lab:
+        trainers = [Trainer(lab, number) for number in range(2)]
+        for trainer in trainers:
+            trainer.step()
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            leaving = [pool.submit(trainer.optimizer.hand_in, 10 * PATIENCE_SECONDS) for trainer in trainers]
+            assert [each.result(PATIENCE_SECONDS) for each in leaving] == [4, 4]
+        assert_alike(trainers)
+
+
 @pytest.mark.parametrize("kind", ["sync", "diloco"])
 def test_who_is_alone_hands_in_at_once(kind: str) -> None:
     with train_lab() as lab:

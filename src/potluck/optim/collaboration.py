@@ -130,9 +130,9 @@ class Collaboration:
         """Whether a round has begun that counts on this peer (any thread)."""
         return self.averager.is_in_round
 
-    async def until_due(self, epoch: int, seconds: float, *, or_nobody_computes: bool = False) -> bool:
-        """Wait until the epoch after `epoch` is due; if wished, also until it never will be."""
-        return await self.progress.until_due(epoch, seconds, or_nobody_computes=or_nobody_computes)
+    async def until_due(self, epoch: int, seconds: float) -> bool:
+        """Wait until the epoch after `epoch` is due."""
+        return await self.progress.until_due(epoch, seconds)
 
     def _committed(self, _commit: Commit) -> None:
         self.progress.committed()

@@ -161,10 +161,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def _comes_before(self, epoch: int, deadline: float) -> bool:
         """Wait for the epoch after `epoch`, without computing; not at all if it is too far off."""
-        self._report(is_leaving=True)
+        self._report(leaving=True)
 
         def wait(seconds: float) -> bool:
-            return self.run.call(self.collaboration.until_due(epoch, max(seconds, 0.0), or_nobody_computes=True))
+            return self.run.call(self.collaboration.until_due(epoch, max(seconds, 0.0)))
 
         left = deadline - time.monotonic()
         if wait(min(left, HEARD_SECONDS)):
@@ -274,12 +274,13 @@ class Optimizer(torch.optim.Optimizer):
         self._pace.step_done(batch_size, time.monotonic())
         self._report()
 
-    def _report(self, *, is_leaving: bool = False) -> None:
+    def _report(self, *, leaving: bool = False) -> None:
         """Tell how far this peer is; who leaves computes no more."""
         progress, samples = self.collaboration.progress, self.samples
-        epoch, rate = self._counted_epoch(), 0.0 if is_leaving else self._pace.samples_per_second
-        eager = is_leaving or progress.seems_due(epoch, samples)
-        self.run.soon(lambda: progress.report(epoch=epoch, samples=samples, samples_per_second=rate, eager=eager))
+        epoch, rate = self._counted_epoch(), 0.0 if leaving else self._pace.samples_per_second
+        eager = leaving or progress.seems_due(epoch, samples)
+        told = {"epoch": epoch, "samples": samples, "samples_per_second": rate, "eager": eager, "leaving": leaving}
+        self.run.soon(lambda: progress.report(**told))  # type: ignore[arg-type]
 
     def _counted_epoch(self) -> int:
         """The epoch after which samples count now: that of the round in the background, if there is one."""

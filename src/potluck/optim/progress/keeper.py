@@ -89,12 +89,14 @@ class ProgressKeeper:
 
     # What this peer says
 
-    def report(self, *, epoch: int, samples: int, samples_per_second: float, eager: bool = False) -> None:
-        """This peer has so many samples for the epoch after `epoch`; `eager`: say so at once.
+    def report(
+        self, *, epoch: int, samples: int, samples_per_second: float, eager: bool = False, leaving: bool = False
+    ) -> None:
+        """This peer has so many samples for the epoch after `epoch`; `eager`: say so at once; `leaving`: no more.
 
         That it is at another epoch than before it says at once too: the coordinator predicts by it.
         """
-        told = {"epoch": epoch, "samples": samples, "samples_per_second": samples_per_second}
+        told = {"epoch": epoch, "samples": samples, "samples_per_second": samples_per_second, "leaving": leaving}
         self._session.update_beacon(**told, target=self._tracker.target or 0)
         self._told_samples = samples
         if self._lease.token:
@@ -120,21 +122,9 @@ class ProgressKeeper:
             return None
         return max(0.0, latest.due_in_seconds - (self._session.clock.monotonic() - heard_at))
 
-    async def until_due(self, epoch: int, seconds: float, *, or_nobody_computes: bool = False) -> bool:
-        """Wait until the coordinator says that the epoch after `epoch` is due, or has come; False: not in time.
-
-        With `or_nobody_computes`, it will do as well that all trainers have samples for it, and none makes more.
-        """
-        return await self._until(
-            lambda: self.is_due(epoch) or (or_nobody_computes and self._nobody_computes(epoch)), seconds
-        )
-
-    def _nobody_computes(self, epoch: int) -> bool:
-        latest = self.latest
-        if latest is None or latest.epoch != epoch or latest.samples_per_second > 0:
-            return False
-        trainers = sum(1 for presence in self._session.roster.alive() if presence.card.role == "trainer")
-        return latest.num_trainers >= trainers  # who has said nothing yet is about to begin
+    async def until_due(self, epoch: int, seconds: float) -> bool:
+        """Wait until the coordinator says that the epoch after `epoch` is due, or has come; False: not in time."""
+        return await self._until(lambda: self.is_due(epoch), seconds)
 
     async def until_committed(self, epoch: int, seconds: float) -> bool:
         """Wait until an epoch after `epoch` is committed; False: not in time."""

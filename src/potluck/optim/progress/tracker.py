@@ -59,6 +59,7 @@ class _Known:
     samples: int
     samples_per_second: float
     target: int
+    leaving: bool
     heard_at: float
 
 
@@ -84,6 +85,7 @@ class ProgressTracker:
             samples=beacon.samples if 0 <= beacon.samples <= LARGEST_COUNT else 0,
             samples_per_second=rate if 0.0 <= rate <= LARGEST_COUNT else 0.0,
             target=beacon.target if 0 < beacon.target <= LARGEST_COUNT else 0,
+            leaving=beacon.leaving,
             heard_at=now,
         )
 
@@ -119,8 +121,13 @@ class ProgressTracker:
             num_trainers=sum(1 for known in current if known.samples or known.samples_per_second),
             num_behind=sum(1 for known in self._peers.values() if self._by_now(known).epoch < self.epoch),
             due_in_seconds=due_in_seconds,
-            is_due=0 < target <= samples or is_begun,
+            is_due=0 < target <= samples or is_begun or (samples > 0 and not self._is_computed_on(current)),
         )
+
+    @staticmethod
+    def _is_computed_on(current: list[_Known]) -> bool:
+        """Whether somebody adds to the epoch. Where all are about to leave, nobody does, and it is made as it is."""
+        return any(not known.leaving for known in current if known.samples or known.samples_per_second)
 
     def _by_now(self, known: _Known) -> _Known:
         """Who was at the epoch before, around its commit, works on the next one by now.

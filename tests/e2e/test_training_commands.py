@@ -14,7 +14,8 @@ from test_public_run import LONG_SECONDS, ONE_THREAD, Organiser, end, until_epoc
 
 
 @pytest.mark.timeout(500)
-def test_a_trainer_an_aux_peer_and_what_comes_of_it(terminal: Terminal) -> None:
+def test_a_trainer_an_aux_peer_and_what_comes_of_it(fresh_terminal: Terminal) -> None:
+    terminal = fresh_terminal
     organiser = Organiser(terminal)
     host, link = organiser.host()
     helper = terminal.start("aux", link, "--json", "--state-path", terminal.folder / "aux", name="aux", **ONE_THREAD)
@@ -43,6 +44,13 @@ def test_a_trainer_an_aux_peer_and_what_comes_of_it(terminal: Terminal) -> None:
     saved = terminal.ask("checkpoint", "save", link, "--to", folder, patience_seconds=LONG_SECONDS)
     [row] = terminal.ask("checkpoint", "verify", "--path", folder, patience_seconds=LONG_SECONDS)
     assert (row["epoch"], row["whole"]) == (saved["epoch"], True)
+    elsewhere = terminal.folder / "elsewhere"
+    place_there = (f"file://{elsewhere}", "--path", folder)
+    uploaded = terminal.ask("checkpoint", "upload", *place_there, patience_seconds=LONG_SECONDS)
+    assert uploaded["epoch"] == saved["epoch"]
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == {
+        path.name: path.read_bytes() for path in folder.iterdir()
+    }
     file = terminal.folder / "model.safetensors"
     terminal.run("checkpoint", "export", file, "--path", folder, patience_seconds=LONG_SECONDS)
     assert set(load_file(file)) == {"0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"}
@@ -57,7 +65,8 @@ def test_a_trainer_an_aux_peer_and_what_comes_of_it(terminal: Terminal) -> None:
     end(host)
 
 
-def test_download_data(terminal: Terminal) -> None:
+def test_download_data(fresh_terminal: Terminal) -> None:
+    terminal = fresh_terminal
     recipe = terminal.folder / "mine.py"
     content = b"some data"
     source = terminal.folder / "source"

@@ -35,7 +35,7 @@ class Watcher:
     def __init__(self, session: Session) -> None:
         self.view = RunView(session.subjects.run)
         self._alarms = Alarms()
-        self.board = NoticeBoard(session.hub, session.subjects.run)
+        self.board = NoticeBoard.of(session)
         self.counts: Counter[str] = Counter()
         self._session = session
         self._lease = LeaseView()

@@ -33,6 +33,7 @@ from potluck.round.convening import Convener, NoPlan, Term, Wait
 from potluck.round.director import Decision, Director, Finish, GiveUp, Patience, Publish
 from potluck.round.gathering import GatherConfig, Proposal
 from potluck.round.lineage import Lineage
+from potluck.round.outcome import FailedRound
 from potluck.round.plan import Abort, Commit, Plan, Ready, Report, Restoration, RoundKey
 from potluck.round.registrar import RETRY_SECONDS, Registrar
 from potluck.round.trigger import Quorum, Trigger
@@ -73,6 +74,8 @@ class Coordinator:
         config: CoordinatorConfig,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self.on_failure: Callable[[FailedRound], None] = lambda _failed: None
+        """Called for each round that is given up, and now and then while no plan is possible."""
         self._links = links
         self._session = session
         self._lease = lease
@@ -266,6 +269,7 @@ class Coordinator:
         if now - self._complained_at >= COMPLAIN_EVERY_SECONDS:
             self._complained_at = now
             logger.warning("no plan is possible for %s: %s", key, reason)
+            self.on_failure(FailedRound(key=key, phase="planning", reason=reason))
             await self._registrar.say(Abort(key=key, reason=reason))
 
     async def _direct(self, term: Term, director: Director) -> None:
@@ -291,11 +295,13 @@ class Coordinator:
                         self._decisions += director.overrule(verdict.liars, verdict.missing, verdict.stale, now)
                 case GiveUp(reason):
                     self._convener.given_up(director.lost)
-                    await self._give_up(term, director.plan, reason)
+                    await self._give_up(term, director, reason)
 
-    async def _give_up(self, term: Term, plan: Plan, reason: str) -> None:
+    async def _give_up(self, term: Term, director: Director, reason: str) -> None:
+        plan = director.plan
         self._end_round()
         self.counts["aborts"] += 1
+        self.on_failure(director.failure(reason, self._clock.monotonic()))
         delay = min(RETRY_SECONDS * term.attempt, LONGEST_RETRY_SECONDS)
         term.not_before = self._clock.monotonic() + delay
         logger.warning("%s is given up: %s", plan.key, reason)

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import msgspec
 
 from potluck.round.attendance import Attendance
+from potluck.round.outcome import FailedRound
 from potluck.round.plan import Plan, Report, shortened
 from potluck.round.reach import Choice, Reach
 from potluck.round.reassignment import reassign
@@ -176,6 +177,18 @@ class Director:
         waited_for = sorted({self._name(index) for index in self._attendance.waited_for()})
         text = f"averages are missing at {', '.join(lacking)}" if lacking else "all hold the averages"
         return f"{text}; waited for {', '.join(waited_for)}" if waited_for else text
+
+    def failure(self, reason: str, now: float) -> FailedRound:
+        """What is to be told of a round that was given up."""
+        members = self.plan.members
+        return FailedRound(
+            key=self.plan.key,
+            phase="committing" if self._receivers() and self._all_done() else "exchanging",
+            reason=reason,
+            members=tuple(member.peer for member in members),
+            troubles={member.peer: member.trouble for member in members if member.trouble},
+            seconds=now - self.started_at,
+        )
 
     def _next(self, now: float) -> list[Decision]:
         """Publish what was revised, take over chunks when all have answered, and end when all is done."""

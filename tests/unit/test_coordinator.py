@@ -124,9 +124,11 @@ async def test_who_is_ready_gets_a_plan_and_who_holds_the_averages_a_commit() ->
         await there.are_ready("A", "B")
         assert [member.peer for member in there.plan.members] == ["A", "B"]
         assert there.plan.key == RoundKey(epoch=1, token=7, attempt=0)
+        there.coordinator._auditor._exclusions.add("Z", "it lied", there.clock.wall(), 100.0)
         await there.finish("A", "B")
         assert there.lineage.head is not None
         assert (there.lineage.epoch, there.lineage.head.digest) == (1, "d")
+        assert there.lineage.head.excluded.keys() == {"Z"}
         assert there.coordinator.counts["commits"] == 1
         await there.are_ready("A", "B", epoch=2)
         assert there.plan.key == RoundKey(epoch=2, token=7, attempt=0)  # attempts count by epoch
@@ -347,6 +349,21 @@ async def test_only_who_holds_the_lease_restores_a_state_and_each_time_under_a_k
         commit = await there.coordinator.restore(order)
         assert commit.key == RoundKey(epoch=1, token=7, attempt=1)  # the round under way has attempt 0
         assert there.lineage.epoch == 1
+
+
+@in_virtual_time
+async def test_no_round_has_the_key_of_a_restoration_of_which_nobody_knows_whether_it_was_written() -> None:
+    async with chair() as there:
+        await asyncio.sleep(MOMENT_SECONDS)
+
+        async def get_no_answer(*_commit: Any) -> None:
+            raise RetryableError("no answer")
+
+        there.lineage.commit = get_no_answer  # type: ignore[method-assign]
+        with pytest.raises(RetryableError, match="no answer"):
+            await there.coordinator.restore(Restoration(order=1, epoch=0, digest="d"))
+        await there.are_ready("A")
+        assert there.plan.key == RoundKey(epoch=1, token=7, attempt=1)
 
 
 @in_virtual_time

@@ -87,7 +87,6 @@ class Coordinator:
         self._registrar = Registrar(session, lease, lineage, self.counts)
         self._term: Term | None = None
         self._director: Director | None = None
-        self._hub_was_away = False
         self._complained_at = -math.inf
         self._decisions: list[Decision] = []
         self._wake = asyncio.Event()
@@ -243,7 +242,7 @@ class Coordinator:
                 await self._adopt(adoption)
                 return 0.0
             case NoPlan(key, reason):
-                await self._complain(term, key, reason)
+                await self._complain(key, reason)
             case Proposal() as proposal:
                 await self._begin(term, proposal)
         return TICK_SECONDS
@@ -264,10 +263,9 @@ class Coordinator:
             stalled_seconds=max(patience.stalled_seconds, 4 * proposal.chunk_seconds),
         )
 
-    async def _complain(self, term: Term, key: RoundKey, reason: str) -> None:
+    async def _complain(self, key: RoundKey, reason: str) -> None:
         """No plan is possible: members should know why they wait."""
         now = self._clock.monotonic()
-        term.not_before = now + RETRY_SECONDS
         if now - self._complained_at >= COMPLAIN_EVERY_SECONDS:
             self._complained_at = now
             logger.warning("no plan is possible for %s: %s", key, reason)
@@ -278,11 +276,7 @@ class Coordinator:
         """Carry out what the director decides."""
         now = self._clock.monotonic()
         if not self._session.hub.is_connected:
-            self._hub_was_away = True  # nobody hears our plans, and nothing can be committed
-            return
-        if self._hub_was_away:
-            self._hub_was_away = False
-            director.resume(now)
+            return  # nobody hears our plans, and nothing can be committed; the director excuses the pause afterwards
         self._decisions += director.tick(now)
         if self._session.now() > director.plan.deadline:
             self._decisions += director.expired()

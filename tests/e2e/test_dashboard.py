@@ -80,6 +80,12 @@ def test_pages_load_without_a_complaint_and_show_names_as_text(bakery: Bakery) -
         page = visit.see("/peers")
         page.wait_for_selector(f"td a:text-is({SCRIPT!r})".replace("'Mallory'", "\\'Mallory\\'"))
         assert page.locator("td script").count() == 0
+        for _ in range(2):  # the fastest first
+            page.click("th:has-text('Samples/s')")
+        page.wait_for_selector("th[aria-sort=descending]")
+        rates = [float(text.replace(",", "") or 0) for text in page.locator("td:nth-child(2)").all_inner_texts()]
+        assert rates == sorted(rates, reverse=True)
+        assert sum(rate > 0 for rate in rates) == 2
         page.click("td a:text-is('Ada')")
         page.wait_for_selector(".page-title:text-is('Ada')")
         assert visit.complaints == []
@@ -169,12 +175,15 @@ def test_an_organiser_pauses_the_run_and_has_it_go_on(bakery: Bakery) -> None:
 
 def test_an_organiser_has_the_run_go_back(bakery: Bakery) -> None:
     log = bakery.terminal.folder / "run" / "organisers.log"
+    poll_until_sync(lambda: _has_backup(bakery) or None, PATIENCE_SECONDS, "a backup")
     with bakery.visit() as visit:
         visit.log_in(bakery.token)
         page = visit.see("/control")
+        page.get_by_text("Pause", exact=True).click()  # so that no newer backup takes the place of the oldest
+        visit.confirm()
+        page.wait_for_selector(".pill:text-is('paused')")
 
-        def choose() -> str:
-            """The oldest backup; there are none before the first few epochs."""
+        def ask() -> str:
             page.locator(".q-select").click()
             oldest = page.locator(".q-menu .q-item").last
             found = re.search(r"epoch (\d+(?:,\d{3})*)", oldest.inner_text())
@@ -182,21 +191,24 @@ def test_an_organiser_has_the_run_go_back(bakery: Bakery) -> None:
             oldest.click()
             page.get_by_role("button", name="Roll back").click()
             page.wait_for_selector(f".dialog .card-title:text-is('Go back to epoch {found.group(1)}?')")
-            return found.group(1).replace(",", "")
+            return found.group(1)
 
-        poll_until_sync(lambda: _has_backup(bakery) or None, PATIENCE_SECONDS, "a backup")
-        page.reload()
-        page.wait_for_selector(".pill:not(:empty)")
-        page.wait_for_timeout(2500)  # the page looks for backups every other second
-        choose()
+        ask()
         page.get_by_role("button", name="Cancel").click()
-        assert "back to epoch" not in (log.read_text() if log.exists() else "")
-        epoch = choose()
+        page.wait_for_selector(".dialog", state="hidden")
+        assert "back to epoch" not in log.read_text()
+        epoch = ask()
         visit.confirm()
-        page.wait_for_selector(f".item-title:text-is('back to epoch {epoch}') >> nth=0")
-        assert re.search(rf'"who":"Olga".*back to epoch {epoch}.*"done"', log.read_text())
-        assert "Olga" in page.locator(".item", has_text=f"back to epoch {epoch}").first.inner_text()
-        visit.see("/rounds").wait_for_selector(f".item-note:has-text('the run went back to epoch {int(epoch):,}')")
+        told = f"back to epoch {epoch.replace(',', '')}"
+        page.wait_for_selector(f".item-title:text-is('{told}') >> nth=0")
+        assert "Olga" in page.locator(".item", has_text=told).first.inner_text()
+        poll_until_sync(
+            lambda: re.search(rf'"who":"Olga".*{told}.*"done"', log.read_text()), PATIENCE_SECONDS, "who did it"
+        )
+        page.get_by_text("Resume", exact=True).click()
+        visit.confirm()
+        visit.see("/rounds").wait_for_selector(f".item-note:has-text('the run went back to epoch {epoch}')")
+        visit.page.wait_for_selector(".pill:text-is('training')")
         assert visit.complaints == []
 
 

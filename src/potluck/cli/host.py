@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -230,14 +231,12 @@ async def _watch(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> 
 
     assert host.peer is not None
     roster = host.peer.session.roster
-    end = roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json))
-    try:
-        await console.unless_stopped(_help(host, work, as_json), stop)
-    finally:
-        end()
+    async with AsyncExitStack() as parts:  # closed here, where nobody cancels: the dashboard has to be waited for
+        parts.callback(roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json)))
+        await console.unless_stopped(_help(host, work, parts, as_json), stop)
 
 
-async def _help(host: Host, work: Work, as_json: bool) -> None:
+async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) -> None:
     """Say what to train; have the host's own peer reduce and coordinate; raises when the hub has died."""
     from potluck.cli import console
     from potluck.cli.dashboardchild import DashboardChild
@@ -250,15 +249,11 @@ async def _help(host: Host, work: Work, as_json: bool) -> None:
         if shown is not None and manifest.recipe.digest:
             shown = replace(shown, recipe=work.run_file.parent / manifest.recipe.name)
     helper: AuxiliaryWork = await module.AuxiliaryWork.start(host.peer, _state_config(host, work.backups))
-    alarming = asyncio.create_task(_tell_alarms(host.peer, as_json), name="alarms")
-    child = DashboardChild(shown, as_json) if shown is not None else None
-    try:
-        await host.failed()
-    finally:
-        if child is not None:
-            await child.close()
-        await tasks.end(alarming)
-        await helper.close()
+    parts.push_async_callback(helper.close)
+    parts.push_async_callback(tasks.end, asyncio.create_task(_tell_alarms(host.peer, as_json), name="alarms"))
+    if shown is not None:
+        parts.push_async_callback(DashboardChild(shown, as_json).close)
+    await host.failed()
 
 
 async def _put_up(run_file: Path, host: Host) -> Manifest:

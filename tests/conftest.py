@@ -13,9 +13,14 @@ from hypothesis import HealthCheck, settings
 
 from potluck.testing import ports
 from potluck.testing.leaks import Snapshot, pending_tasks
+from potluck.testing.nursery import NURSERY
 from potluck.testing.processes import Children
 
 os.environ["POTLUCK_NO_DASHBOARD"] = "1"  # hosts that tests start have none, unless a test says otherwise
+
+# Importing torch takes seconds, in every process that a test starts: they are forked, unless a test or this forbids it.
+if not os.environ.get("POTLUCK_TEST_FRESH"):
+    NURSERY.open()
 
 # A busy machine is no bug: no test fails because it was slow.
 settings.register_profile("potluck", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -18,10 +18,15 @@ OWN_ENVIRONMENT = ("POTLUCK_LINK", "POTLUCK_NAME", "POTLUCK_IDENTITY", "HF_TOKEN
 
 
 class Terminal:
-    """Where commands are typed; its user's data is in a folder of its own."""
+    """Where commands are typed; its user's data is in a folder of its own.
 
-    def __init__(self, folder: Path, children: Children) -> None:
+    With `fresh` each command starts an interpreter of its own, as in earnest; else it may be forked from one that has
+    its imports done.
+    """
+
+    def __init__(self, folder: Path, children: Children, *, fresh: bool = False) -> None:
         self.folder = folder
+        self.fresh = fresh
         self._children = children
         self._environment = {
             **dict.fromkeys(OWN_ENVIRONMENT, ""),
@@ -41,6 +46,7 @@ class Terminal:
             [*program, *map(str, arguments)],
             name=name or (str(arguments[0]).strip("-") if arguments else "potluck"),
             env={**self._environment, **environment},
+            fresh=self.fresh,
         )
 
     def run(

@@ -42,6 +42,12 @@ def terminal(tmp_path: Path, children: Children) -> Terminal:
 
 
 @pytest.fixture
+def fresh_terminal(tmp_path: Path, children: Children) -> Terminal:
+    """Where each command starts as it does for a person: its imports are tested too."""
+    return Terminal(tmp_path, children, fresh=True)
+
+
+@pytest.fixture
 def party(crowd: Party, terminal: Terminal) -> Party:
     """The common run, with processes that end with the test."""
     guest = copy.copy(crowd)

@@ -49,8 +49,8 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command) or "potluck")
-def test_every_command_explains_itself(terminal: Terminal, command: list[str]) -> None:
-    output = terminal.run(*command, "--help")
+def test_every_command_explains_itself(fresh_terminal: Terminal, command: list[str]) -> None:
+    output = fresh_terminal.run(*command, "--help")
     assert "Usage: " in output
     assert "--help" in output
     if command and command[0] in ("init", "host", "join", "monitor", "dashboard", "leaderboard", "vote", "doctor"):
@@ -61,12 +61,12 @@ def test_nothing_is_asked_for_means_help(terminal: Terminal) -> None:
     assert "Usage: " in terminal.run(code=2)
 
 
-def test_the_help_is_quick(terminal: Terminal) -> None:
+def test_the_help_is_quick(fresh_terminal: Terminal) -> None:
     wall, processor = [], []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         started = time.monotonic()
-        terminal.run("--help")
+        fresh_terminal.run("--help")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         wall.append(time.monotonic() - started)
         processor.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)

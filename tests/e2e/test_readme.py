@@ -33,7 +33,10 @@ def printed_link(host: ManagedProcess) -> str:
     return found.group() if found else ""
 
 
-def test_a_run_is_started_and_joined_as_the_readme_says(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_started_and_joined_as_the_readme_says(
+    fresh_terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = fresh_terminal
     init_command, host_command, *others = shown_commands()
     assert (init_command[0], host_command[0]) == ("init", "host")
     monkeypatch.chdir(terminal.folder)  # where commands are typed

@@ -46,6 +46,7 @@ def test_pause_roll_back_change_and_resume(terminal: Terminal) -> None:
     steer("set", "learning_rate=2e-3", "--by", "Grace")
     assert not steer("resume", "--by", "Grace")["paused"]
     until_epoch(ada, done["epoch"] + 3)
+    terminal.fresh = True  # from here on as for a person, with the imports
     log = steer("log")
     told = ["paused", f"back to epoch {newest}", "optimizer.learning_rate = 2e-3", "resumed"]
     assert [row["what"] for row in log] == told

@@ -14,7 +14,8 @@ from test_public_run import LONG_SECONDS, ONE_THREAD, Organiser, end, until_epoc
 
 
 @pytest.mark.timeout(500)
-def test_a_trainer_an_aux_peer_and_what_comes_of_it(terminal: Terminal) -> None:
+def test_a_trainer_an_aux_peer_and_what_comes_of_it(fresh_terminal: Terminal) -> None:
+    terminal = fresh_terminal
     organiser = Organiser(terminal)
     host, link = organiser.host()
     helper = terminal.start("aux", link, "--json", "--state-path", terminal.folder / "aux", name="aux", **ONE_THREAD)
@@ -64,7 +65,8 @@ def test_a_trainer_an_aux_peer_and_what_comes_of_it(terminal: Terminal) -> None:
     end(host)
 
 
-def test_download_data(terminal: Terminal) -> None:
+def test_download_data(fresh_terminal: Terminal) -> None:
+    terminal = fresh_terminal
     recipe = terminal.folder / "mine.py"
     content = b"some data"
     source = terminal.folder / "source"

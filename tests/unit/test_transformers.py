@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from potluck.run.joined import Joined
 EXACT = CodecChoice.everything("float32")
 BATCH_SIZE = 4
 NUM_STEPS = 6
+ONE_AT_A_TIME = threading.Lock()  # accelerate has one state for the process, which two threads cannot make at once
 
 
 class Regression(nn.Module):
@@ -46,6 +48,10 @@ def samples(num_batches: int, first: int = 0) -> list[dict[str, Tensor]]:
 class InOrder(Trainer):
     """The same batches in the same order for everybody."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        with ONE_AT_A_TIME:
+            super().__init__(*arguments, **options)
+
     def _get_train_sampler(self, *_: Any) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
@@ -63,7 +69,8 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
         "logging_steps": 1,
         "remove_unused_columns": False,
     }
-    return TrainingArguments(**{**defaults, **options})
+    with ONE_AT_A_TIME:
+        return TrainingArguments(**{**defaults, **options})
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

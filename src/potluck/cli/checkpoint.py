@@ -49,7 +49,11 @@ def list_checkpoints(run: Run = "", folder: Folder = None, path: Backups_ = None
 
 @app.command("verify")
 def verify(
-    run: Run = "", folder: Folder = None, path: Backups_ = None, epoch: Epoch = None, as_json: AsJson = False
+    run: Run = "",
+    folder: Folder = None,
+    path: Backups_ = None,
+    epoch: Annotated[int | None, typer.Option(help="Which one; all of them unless given.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Read backups whole and check every byte by its hash. Exit code 1 if one is broken.
 

@@ -57,7 +57,7 @@ def host(
     ] = None,
     listen: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(help="Port for members; 0 picks a free one and keeps it.")] = 0,
-    websocket_port: Annotated[int, typer.Option(help="Port for WebSocket; 443 passes most firewalls.")] = 0,
+    websocket_port: Annotated[int, typer.Option(help="The same for WebSocket; 443 passes most firewalls.")] = 0,
     announce: Annotated[
         list[str] | None, typer.Option(help="Name or address by which members reach this machine; may be repeated.")
     ] = None,
@@ -69,21 +69,28 @@ def host(
     ] = "",
     place: Annotated[int, typer.Option(help="Which of the cluster's hubs this machine is: 1, 2, 3 …")] = 1,
     make_identity: Annotated[
-        bool, typer.Option(help="Make the run's keys and authority, for all hubs of a cluster to have, and end.")
+        bool,
+        typer.Option("--make-identity", help="Make the run's keys and authority, for all hubs of a cluster, and end."),
     ] = False,
     hub: Annotated[
         str, typer.Option(help="Use this NATS server or cluster instead, as tls://HOST:PORT,HOST:PORT.")
     ] = "",
     hub_ca: Annotated[Path | None, typer.Option(help="File with the authority of that server's certificate.")] = None,
     print_hub_config: Annotated[
-        bool, typer.Option(help="Print what an administrator adds to an existing server's configuration, and end.")
+        bool,
+        typer.Option(
+            "--print-hub-config",
+            help="Print what an administrator adds to an existing server's configuration, and end.",
+        ),
     ] = False,
     token_holders: Annotated[
-        Literal["refused", "listed", "anyone"], typer.Option(help="Who gets in with a Hugging Face token.")
+        Literal["refused", "listed", "anyone"],
+        typer.Option(help="Who gets in with a Hugging Face token; listed: by --user, --organisation."),
     ] = "refused",
-    users: Annotated[list[str] | None, typer.Option("--user", help="Hugging Face user to let in.")] = None,
+    users: Annotated[list[str] | None, typer.Option("--user", help="Hugging Face user to let in; repeatable.")] = None,
     organisations: Annotated[
-        list[str] | None, typer.Option("--organisation", help="Hugging Face organisation whose members to let in.")
+        list[str] | None,
+        typer.Option("--organisation", help="Hugging Face organisation to let in; may be repeated."),
     ] = None,
     backup_every: Annotated[int, typer.Option(help="Save the run's state every so many epochs.")] = 10,
     keep_last: Annotated[int, typer.Option(help="The newest so many backups stay.")] = 3,

@@ -142,7 +142,8 @@ async def _train(
                     f"{console.count(trainer.num_threads, 'thread')}. Ctrl-C hands in what you have done, and leaves."
                 )
             last = trainer.train(end)
-            return replace(last, handed_in=_hand_in(trainer, options.hand_in_seconds, as_json))
+            handed_in = _hand_in(trainer, options.hand_in_seconds, as_json)
+            return replace(last, handed_in=handed_in, epoch=trainer.optimizer.epoch)
 
     stopping = asyncio.create_task(stop.wait())
     stopping.add_done_callback(lambda _task: end.set())

@@ -21,7 +21,7 @@ FETCH_SECONDS = 600.0
 def visualize(
     link: o.Link = "",
     every: Annotated[int, typer.Option(help="Show it every so many epochs.")] = 10,
-    once: Annotated[bool, typer.Option(help="Show it once, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
     recipe: o.RecipeFile = None,
     identity_path: Annotated[
         Path | None, typer.Option(help="File with the key you watch by; a new one is made unless given.")

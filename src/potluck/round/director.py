@@ -126,7 +126,7 @@ class Director:
     ) -> list[Decision]:
         """An audit says that the round is not finished after all: without these members, do these chunks again."""
         self._over = False
-        self.resume(now)
+        self._resume(now)
         self._tainted |= set(stale)
         self._to_redo |= {part.reducer for part in self.plan.parts if self._tainted & set(range(part.start, part.stop))}
         self._take_out(dict(liars))
@@ -138,14 +138,14 @@ class Director:
         if self._over:
             return []
         if now - self._ticked_at > self._patience.pause_seconds:
-            self.resume(now)
+            self._resume(now)
         self._ticked_at = now
         self._lose(self._silent(now))
         self._lose(self._stragglers(now))
         self._mend(self._broken_links())
         return self._next(now) or self._repeat(now)
 
-    def resume(self, now: float) -> None:
+    def _resume(self, now: float) -> None:
         """The hub was away, and with it our plans, or we stood still: nobody's silence until now means anything."""
         self._attendance.excuse(now)
         if self._majority_at is not None:

@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from potluck import tasks
 from potluck.errors import ConfigurationError
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SWITCH_SECONDS = 0.0005
+LOOK_UP_SECONDS = 0.2  # within so long Ctrl-C is noticed
 LEAVE_SECONDS = 30.0  # what is left on the loop gets so long to end
 
 
@@ -56,13 +57,17 @@ class RunningLoop:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Have a coroutine run on the loop and wait for it. Ctrl-C ends the coroutine first, and then goes on."""
-        future = self.submit(work)
         try:
-            return future.result()
+            loop = self._usable_loop()
         except BaseException:
-            if not future.done():  # interrupted here, while the work goes on there
-                future.cancel()
-                concurrent.futures.wait([future], timeout=LEAVE_SECONDS)
+            work.close()
+            raise
+        call = _Call(work, loop)
+        try:
+            call.begin()
+            return call.result()
+        except BaseException:
+            call.end(LEAVE_SECONDS)  # interrupted here, while the work goes on there
             raise
 
     def soon(self, function: Callable[[], object]) -> None:
@@ -75,6 +80,53 @@ class RunningLoop:
         if threading.current_thread() is self._thread:
             raise RuntimeError("the event loop's own thread must not wait for the event loop")
         return self._loop
+
+
+class _Call(Generic[T]):
+    """A coroutine that a thread waits for, on a loop that runs in another.
+
+    Ctrl-C comes as an exception between any two steps of the main thread. If that is inside of a condition's own code,
+    as when waiting for a `concurrent.futures.Future`, the condition's lock stays taken, and the loop waits for it for
+    ever when the work ends. So the two meet at a bare lock here, which only the loop lets go: no exception in
+    the waiting thread can make the loop wait. And a signal that comes in the moment before a thread begins to wait does
+    not wake it, in any wait of Python's: so the thread looks up from time to time, or Ctrl-C would be lost.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
+        self._work = work
+        self._loop = loop
+        self._task: asyncio.Task[T] | None = None
+        self._is_going_on = threading.Lock()
+        self._is_going_on.acquire()
+
+    def begin(self) -> None:
+        self._loop.call_soon_threadsafe(self._start)
+
+    def result(self) -> T:
+        """Wait for the end, and return or raise what came of it."""
+        while not self._is_going_on.acquire(timeout=LOOK_UP_SECONDS):
+            pass  # here Python sees to signals
+        assert self._task is not None
+        if self._task.cancelled():
+            raise concurrent.futures.CancelledError("the event loop has ended")
+        return self._task.result()
+
+    def end(self, timeout_seconds: float) -> None:
+        """Cancel the work if it still goes on, and wait for its end for so long."""
+        if self._task is None or not self._task.done():
+            self._loop.call_soon_threadsafe(self._cancel)
+            self._is_going_on.acquire(timeout=timeout_seconds)
+
+    def _start(self) -> None:
+        self._task = self._loop.create_task(self._work)
+        self._task.add_done_callback(lambda _: self._is_going_on.release())
+
+    def _cancel(self) -> None:
+        if self._task is None:  # interrupted before it could begin
+            self._work.close()
+            self._is_going_on.release()
+        else:
+            self._task.cancel()
 
 
 class LoopThread(RunningLoop):

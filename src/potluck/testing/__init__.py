@@ -2,6 +2,7 @@
 
     polling.py       wait for a condition with a deadline, and say what was last seen
     processes.py     real child processes: output, signals, certain clean-up
+    nursery.py       Python children that need not import torch again: forked from a template (template.py)
     faults.py        faults at named points of a child process, with a record that they fired
     faulty.py        runs a program with those faults: `python -m potluck.testing.faulty -m potluck.cli.main …`
     virtualclock.py  time that moves only when told to

@@ -44,6 +44,11 @@ def run_tool(argv: Sequence[str], stdin: str = "") -> str:
     return done.stdout
 
 
+def exec_argv(namespace: str, argv: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Return the command that runs a command in a namespace."""
+    return ["ip", "netns", "exec", namespace, *(os.fspath(word) for word in argv)]
+
+
 class Namespace:
     """One network namespace: a host, a router or the public network."""
 
@@ -63,7 +68,7 @@ class Namespace:
 
     def exec_argv(self, argv: Sequence[str | os.PathLike[str]]) -> list[str]:
         """Return the command that runs the command in here; its process id is the command's own."""
-        return ["ip", "netns", "exec", self.name, *(os.fspath(word) for word in argv)]
+        return exec_argv(self.name, argv)
 
     def ip(self, *commands: str) -> None:
         """Run `ip` commands in here, in order, in one process."""

@@ -103,10 +103,13 @@ class Node:
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
         stdin: bool = False,
+        fresh: bool = False,
     ) -> ManagedProcess:
         """Start a process on this node; it ends at the latest with the lab."""
         label = f"{self.name}-{name or Path(argv[0]).name}"
-        return self.lab._children.spawn(self.namespace.exec_argv(argv), name=label, env=env, cwd=cwd, stdin=stdin)
+        return self.lab._children.spawn(
+            argv, name=label, env=env, cwd=cwd, stdin=stdin, network=self.namespace.name, fresh=fresh
+        )
 
     def run(
         self,

@@ -3,6 +3,9 @@
 Each process starts in a session of its own, writes to a file (so it never blocks on a full pipe, and no thread has to
 read), and carries a token in its environment. `close` kills the process and its group, and then, by that token, every
 descendant that has moved to another session: nothing survives the test that started it.
+
+Python programs are forked from a process that has torch imported (`nursery.py`), which spares seconds for each. Where
+the start itself is tested, `fresh=True` asks for an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import contextlib
 import os
 import re
 import secrets
+import select
 import signal
 import subprocess
 import tempfile
@@ -20,6 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
+from potluck.testing import namespaces
+from potluck.testing.nursery import NURSERY, ForkedProcess
 from potluck.testing.polling import ConditionNotMetError, poll_until, poll_until_sync
 
 TOKEN_VARIABLE = "POTLUCK_TEST_CHILD"
@@ -43,8 +49,13 @@ class ManagedProcess:
         cwd: str | os.PathLike[str] | None = None,
         log_path: Path | None = None,
         stdin: bool = False,
+        network: str = "",
+        fresh: bool = False,
     ) -> None:
-        """Start it. `env` is added to this process's environment; `stdin` opens a pipe for `send_line`."""
+        """Start it. `env` is added to this process's environment; `stdin` opens a pipe for `send_line`.
+
+        `network` names the network namespace that it runs in; `fresh` starts a Python program in a new interpreter.
+        """
         self.argv = [os.fspath(word) for word in argv]
         self.name = name or Path(self.argv[0]).name
         self._token = secrets.token_hex(16)
@@ -52,18 +63,28 @@ class ManagedProcess:
         self._closed = False
         self._last_tail = ""
         try:
-            self._process = subprocess.Popen(
-                self.argv,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {}), TOKEN_VARIABLE: self._token},
-                cwd=cwd,
-                stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            whole_env = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {}), TOKEN_VARIABLE: self._token}
+            self._process = self._start(whole_env, cwd, stdin, network, fresh)
         except BaseException:
             self._log.close()
             raise
+
+    def _start(
+        self, env: dict[str, str], cwd: str | os.PathLike[str] | None, stdin: bool, network: str, fresh: bool
+    ) -> subprocess.Popen[bytes] | ForkedProcess:
+        if not fresh:
+            forked = NURSERY.start(self.argv, env=env, cwd=cwd, network=network, stdin=stdin, output=self._log)
+            if forked is not None:
+                return forked
+        return subprocess.Popen(
+            namespaces.exec_argv(network, self.argv) if network else self.argv,
+            env=env,
+            cwd=cwd,
+            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:
@@ -227,12 +248,16 @@ class Children:
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
         stdin: bool = False,
+        network: str = "",
+        fresh: bool = False,
     ) -> ManagedProcess:
-        """Start a process that ends at the latest with the test."""
+        """Start a process that ends at the latest with the test; the arguments are those of `ManagedProcess`."""
         log_path = None
         if self._log_folder is not None:
             log_path = self._log_folder / f"{len(self._processes):03d}-{name or Path(argv[0]).name}.log"
-        process = ManagedProcess(argv, name=name, env=env, cwd=cwd, log_path=log_path, stdin=stdin)
+        process = ManagedProcess(
+            argv, name=name, env=env, cwd=cwd, log_path=log_path, stdin=stdin, network=network, fresh=fresh
+        )
         self._processes.append(process)
         return process
 
@@ -258,9 +283,10 @@ def spawn(
     cwd: str | os.PathLike[str] | None = None,
     log_path: Path | None = None,
     stdin: bool = False,
+    fresh: bool = False,
 ) -> ManagedProcess:
     """Start a process outside a fixture; use it as a context manager, so that it ends for sure."""
-    return ManagedProcess(argv, name=name, env=env, cwd=cwd, log_path=log_path, stdin=stdin)
+    return ManagedProcess(argv, name=name, env=env, cwd=cwd, log_path=log_path, stdin=stdin, fresh=fresh)
 
 
 def kill_descendants(token: str) -> None:
@@ -286,7 +312,7 @@ def _carries(entry: Path, token: str) -> bool:
 
 
 def _kill_if(pid: int, token: str) -> None:
-    """Kill the process if it is still the one meant: a pidfd keeps its identity while we look."""
+    """Kill the process if it is still the one meant, and see it end: a pidfd keeps its identity while we look."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -294,6 +320,9 @@ def _kill_if(pid: int, token: str) -> None:
     try:
         if _carries(Path("/proc") / str(pid), token):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            ended = select.poll()  # its environment goes before its sockets do
+            ended.register(descriptor, select.POLLIN)
+            ended.poll(END_SECONDS * 1000)
     except ProcessLookupError:
         pass
     finally:

@@ -42,6 +42,7 @@ class RoundsPage:
                 with box("card-head"):
                     self._title = words("", "card-title")
                     self._note = words("", "card-note")
+                words("seconds until each had all averages", "card-note")
                 self._members = Chart({}, "chart")
                 self._detail = Items()
             self._sheet = sheet
@@ -110,23 +111,24 @@ class RoundsPage:
         self._detail.show(lines or [("All went as planned", f"coordinated by {record.coordinator}")])
 
     def _show_trouble(self, rounds: list[RoundRecord], failures: list[FailureRecord]) -> None:
+        failed = {record.epoch for record in failures}  # whose attempts are told one by one
         told = [
-            (record.committed_at, f"Epoch {record.epoch:,}", trouble_of(record))
+            (record.committed_at, f"Epoch {record.epoch:,}", what)
             for record in rounds
-            if charts.has_trouble(record)
+            if (what := trouble_of(record, with_attempts=record.epoch not in failed))
         ]
         told += [(record.failed_at, title_of_failure(record), failure_of(record)) for record in failures]
         told.sort(key=lambda entry: -entry[0])
         self._trouble.show([(title, what) for _, title, what in told[:LISTED]])
 
 
-def trouble_of(record: RoundRecord) -> str:
-    """What did not go as planned, in a line."""
+def trouble_of(record: RoundRecord, *, with_attempts: bool = True) -> str:
+    """What did not go as planned, in a line; empty if nothing."""
     went_back = record.went_back_to
     what = [f"the run went back to epoch {went_back:,}, by an organiser's order"] if went_back is not None else []
     what += [f"{name}: {reason}" for name, reason in record.left_out.items()]
     what += [f"revised {times(record.repairs)}"] if record.repairs else []
-    what += [f"{record.attempts} attempts"] if record.attempts > 1 else []
+    what += [f"{record.attempts} attempts"] if with_attempts and record.attempts > 1 else []
     return "; ".join(what)
 
 

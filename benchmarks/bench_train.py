@@ -8,6 +8,7 @@ train the same model (toylm.py) on the same batches, for as many samples. Losses
 first peer had after every few steps, so that measuring costs no contender any time.
 
   sync        a shared batch, averaged in float16, one step
+  sync8       the same in 8 bits, with a scale for each block: half the bytes
   delays      the same, averaged and stepped in the background: gradients are an epoch old
   diloco      local steps, exchanged in float16 in the background now and then
   sparseloco  the same with the largest of each block in two bits
@@ -47,6 +48,7 @@ TASK: dict[str, Any] = {
 TARGET_LOSS = 3.2
 OPTIONS: dict[str, dict[str, Any]] = {
     "sync": {},
+    "sync8": {},
     "hivemind": {"matchmaking_seconds": 3.0, "averaging_timeout_seconds": 30.0, "average_state_every": 20},
     "diloco": {"inner_steps": 16, "overlap_steps": 12, "outer_lr": 0.7, "outer_momentum": 0.5},
     "sparseloco": {"inner_steps": 12, "overlap_steps": 11, "outer_lr": 0.7, "k": 256},

@@ -90,7 +90,7 @@ class LonePeer:
             seed=self._identity.seed,
             run=RUN,
             name=f"{lane}.{self._session_id}",
-            config=ConnectionConfig(reads="guard"),
+            config=ConnectionConfig(stores="guard"),
             on_connected=on_connected,
             on_disconnected=on_disconnected,
             on_refused=on_refused,

@@ -12,6 +12,7 @@ import potluck
 from potluck.optim.methods.outer import Nesterov, OuterSGD
 from potluck.optim.methods.sparseloco import SparseLoCo
 from potluck.peer.identity import Identity
+from potluck.round.codecs import CodecChoice
 from potluck.testing.polling import poll_until_sync
 from toylm import ToyLM
 from trainloop import Steps, Task, train
@@ -38,6 +39,8 @@ def make_optimizer(run: Any, task: Task, model: ToyLM) -> Any:
     match task.kind:
         case "sync":
             return potluck.Optimizer(run, shared, **large)
+        case "sync8":
+            return potluck.Optimizer(run, shared, codecs=CodecChoice.by_role({"gradient": "blockwise8"}), **large)
         case "delays":
             return potluck.Optimizer(
                 run, shared, delay_grad_averaging=True, delay_optimizer_step=True, offload_optimizer=True, **large

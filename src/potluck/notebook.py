@@ -76,8 +76,7 @@ def _joined(link: str, name: str, screen: Screen) -> Joined:
 
 
 def _follow_manifest(run: Joined, screen: Screen) -> NoticeBoard:
-    session = run.peer.session
-    board = NoticeBoard(session.hub, session.subjects.run)
+    board = NoticeBoard.of(run.peer.session)
     run.attach(board.close)
     run.call(board.start())
     if board.manifest is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from browser import Visit, open_browser
 from commandline import PATIENCE_SECONDS, Terminal, events, until_event
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, Locator
 
 from potluck.hub.joinlink import JoinLink
 from potluck.testing.polling import poll_until_sync
@@ -80,6 +80,12 @@ def test_pages_load_without_a_complaint_and_show_names_as_text(bakery: Bakery) -
         page = visit.see("/peers")
         page.wait_for_selector(f"td a:text-is({SCRIPT!r})".replace("'Mallory'", "\\'Mallory\\'"))
         assert page.locator("td script").count() == 0
+        for _ in range(2):  # the fastest first
+            page.click("th:has-text('Samples/s')")
+        page.wait_for_selector("th[aria-sort=descending]")
+        rates = [float(text.replace(",", "") or 0) for text in page.locator("td:nth-child(2)").all_inner_texts()]
+        assert rates == sorted(rates, reverse=True)
+        assert sum(rate > 0 for rate in rates) == 2
         page.click("td a:text-is('Ada')")
         page.wait_for_selector(".page-title:text-is('Ada')")
         assert visit.complaints == []
@@ -165,6 +171,76 @@ def test_an_organiser_pauses_the_run_and_has_it_go_on(bakery: Bakery) -> None:
         page.wait_for_selector(".item-title:has-text('optimizer.learning_rate = 0.002') >> nth=0")
         assert "Olga" in page.locator(".list").first.inner_text()
         assert visit.complaints == []
+
+
+def test_an_organiser_has_the_run_go_back(bakery: Bakery) -> None:
+    log = bakery.terminal.folder / "run" / "organisers.log"
+    poll_until_sync(lambda: _has_backup(bakery) or None, PATIENCE_SECONDS, "a backup")
+    with bakery.visit() as visit:
+        visit.log_in(bakery.token)
+        page = visit.see("/control")
+        page.get_by_text("Pause", exact=True).click()  # so that no newer backup takes the place of the oldest
+        visit.confirm()
+        page.wait_for_selector(".pill:text-is('paused')")
+
+        def ask() -> str:
+            page.locator(".q-select").click()
+            oldest = page.locator(".q-menu .q-item").last
+            found = re.search(r"epoch (\d+(?:,\d{3})*)", oldest.inner_text())
+            assert found is not None
+            oldest.click()
+            page.get_by_role("button", name="Roll back").click()
+            page.wait_for_selector(f".dialog .card-title:text-is('Go back to epoch {found.group(1)}?')")
+            return found.group(1)
+
+        ask()
+        page.get_by_role("button", name="Cancel").click()
+        page.wait_for_selector(".dialog", state="hidden")
+        assert "back to epoch" not in log.read_text()
+        epoch = ask()
+        visit.confirm()
+        told = f"back to epoch {epoch.replace(',', '')}"
+        page.wait_for_selector(f".item-title:text-is('{told}') >> nth=0")
+        assert "Olga" in page.locator(".item", has_text=told).first.inner_text()
+        poll_until_sync(
+            lambda: re.search(rf'"who":"Olga".*{told}.*"done"', log.read_text()), PATIENCE_SECONDS, "who did it"
+        )
+        page.get_by_text("Resume", exact=True).click()
+        visit.confirm()
+        visit.see("/rounds").wait_for_selector(f".item-note:has-text('the run went back to epoch {epoch}')")
+        visit.page.wait_for_selector(".pill:text-is('training')")
+        assert visit.complaints == []
+
+
+def _has_backup(bakery: Bakery) -> bool:
+    return any((bakery.terminal.folder / "run" / "states" / "backups").glob("epoch-*.json"))
+
+
+def test_what_the_model_says_is_seen_from_any_machine(bakery: Bakery) -> None:
+    elsewhere = bakery.terminal.start("dashboard", str(bakery.link), "--port", "0", "--json", name="elsewhere")
+    url = until_event(elsewhere, "dashboard")["url"]
+    with Visit(bakery.browser, url) as visit:
+        page = visit.see("/preview")
+        page.wait_for_selector(".preview:has-text('seen')")
+        page.wait_for_selector(".card-note:has-text('at epoch')")
+        assert visit.see("/").locator("a[href='/login']").count() == 0  # there are no organisers' pages here
+        assert visit.complaints == []
+
+
+def test_on_a_phone_one_sees_where_one_is(bakery: Bakery) -> None:
+    with bakery.visit(viewport={"width": 390, "height": 844}) as visit:
+        visit.log_in(bakery.token)
+        for path in (*PUBLIC_PAGES, "/members", "/control"):
+            here = visit.see(path).locator(".nav-link.here")
+            poll_until_sync(lambda here=here: _is_in_sight(here) or None, PATIENCE_SECONDS, f"the tab of {path}")
+            wide = visit.page.evaluate("document.documentElement.scrollWidth")
+            assert wide <= 390, f"{path} is {wide} pixels wide"
+        assert visit.complaints == []
+
+
+def _is_in_sight(element: Locator) -> bool:
+    box = element.bounding_box()
+    return box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 390
 
 
 def test_everybody_who_helps_has_a_vote(bakery: Bakery) -> None:

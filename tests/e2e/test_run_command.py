@@ -35,16 +35,20 @@ def test_pause_roll_back_change_and_resume(terminal: Terminal) -> None:
 
     assert steer("pause", "--by", "Grace", "--reason", "to look at it")["paused"]
     until_progress(ada, paused=True)
-    oldest = min(int(path.stem.removeprefix("epoch-")) for path in (terminal.folder / "hub").rglob("epoch-*.json"))
-    done = steer("rollback", "--to", str(oldest), "--by", "Grace")
+    backups = (terminal.folder / "hub").rglob("epoch-*.json")
+    newest = max(int(path.stem.removeprefix("epoch-")) for path in backups)  # older ones make room for newer
+    listed = {state["epoch"]: state for state in steer("rollback")}
+    assert "this host" in listed[newest]["keepers"]
+    assert "Ada" in max(listed.values(), key=lambda state: int(state["epoch"]))["keepers"], "she holds the newest"
+    done = steer("rollback", "--to", str(newest), "--by", "Grace")
     assert done["done"], host.output()
-    assert f"goes back to the state of epoch {oldest}" in host.output().replace("\n", " ")
+    assert f"goes back to the state of epoch {newest}" in host.output().replace("\n", " ")
     steer("set", "learning_rate=2e-3", "--by", "Grace")
     assert not steer("resume", "--by", "Grace")["paused"]
     until_epoch(ada, done["epoch"] + 3)
     terminal.fresh = True  # from here on as for a person, with the imports
     log = steer("log")
-    told = ["paused", f"back to epoch {oldest}", "optimizer.learning_rate = 2e-3", "resumed"]
+    told = ["paused", f"back to epoch {newest}", "optimizer.learning_rate = 2e-3", "resumed"]
     assert [row["what"] for row in log] == told
     assert (log[0]["by"], log[0]["reason"]) == ("Grace", "to look at it")
     assert log[2]["from_epoch"] == done["epoch"] + 2

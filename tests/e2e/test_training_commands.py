@@ -44,6 +44,13 @@ def test_a_trainer_an_aux_peer_and_what_comes_of_it(fresh_terminal: Terminal) ->
     saved = terminal.ask("checkpoint", "save", link, "--to", folder, patience_seconds=LONG_SECONDS)
     [row] = terminal.ask("checkpoint", "verify", "--path", folder, patience_seconds=LONG_SECONDS)
     assert (row["epoch"], row["whole"]) == (saved["epoch"], True)
+    elsewhere = terminal.folder / "elsewhere"
+    place_there = (f"file://{elsewhere}", "--path", folder)
+    uploaded = terminal.ask("checkpoint", "upload", *place_there, patience_seconds=LONG_SECONDS)
+    assert uploaded["epoch"] == saved["epoch"]
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == {
+        path.name: path.read_bytes() for path in folder.iterdir()
+    }
     file = terminal.folder / "model.safetensors"
     terminal.run("checkpoint", "export", file, "--path", folder, patience_seconds=LONG_SECONDS)
     assert set(load_file(file)) == {"0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"}

@@ -1,4 +1,4 @@
-"""A member in a process of its own: connects, hands in its card, beacons until it is stopped.
+"""A member in a process of its own: connects, hands in its card, beacons until it is stopped, and hears the others.
 
 python memberprocess.py SERVER RUN SEED_FILE
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from pathlib import Path
 
 from potluck.errors import RetryableError
 from potluck.hub.address import HubAddress
+from potluck.hub.connection import Delivery
 from potluck.hub.keys import public_key
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.presence import Beacon, Card
@@ -21,6 +23,16 @@ from potluck.messages import encode
 async def main(server: str, run: str, seed: bytes) -> None:
     peer, subjects, session = public_key(seed), Subjects(run), f"process-{id(object()):x}"
     connection = await NatsConnection.connect(HubAddress(servers=(server,)), seed=seed, run=run, name=f"main.{session}")
+    heard: Counter[str] = Counter()
+
+    def hear(delivery: Delivery) -> None:
+        sender = delivery.subject.split(".")[3]
+        heard[sender] += 1
+        if heard[sender] == 1:
+            print(f"heard {sender}", flush=True)
+
+    for subject in (subjects.beacon("*"), subjects.news("*", ">")):
+        await connection.subscribe(subject, hear)
     card = Card(session=session, role="trainer")
     await connection.request(subjects.card(peer), encode(card), timeout_seconds=30)
     print("joined", flush=True)

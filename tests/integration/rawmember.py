@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from potluck.hub.keys import Signer
@@ -45,7 +46,11 @@ class RawMember:
         }
         raw = cls(reader, writer)
         writer.write(f"CONNECT {json.dumps(options)}\r\n".encode())
-        assert (await raw.settle()).errors == []
+        try:
+            assert (await raw.settle()).errors == []
+        except BaseException:
+            await raw.close()
+            raise
         return raw
 
     def publish(self, subject: str, payload: bytes = b"", reply: str = "") -> None:
@@ -78,6 +83,7 @@ class RawMember:
                     await self._reader.readexactly(int(rest[-1]) + 2)
 
     async def close(self) -> None:
-        """Hang up."""
+        """Hang up, if the hub has not."""
         self._writer.close()
-        await self._writer.wait_closed()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()

@@ -48,22 +48,34 @@ async def test_a_plain_loop_comes_to_its_end(tmp_path: Path, children: Children)
     assert re.search(r"^done at epoch 10: loss [\d.]+$", alone.output(), re.MULTILINE)
 
 
+async def as_second_peer(children: Children, folder: Path, name: str, *arguments: str) -> ManagedProcess:
+    """The example to its end, with a few steps, in a run that another one has started and goes on with."""
+    shared = ("--target-batch-size", "32", *arguments)
+    first = start(children, folder / "first", name, "--steps", "1000000", *shared)
+    second = start(children, folder / "second", name, "--steps", "8", *shared, link=await printed_link(first))
+    assert await second.until_exit(PATIENCE_SECONDS * 2) == 0, second.tail()
+    assert first.exit_code is None, first.tail()
+    return second
+
+
 @pytest.mark.timeout(300)
-async def test_the_lightning_example_trains_and_validates(tmp_path: Path, children: Children) -> None:
-    alone = start(children, tmp_path, "lightning_lm.py", "--steps", "8", "--target-batch-size", "32")
-    assert await alone.until_exit(PATIENCE_SECONDS * 2) == 0, alone.tail()
-    [loss] = re.findall(r"^done: loss ([\d.]+) on text", alone.output(), re.MULTILINE)
+async def test_the_lightning_example_trains_with_another_and_validates(tmp_path: Path, children: Children) -> None:
+    second = await as_second_peer(children, tmp_path, "lightning_lm.py")
+    [loss] = re.findall(r"^done: loss ([\d.]+) on text", second.output(), re.MULTILINE)
     assert 0.0 < float(loss) < 6.0
 
 
 @pytest.mark.timeout(300)
-async def test_the_albert_example_trains_on_a_dataset_of_ones_own(tmp_path: Path, children: Children) -> None:
+async def test_the_albert_example_trains_with_another_on_a_dataset_of_ones_own(
+    tmp_path: Path, children: Children
+) -> None:
     data = tmp_path / "data"
     data.mkdir()
     (data / "train.txt").write_text("Everybody brings what they have, and all eat together.\n" * 200)
-    arguments = ("--steps", "8", "--target-batch-size", "32", "--dataset", str(data))
-    alone = start(children, tmp_path / "alone", "transformers_albert.py", *arguments)
-    assert await alone.until_exit(PATIENCE_SECONDS * 2) == 0, alone.tail()
-    assert "'potluck_epoch': 4" in alone.output()
-    [loss] = re.findall(r"^done: loss ([\d.]+) on average", alone.output(), re.MULTILINE)
+    second = await as_second_peer(children, tmp_path, "transformers_albert.py", "--dataset", str(data))
+    told = re.findall(r"'potluck_epoch': (\d+).*'potluck_own_samples': (\d+), 'potluck_peers': (\d+)", second.output())
+    assert told
+    assert int(told[-1][1]) == 8 * 16
+    assert int(told[-1][2]) == 2
+    [loss] = re.findall(r"^done: loss ([\d.]+) on average", second.output(), re.MULTILINE)
     assert 0.0 < float(loss) < 8.0

@@ -10,7 +10,7 @@ import pytest
 from frameworkprograms import Programs, assert_as_one_process, digests, finish, printed_link, told, until_in
 from traincompany import PATIENCE_SECONDS, house_with_link
 
-from potluck.testing.processes import Children
+from potluck.testing.processes import Children, ManagedProcess
 
 # The snippet in the documentation of lightning-hivemind: the import and the accelerator are changed, and nothing else.
 SNIPPET = """
@@ -43,35 +43,36 @@ async def test_the_snippet_of_hivemind_trains_two_peers_of_which_one_dies_and_co
     snippet.write_text(SNIPPET.replace("8192", "48").replace("gamma=...", "gamma=0.999"))
     programs = Programs(children, tmp_path, "lightningchild.py")
     endless = ("1000000", "{}", str(snippet))
-    first = programs.start(0, *endless)
-    link = await printed_link(first)
-    second = programs.start(1, *endless, link=link)
-    await until_in(first, second)
-    await second.until_line(r'"done": [3-9],', PATIENCE_SECONDS)
-    second.kill()
-    again = programs.start(1, *endless, link=link)
-    await until_in(again)
-    back = await again.until_line(r'"done": (\d+),', PATIENCE_SECONDS)
-    for program in (first, again):
-        await program.until_line(rf'"done": {int(back.group(1)) + 3},', PATIENCE_SECONDS)
-    assert told(again, "joined")[0]["epoch"] >= 3  # it took over what the run had
-    held = digests(first, second, again)
-    assert all(len(each) == 1 for each in held.values()), held
+    first = await dies_and_comes_back(programs, *endless)
     assert any(line["peers"] == 2 for line in told(first, "done"))
     for line in told(first, "done"):
         assert line["rate"] == pytest.approx(0.1 * 0.999 ** line["done"])
 
 
+async def dies_and_comes_back(programs: Programs, *arguments: str, num_programs: int = 2) -> ManagedProcess:
+    """Some programs in one run, of which the last is killed and started again; all hold the same. The first of them."""
+    first = programs.start(0, *arguments)
+    link = await printed_link(first)
+    others = [programs.start(number, *arguments, link=link) for number in range(1, num_programs)]
+    await until_in(first, *others)
+    killed = others.pop()
+    await killed.until_line(r'"done": [3-9],', PATIENCE_SECONDS)
+    killed.kill()
+    again = programs.start(num_programs - 1, *arguments, link=link)
+    await until_in(again)
+    back = await again.until_line(r'"done": (\d+),', PATIENCE_SECONDS)
+    for program in (first, *others, again):
+        await program.until_line(rf'"done": {int(back.group(1)) + 3},', PATIENCE_SECONDS)
+    assert told(again, "joined")[0]["epoch"] >= 3  # it took over what the run had
+    held = digests(first, *others, killed, again)
+    assert all(len(each) == 1 for each in held.values()), held
+    return first
+
+
 @pytest.mark.timeout(480)
-async def test_two_lightning_peers_equal_one_process_and_leave_when_they_are_done(
+async def test_three_lightning_peers_equal_one_process_and_leave_when_they_are_done(
     tmp_path: Path, children: Children
 ) -> None:
-    await equal_one_process(tmp_path, children, {}, {"client_mode": True})
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(900)
-async def test_three_lightning_peers_equal_one_process(tmp_path: Path, children: Children) -> None:
     await equal_one_process(tmp_path, children, {}, {"client_mode": True}, {})
 
 
@@ -100,3 +101,12 @@ async def test_two_trainers_of_transformers_equal_one_process(tmp_path: Path, ch
     assert one == other
     assert_as_one_process(one, num_epochs, first, second)
     assert any(line["potluck_peers"] == 2 for line in told(first, "done"))
+
+
+@pytest.mark.timeout(480)
+async def test_three_trainers_of_transformers_of_which_one_dies_and_comes_back(
+    tmp_path: Path, children: Children
+) -> None:
+    programs = Programs(children, tmp_path, "transformerschild.py")
+    first = await dies_and_comes_back(programs, "1000000", str(tmp_path / "output"), num_programs=3)
+    assert any(line["potluck_peers"] == 3 for line in told(first, "done"))

@@ -246,7 +246,10 @@ async def flooded(
         await relay.start()
         links.update_peer(presence(BOB.peer))
         await ask(links, b"before")
-        hostile = children.spawn([sys.executable, FLOODER, hub.url, CAROL.seed.decode(), BOB.peer], name="hostile")
+        subject = SUBJECTS.relay(BOB.peer, CAROL.peer)
+        hostile = children.spawn(
+            [sys.executable, FLOODER, hub.url, CAROL.seed.decode(), "bulk", subject], name="hostile"
+        )
         await hostile.until_line("let in")
         yield links, victim
         assert hostile.exit_code is None, hostile.output()

@@ -15,7 +15,8 @@ COMMANDS = [
     *(["run", name] for name in ("pause", "resume", "set", "rollback", "show", "log")),
     *(["checkpoint", name] for name in ("list", "verify", "save", "export", "upload")),
     ["download", "data"],
-    ["members", "excluded"],
+    *(["members", name] for name in ("invite", "invites", "revoke", "requests", "approve", "deny", "list")),
+    *(["members", name] for name in ("ban", "unban", "bans", "pardon", "excluded")),
 ]
 
 

@@ -30,7 +30,7 @@ from potluck.monitor.dashboard.state import status_of
 from potluck.monitor.series import downsample
 from potluck.monitor.view import Overview, PeerRow, RunView
 from potluck.run.linknews import MAX_LINKS, LinkFigures, LinkNews
-from potluck.training.history import RoundMember, RoundRecord
+from potluck.training.history import FailureRecord, RoundMember, RoundRecord
 from potluck.training.manifest import Settings
 
 TOKEN = "an organiser's token, long enough"
@@ -222,6 +222,21 @@ def test_what_peers_chose_is_never_a_key_of_a_chart(name: str) -> None:
     assert keys_of(charts.network([row("a", f":{name}")], [])) == keys_of(charts.network([row("a", "plain")], []))
 
 
+def test_a_round_that_failed_is_told_with_phase_reason_and_members() -> None:
+    from potluck.monitor.dashboard.pages.rounds import failure_of, title_of_failure
+
+    names = tuple(f"peer {number}" for number in range(8))
+    failed = FailureRecord(
+        epoch=1200, attempt=2, failed_at=5.0, seconds=12.0, phase="exchanging", reason="Ada was lost", members=names
+    )
+    assert title_of_failure(failed) == "Epoch 1,200, attempt 2 was given up"
+    assert failure_of(failed) == (
+        "exchanging after 12 s: Ada was lost · members: peer 0, peer 1, peer 2, peer 3, peer 4, peer 5 and 2 more"
+    )
+    unplanned = FailureRecord(epoch=1, attempt=1, failed_at=5.0, seconds=0.0, phase="planning", reason="nobody reduces")
+    assert failure_of(unplanned) == "planning: nobody reduces"
+
+
 def test_charts_can_be_sent_and_show_phases_and_trouble() -> None:
     members = (RoundMember(peer="a", seconds=1.5),)
     records = [
@@ -229,8 +244,13 @@ def test_charts_can_be_sent_and_show_phases_and_trouble() -> None:
         RoundRecord(epoch=2, committed_at=9.0, seconds=1.0, left_out={"bob": "it was gone"}),
     ]
     assert charts.phases_of(records[0]) == (3.0, 1.5, 0.5)
-    options = charts.round_phases(records, with_training=True)
-    assert [series["data"] for series in options["series"]] == [[3.0, 0.0], [1.5, 0.0], [0.5, 1.0], [[1, 1.0]]]
+    failures = [
+        FailureRecord(epoch=2, attempt=number, failed_at=5.0, seconds=0.5, phase="exchanging", reason="bob was lost")
+        for number in (1, 2)
+    ]
+    options = charts.round_phases(records, failures, with_training=True)
+    bars = [[3.0, 0.0], [1.5, 0.0], [0.5, 1.0]]
+    assert [series["data"] for series in options["series"]] == [*bars, [[1, 1.0]], [[1, 1.0]]]
     assert charts.round_phases(records, with_training=False)["series"][0]["name"] == "exchange"
     series = downsample(np.arange(1000.0), np.sin(np.arange(1000.0)), 50)
     line = charts.line("x", charts.pairs(series.x, series.mean, "at"), charts.BLUE)

@@ -59,6 +59,18 @@ def finish_of(decisions: list[Decision]) -> Finish:
     return finish
 
 
+def test_a_round_that_is_given_up_says_when_and_who() -> None:
+    desk = Desk(make_plan(3, 3, 2))
+    desk.now = 2.0
+    desk.director.member_gone(0, "dead", 2.0)
+    desk.director.member_gone(1, "left", 2.0)
+    [decision] = [each for each in desk.director.member_gone(2, "dead", 2.0) if isinstance(each, GiveUp)]
+    failure = desk.director.failure(decision.reason, 5.0)
+    assert (failure.key, failure.phase, failure.seconds) == (KEY, "exchanging", 5.0)
+    assert failure.members == ("peer0", "peer1", "peer2")
+    assert failure.troubles == {"peer0": "dead", "peer1": "left", "peer2": "dead"}
+
+
 # Whose word counts
 
 

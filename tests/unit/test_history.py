@@ -12,6 +12,7 @@ from potluck.messages import decode, encode
 from potluck.monitor.follower import RunFollower
 from potluck.peer.identity import Identity
 from potluck.round.averager import Averager
+from potluck.round.outcome import FailedRound
 from potluck.round.plan import Commit, CommittedMember, RoundKey
 from potluck.testing.memoryrun import MemoryRun
 from potluck.testing.polling import poll_until
@@ -45,6 +46,17 @@ def commit(epoch: int, *, at: float = 100.0, seconds: float = 2.0, **members: fl
         committed_at=at,
         seconds=seconds,
         left_out={"carol": "it was gone"},
+    )
+
+
+def failed(epoch: int, *members: str) -> FailedRound:
+    return FailedRound(
+        key=RoundKey(epoch=epoch, token=1, attempt=1),
+        phase="exchanging",
+        reason=f"too many members were lost: {members[-1]}: was gone",
+        members=members,
+        troubles={members[-1]: "was gone"},
+        seconds=4.0,
     )
 
 
@@ -84,11 +96,16 @@ async def test_the_coordinator_writes_the_history_and_a_newcomer_reads_all_of_it
     await run.kill(alice)
     await poll_until(lambda: bool(second.lease.token), 60, "another coordinator")
     second._committed(commit(2, at=110.0, **{bob.peer_id: 1.0}))
-    await poll_until(lambda: second_desk.counts["rounds"] == 1, 60, "another round")
+    second._coordinator.on_failure(failed(3, bob.peer_id, alice.peer_id))
+    await poll_until(lambda: second_desk.counts["rounds"] == second_desk.counts["failures"] == 1, 60, "another round")
     await second_desk.close()
     newcomer = await run.join("newcomer", identity=Identity.temporary(), role="observer")
     follower = await RunFollower.start(newcomer.session)
     assert [record.epoch for record in follower.past.rounds()] == [1, 2]
+    [failure] = follower.past.failures()
+    assert (failure.epoch, failure.attempt, failure.phase, failure.seconds) == (3, 2, "exchanging", 4.0)
+    assert failure.members == ("bob", alice.peer_id[:12])
+    assert failure.reason == f"too many members were lost: {alice.peer_id[:12]}: was gone"
     assert follower.past.points["epoch"].tolist()[-1] == 2
     assert follower.past.total("sent_bytes") == 3000.0
     entry = await newcomer.session.hub.store("history").get(round_key(2))

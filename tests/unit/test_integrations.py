@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import (
     LRScheduler,
     MultiStepLR,
     OneCycleLR,
+    ReduceLROnPlateau,
     SequentialLR,
 )
 
@@ -106,6 +107,64 @@ def test_a_mirror_shows_and_saves_and_does_not_step() -> None:
     assert mirror.state_dict() == scheduler.state_dict()
     mirror.load_state_dict({**scheduler.state_dict(), "last_epoch": 7})
     assert scheduler.last_epoch == 7
+
+
+def plateau() -> tuple[torch.optim.Optimizer, RunSchedule, Any]:
+    optimizer = make_optimizer()
+    schedule = RunSchedule([(ReduceLROnPlateau(optimizer, factor=0.5, patience=0), 1)])
+    [mirror] = schedule.mirrors()
+    return optimizer, schedule, mirror
+
+
+def mean(schedules: list[RunSchedule], weights: list[float]) -> dict[str, torch.Tensor]:
+    told = [schedule.measures()["0"] for schedule in schedules]
+    return {"0": sum(w * each for w, each in zip(weights, told, strict=True)) / sum(weights)}  # type: ignore[dict-item]
+
+
+def test_a_plateau_is_that_of_all_peers_and_their_rates_stay_the_same() -> None:
+    peers = [plateau(), plateau(), plateau()]
+    schedules = [schedule for _, schedule, _ in peers]
+    mirrors = [mirror for _, _, mirror in peers]
+    assert isinstance(mirrors[0], ReduceLROnPlateau)  # by which frameworks know it
+
+    def epoch() -> float:
+        heard = mean(schedules, [1.0, 2.0, 5.0])
+        for schedule in schedules:
+            schedule.hear(heard)
+            schedule.step()
+        [rate] = {optimizer.param_groups[0]["lr"] for optimizer, _, _ in peers}
+        return float(rate)
+
+    mirrors[0].step(1.0)
+    mirrors[1].step(torch.tensor(4.0))
+    assert epoch() == 1.0
+    assert schedules[0].state_dict()["schedulers/0/last_epoch"] == 0  # of 8 samples, those of 3 are not enough
+    mirrors[2].step(1.0)
+    assert epoch() == 1.0
+    assert schedules[2].state_dict()["schedulers/0/best"] == pytest.approx((1 * 1 + 2 * 4 + 5 * 1) / 8)
+    assert epoch() == 1.0  # nobody has measured since
+    mirrors[0].step(0.0)  # better here,
+    mirrors[2].step(9.0)  # worse for all
+    assert epoch() == 0.5
+    assert all(schedule.state_dict() == schedules[0].state_dict() for schedule in schedules)
+
+
+def test_what_is_measured_during_a_round_counts_for_the_next() -> None:
+    _, schedule, mirror = plateau()
+    mirror.step(1.0)
+    heard = schedule.measures()
+    mirror.step(2.0)
+    schedule.hear(heard)
+    assert schedule.measures()["0"].tolist() == [2.0, 1.0]
+
+
+def test_a_metric_that_is_none_is_left_out_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+    _, schedule, mirror = plateau()
+    mirror.step(float("nan"))
+    assert schedule.measures()["0"].tolist() == [0.0, 0.0]
+    assert "left out" in caplog.text
+    with pytest.raises(ConfigurationError, match="without one"):
+        mirror.step()
 
 
 def test_a_frequency_of_nothing_is_refused() -> None:

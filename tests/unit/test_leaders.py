@@ -44,7 +44,7 @@ class Cluster:
         jetstream = self.hub.connect("JETSTREAM")
         await jetstream.subscribe("$JS.API.STREAM.INFO.*", self._info)
         await jetstream.subscribe("$JS.API.STREAM.LEADER.STEPDOWN.*", self._step_down)
-        await self.system.follow(self._opened, lambda _connection, _reason: None)
+        await self.system.follow(self._opened, lambda _connection, _reason: None, lambda _traffic: None)
         await self.keeper.start()
 
     async def come(self, peer: str, server: str, number: int) -> None:

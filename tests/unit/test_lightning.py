@@ -101,6 +101,18 @@ def test_sixteen_bits_with_a_scaler_and_a_batch_that_overflows() -> None:
     assert not torch.equal(ours.values[0], parameters_of(make_model())[0])
 
 
+def test_sixteen_bits_with_an_optimizer_that_is_offloaded() -> None:
+    def precision() -> MixedPrecision:
+        return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+
+    plain, ours = Regression(), Regression()
+    trainer(plugins=[precision()], gradient_clip_val=0.05).fit(plain, loader(NUM_BATCHES))
+    with train_lab() as lab:
+        offloaded = strategy(lab, offload_optimizer=True)
+        trainer(offloaded, plugins=[precision()], gradient_clip_val=0.05).fit(ours, loader(NUM_BATCHES))
+    assert_same(ours, plain)
+
+
 def test_on_a_cpu_lightning_itself_takes_bfloat16_for_float16() -> None:
     with train_lab() as lab, pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU"):
         assert trainer(strategy(lab), precision="16-mixed").precision == "bf16-mixed"
@@ -183,6 +195,58 @@ def test_scheduler_fn_sets_the_rates_with_and_without_delays(tmp_path: Path, del
     assert fitting.optimizers[0].param_groups[0]["lr"] == rates[-1] * 0.5  # each epoch was landed in the end
 
 
+def plateau(module: Regression, **monitor: str) -> Any:
+    optimizer = sgd(module)
+    scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **monitor}}
+
+
+def test_a_plateau_alone_is_that_of_plain_lightning() -> None:
+    plain, ours = (Regression(partial(plateau, monitor="val_loss")) for _ in range(2))
+    trainer(max_epochs=5).fit(plain, loader(2), loader(1, first=100))
+    with train_lab() as lab:
+        trainer(strategy(lab), max_epochs=5).fit(ours, loader(2), loader(1, first=100))
+    assert_same(ours, plain)
+    assert ours.rates[-1] < ours.rates[0]
+
+
+class Moody(Regression):
+    """Whose metric gets better or worse, whatever it learns."""
+
+    def __init__(self, change: float) -> None:
+        super().__init__(partial(plateau, monitor="mood"))
+        self.change = change
+        self.rate_by_epoch: dict[int, float] = {}
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mood", 10.0 + self.change * self.current_epoch)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, PotluckStrategy)
+        self.rate_by_epoch[strategy.epoch] = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.trainer.should_stop = strategy.epoch >= 12
+
+
+def test_peers_whose_metrics_differ_have_the_same_rates() -> None:
+    modules = [Moody(-4.0), Moody(+5.0)]  # alone the first would keep its rate, and the second halve it each time
+    with train_lab() as lab:
+        runs = [lab.join(f"trainer {number}") for number in range(2)]
+
+        def train(number: int) -> None:
+            chosen = strategy(lab, runs[number], target_batch_size=2 * BATCH_SIZE, matchmaking_time=20.0)
+            fitting = trainer(chosen, max_epochs=-1, num_sanity_val_steps=0)
+            fitting.fit(modules[number], loader(2, first=1000 * number), loader(1))
+
+        together(partial(train, 0), partial(train, 1))
+    one, other = (module.rate_by_epoch for module in modules)
+    common = sorted(one.keys() & other.keys())
+    assert len(common) >= 6
+    assert [one[epoch] for epoch in common] == [other[epoch] for epoch in common]
+    assert one[common[-1]] < 0.1
+    assert_same(*modules)
+
+
 # Checkpoints
 
 
@@ -237,6 +301,31 @@ def test_a_run_that_goes_on_counts_more_than_a_checkpoint(tmp_path: Path) -> Non
     reference = Regression()
     trainer().fit(reference, loader(NUM_BATCHES + 1))  # one step after the two of the checkpoint
     assert_same(later, reference)
+
+
+# The end
+
+
+def test_samples_that_wait_at_the_end_are_handed_in() -> None:
+    ours, model = Regression(), make_model()
+    with train_lab() as lab:
+        trainer(strategy(lab, target_batch_size=4 * BATCH_SIZE)).fit(ours, loader(6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for numbers in ((0, 1, 2, 3), (4, 5)):
+        optimizer.zero_grad()
+        for number in numbers:
+            (loss_of(model, make_batch(number, BATCH_SIZE)) / len(numbers)).backward()
+        optimizer.step()
+    for got, wanted in zip(ours.values, parameters_of(model), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_whoever_does_not_want_that_leaves_at_once() -> None:
+    ours = Regression()
+    with train_lab() as lab:
+        chosen = strategy(lab, target_batch_size=4 * BATCH_SIZE, hand_in_seconds=0)
+        trainer(chosen).fit(ours, loader(3))
+    assert all(torch.equal(a, b) for a, b in zip(ours.values, parameters_of(make_model()), strict=True))
 
 
 # Together
@@ -321,7 +410,7 @@ def test_the_strategy_is_known_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POTLUCK_TARGET_BATCH_SIZE", "64")
     named = trainer("potluck").strategy
     assert isinstance(named, PotluckStrategy)
-    assert named._training.target_batch_size == 64
+    assert named._part.training.target_batch_size == 64
     monkeypatch.delenv("POTLUCK_TARGET_BATCH_SIZE")
     assert isinstance(trainer("potluck_diloco").strategy, PotluckStrategy)
     with pytest.raises(ConfigurationError, match="target_batch_size"):
@@ -347,12 +436,8 @@ def test_more_than_one_optimizer_is_refused() -> None:
     refused("2 optimizers, and a run trains with one", Two())
 
 
-def test_plateaus_are_refused_with_a_metric_and_without() -> None:
-    def plateau(module: Regression, **monitor: str) -> Any:
-        optimizer = sgd(module)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), **monitor}}
-
-    refused("ReduceLROnPlateau follows one peer's own metric", Regression(partial(plateau, monitor="val_loss")))
+def test_a_plateau_without_a_metric_is_refused() -> None:
+    refused("ReduceLROnPlateau has no metric to follow", scheduler_fn=ReduceLROnPlateau)
     with train_lab() as lab, pytest.raises(Exception, match="must include a monitor"):
         trainer(strategy(lab)).fit(Regression(plateau), loader(2))
 
@@ -406,6 +491,7 @@ def test_accelerators_that_are_not_known_and_several_devices_are_refused() -> No
         ({"target_batch_size": 8, "delay_optimizer_step": True, "offload_optimizer": False}, "offload_optimizer=True"),
         ({"algorithm": "diloco", "delay_grad_averaging": True}, "overlap_steps"),
         ({"target_batch_size": 8, "batch_size": 0}, "batch_size=0"),
+        ({"target_batch_size": 8, "hand_in_seconds": -1}, "hand_in_seconds=-1"),
         ({"target_batch_size": 8, "initial_peers": "/ip4/1.2.3.4/tcp/1/p2p/x"}, "address of hivemind's"),
         ({"target_batch_size": 8, "initial_peers": ["potluck://a", "potluck://b"]}, "2 links"),
         ({}, "POTLUCK_TARGET_BATCH_SIZE"),

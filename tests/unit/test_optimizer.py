@@ -527,6 +527,30 @@ def test_a_gradient_scaler() -> None:
             torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
 
 
+def test_a_gradient_scaler_with_an_optimizer_that_is_offloaded() -> None:
+    with train_lab() as lab:
+        trainer = Trainer(lab, 0, target_batch_size=4, offload_optimizer=True)
+        model = make_model()
+        optimizer = sgd(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        for number in range(3):
+            scaler.scale(loss_of(trainer.model, make_batch(number))).backward()
+            if number == 2:  # it looks at the optimizer's copies, and leaves the model's gradients as they are
+                scaler.unscale_(trainer.optimizer)
+                with pytest.raises(ConfigurationError, match="leave that call out"):
+                    trainer.optimizer.step(batch_size=4, grad_scaler=scaler)
+                break
+            trainer.optimizer.step(batch_size=4, grad_scaler=scaler)
+            scaler.update()
+            trainer.optimizer.zero_grad()
+            optimizer.zero_grad()
+            loss_of(model, make_batch(number)).backward()
+            optimizer.step()
+        assert trainer.optimizer.epoch == 2
+        for got, wanted in zip(parameters_of(trainer.model), parameters_of(model), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
+
+
 def test_what_was_saved_goes_on_bit_for_bit() -> None:
     def train(trainer: Trainer, num_steps: int) -> None:
         for _ in range(num_steps):

@@ -8,13 +8,20 @@ from pathlib import Path
 import pytest
 
 from potluck.errors import ConfigurationError
+from potluck.hub.address import HubAddress
 from potluck.hub.joinlink import JoinLink, organiser_hash
 from potluck.hub.keys import Signer, new_seed
 from potluck.hub.stores import MANIFEST_KEY
+from potluck.peer.identity import Identity
 from potluck.peer.organisers import KnownOrganisers
 from potluck.recipes.catalogue import RecipeRef
+from potluck.run.peer import Peer, PeerConfig
 from potluck.testing.memoryhub import MemoryHub
+from potluck.testing.memoryrun import MemoryRun
+from potluck.testing.polling import poll_until
+from potluck.testing.virtualloop import LoopClock, in_virtual_time
 from potluck.training import notice
+from potluck.training.helping import AuxiliaryWork
 from potluck.training.manifest import Manifest
 from potluck.training.notice import NoticeBoard
 
@@ -57,5 +64,39 @@ async def test_a_manifest_of_somebody_else_is_an_error_and_not_waited_out(tmp_pa
     await board.start()
     with pytest.raises(ConfigurationError, match="posing"):
         await board.first(10.0)
+    with pytest.raises(ConfigurationError, match="posing"):
+        board.check()
     await store.put(MANIFEST_KEY, notice.sign(manifest, ADA))
+    await poll_until(lambda: board.manifest == manifest, 10.0, "the organiser's own")
+    board.check()
     await board.close()
+
+
+async def test_whoever_comes_by_a_link_checks_by_it() -> None:
+    """Trainers, aux peers and observers alike: a peer's session carries the check to whoever reads the manifest."""
+    link = replace(LINK, organiser_hash=organiser_hash(ADA.public_key))
+    identity = Identity.temporary()
+    for config, is_checked in ((PeerConfig(link=link), True), (PeerConfig(invite="x"), False)):
+        check = Peer(HubAddress(servers=("nats://127.0.0.1:1",)), link.run, identity, config).session.check_organiser
+        check(ADA.public_key)
+        if is_checked:
+            with pytest.raises(ConfigurationError, match="not the organiser that the join link names"):
+                check(MALLORY.public_key)
+        else:
+            check(MALLORY.public_key)
+
+
+@in_virtual_time
+async def test_an_aux_peer_does_not_help_whoever_poses_as_the_organiser() -> None:
+    def check(organiser: str) -> None:
+        KnownOrganisers().check(replace(LINK, organiser_hash=organiser_hash(ADA.public_key)), organiser)
+
+    run = MemoryRun(clock=LoopClock())
+    await run.open()
+    manifest = Manifest(run=run.hub.subjects.run, recipe=RecipeRef(name="digits"))
+    await run.hub.connect("GUARD").store("manifest").put(MANIFEST_KEY, notice.sign(manifest, MALLORY))
+    alan = await run.join("Alan", role="aux")
+    alan.session.check_organiser = check
+    with pytest.raises(ConfigurationError, match="posing"):
+        await AuxiliaryWork.start(alan)
+    await run.close()

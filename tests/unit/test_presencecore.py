@@ -138,6 +138,26 @@ def test_a_closed_connection_is_death_at_once():
     assert "Client Closed" in scene.roster[ANN].reason
 
 
+def test_whom_the_hub_cuts_off_for_being_slow_is_suspected_and_comes_back():
+    scene = Scene()
+    scene.join()
+    scene.apply(scene.core.connected(ANN, connection(2)))
+    assert scene.apply(scene.core.disconnected(ANN, connection(1), "Slow Consumer (Pending Bytes)")) == []
+    assert scene.apply(scene.core.disconnected(ANN, connection(2), "Slow Consumer (Pending Bytes)")) == ["suspect"]
+    assert "Slow Consumer" in scene.roster[ANN].reason
+    scene.apply(scene.core.connected(ANN, connection(3)))
+    assert scene.apply(scene.core.beacon(ANN, "s1")) == ["alive"]
+
+
+def test_whom_the_hub_cuts_off_for_being_slow_is_dead_if_it_stays_silent():
+    scene = Scene()
+    scene.join()
+    assert scene.wait(4) == ["suspect"]
+    assert scene.apply(scene.core.disconnected(ANN, connection(1), "Slow Consumer (Write Deadline)")) == []
+    assert scene.apply(scene.core.beacon(ANN, "s1")) == []  # an echo
+    assert scene.wait(7) == ["dead"]
+
+
 def test_a_closed_connection_is_nothing_while_there_is_another():
     scene = Scene()
     scene.join()

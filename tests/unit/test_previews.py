@@ -1,4 +1,4 @@
-"""What the model says, read from a host's backups."""
+"""What the model says, read from a host's backups and told to all dashboards."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from potluck.clock import SystemClock
 from potluck.errors import ConfigurationError
+from potluck.hub.connection import Store
 from potluck.monitor import previews
+from potluck.monitor.follower import RunFollower
+from potluck.monitor.past import Past
 from potluck.monitor.previews import Previewer
 from potluck.optim.parameters import PARAMETER, prefixed
 from potluck.peer.identity import Identity
@@ -17,7 +21,9 @@ from potluck.recipes.catalogue import RecipeRef, open_recipe
 from potluck.state.backups import Backups
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.snapshot import stage
+from potluck.testing.memoryrun import MemoryRun
 from potluck.testing.polling import poll_until
+from potluck.training.history import KEPT_PREVIEWS, Preview, preview_key
 from potluck.training.manifest import Manifest
 
 DIGITS = Manifest(run="bakery", recipe=RecipeRef(name="digits"))
@@ -37,41 +43,78 @@ def save(folder: Path, epoch: int) -> torch.nn.Module:
     return model
 
 
-async def test_each_backup_is_read_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def in_run(run: MemoryRun) -> tuple[Store, RunFollower]:
+    """The history as the host writes it, and somebody elsewhere who follows."""
+    await run.open()
+    host = await run.join("host", identity=Identity.temporary(), coordinates=True, role="aux")
+    visitor = await run.join("visitor", identity=Identity.temporary(), role="observer")
+    return host.session.hub.store("history"), await RunFollower.start(visitor.session)
+
+
+async def test_each_backup_is_read_once_and_everybody_hears_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(previews, "EVERY_SECONDS", 0.01)
+    run = MemoryRun(clock=SystemClock())
+    history, follower = await in_run(run)
     save(tmp_path, 10)
-    previewer = Previewer(tmp_path, lambda: DIGITS)
+    previewer = Previewer(tmp_path, lambda: DIGITS, history)
     previewer.start()
-    await poll_until(lambda: len(previewer.previews) == 1, 60, lambda: previewer.problem or "a preview")
+    await poll_until(lambda: len(follower.past.previews()) == 1, 60, lambda: previewer.problem or "a preview")
     save(tmp_path, 20)
-    await poll_until(lambda: len(previewer.previews) == 2, 60, lambda: previewer.problem or "another")
+    await poll_until(lambda: len(follower.past.previews()) == 2, 60, lambda: previewer.problem or "another")
     await previewer.close()
-    said = previewer.previews[1]
+    said = follower.past.previews()[-1]
     assert (said.epoch, previewer.counts["made"]) == (20, 2)
     assert said.text.endswith("seen  " + " ".join("7" * 20))
     assert 0.0 < said.figures["accuracy"] < 0.3
-    again = Previewer(tmp_path, lambda: None)
+    again = Previewer(tmp_path, lambda: DIGITS, history)  # after a restart
     again.start()
-    assert list(again.previews) == list(previewer.previews)
+    save(tmp_path, 30)
+    await poll_until(lambda: len(follower.past.previews()) == 3, 60, lambda: again.problem or "the next")
     await again.close()
+    assert again.counts["made"] == 1
+    assert [entry.key for entry in await history.entries("preview.")] == ["preview.0", "preview.1", "preview.2"]
+    await follower.close()
+    await run.close()
 
 
 async def test_what_stands_in_the_way_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(previews, "EVERY_SECONDS", 0.01)
+    run = MemoryRun(clock=SystemClock())
+    history, follower = await in_run(run)
     save(tmp_path, 10)
     own = Manifest(run="bakery", recipe=RecipeRef(name="mine.py", digest="0" * 64))
-    previewer = Previewer(tmp_path, lambda: own)
+    previewer = Previewer(tmp_path, lambda: own, history)
     previewer.start()
     await poll_until(lambda: "--recipe" in previewer.problem, 60, lambda: previewer.problem)
     await previewer.close()
-    assert not previewer.previews
+    assert not follower.past.previews()
+    await follower.close()
+    await run.close()
 
 
-def test_a_line_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
-    (tmp_path / previews.PREVIEW_FILE).write_text('scribble\n{"epoch":3,"at":1.0,"text":"hello"}\n')
-    previewer = Previewer(tmp_path, lambda: None)
-    previewer.read()
-    assert [each.epoch for each in previewer.previews] == [3]
+async def test_what_is_no_preview_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(previews, "EVERY_SECONDS", 0.01)
+    run = MemoryRun(clock=SystemClock())
+    history, follower = await in_run(run)
+    await history.put("preview.7", b"scribble")
+    await poll_until(lambda: follower.counts["bad_previews"] == 1, 60, "what cannot be read")
+    save(tmp_path, 10)
+    previewer = Previewer(tmp_path, lambda: DIGITS, history)
+    previewer.start()
+    await poll_until(lambda: len(follower.past.previews()) == 1, 60, lambda: previewer.problem or "a preview")
+    await previewer.close()
+    await follower.close()
+    await run.close()
+
+
+def test_only_the_newest_previews_are_kept() -> None:
+    past = Past()
+    for epoch in range(KEPT_PREVIEWS + 3):
+        past.put_preview(Preview(epoch=epoch, at=1.0, text="hello"))
+    assert [each.epoch for each in past.previews()] == list(range(3, KEPT_PREVIEWS + 3))
+    assert preview_key(KEPT_PREVIEWS) == preview_key(0)
 
 
 def test_the_dashboard_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from potluck.messages import encode
 from potluck.optim.collaboration import Collaboration
 from potluck.optim.progress.keeper import TOPIC
 from potluck.optim.progress.pace import Pace, is_worth_another_step, patience_seconds
-from potluck.optim.progress.tracker import FORGET_SECONDS, ProgressTracker, RunProgress, predict_seconds
+from potluck.optim.progress.tracker import FOLLOW_SECONDS, FORGET_SECONDS, ProgressTracker, RunProgress, predict_seconds
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
 from potluck.testing.inlineworkers import InlineWorkers
@@ -44,6 +44,22 @@ def test_samples_of_all_peers_make_the_batch() -> None:
     assert tracker.summary(0.5).is_due
 
 
+def test_an_epoch_is_made_as_it_is_when_all_are_about_to_leave() -> None:
+    tracker = ProgressTracker(100)
+    gone = Beacon(session="s", samples=6, leaving=True)
+    tracker.heard("aux", beacon(), 0.0)
+    tracker.heard("a", gone, 0.0)
+    tracker.heard("b", beacon(samples=4, rate=5), 0.0)
+    assert not tracker.summary(0.0).is_due, "somebody goes on"
+    tracker.heard("b", gone, 0.1)
+    assert tracker.summary(0.1).is_due
+    tracker.heard("c", beacon(samples=1, rate=5), 0.2)
+    assert not tracker.summary(0.2).is_due
+    tracker.forget("c")
+    tracker.committed(1, 0.3)
+    assert not tracker.summary(0.3).is_due, "nothing is done yet"
+
+
 def test_a_prediction_is_not_a_reason_to_start() -> None:
     tracker = ProgressTracker(100)
     tracker.heard("a", beacon(samples=90, rate=10), 0.0)
@@ -59,19 +75,35 @@ def test_an_epoch_stays_due_when_those_who_average_in_the_background_count_towar
     assert tracker.summary(0.0).is_due
     tracker.heard("quick", beacon(epoch=1, samples=2), 0.1)
     assert tracker.summary(0.1).is_due
-    tracker.committed(1)
+    tracker.committed(1, 0.1)
     assert not tracker.summary(0.2).is_due
 
 
 def test_an_epoch_begins_anew_and_the_outdated_do_not_count() -> None:
     tracker = ProgressTracker(10)
-    tracker.heard("a", beacon(samples=10), 0.0)
-    tracker.heard("b", beacon(epoch=1, samples=4), 0.0)
-    tracker.committed(1)
-    progress = tracker.summary(0.0)
+    tracker.committed(1, 0.0)
+    tracker.heard("a", beacon(samples=10), 5.0)
+    tracker.heard("b", beacon(epoch=1, samples=4), 5.0)
+    progress = tracker.summary(5.0)
     assert (progress.epoch, progress.samples, progress.num_behind, progress.is_due) == (1, 4, 1, False)
-    tracker.committed(0)
-    assert tracker.summary(0.0).epoch == 1
+    tracker.committed(0, 5.0)
+    assert tracker.summary(5.0).epoch == 1
+
+
+def test_who_made_an_epoch_is_expected_to_work_on_the_next_before_it_says_so() -> None:
+    tracker = ProgressTracker(60)
+    for peer in "abc":
+        tracker.heard(peer, beacon(samples=20, rate=10), 0.0)
+    tracker.committed(1, 2.0)
+    tracker.heard("c", beacon(samples=20, rate=10), 2.1)  # sent before it had heard of the commit
+    progress = tracker.summary(2.5)
+    assert progress.due_in_seconds == pytest.approx(1.5)
+    assert (progress.samples, progress.num_trainers, progress.num_behind) == (0, 3, 0)
+    tracker.heard("a", beacon(epoch=1, samples=4, rate=10), 4.5)
+    tracker.heard("b", beacon(samples=20, rate=10), 4.5)  # it did not get the averages
+    progress = tracker.summary(4.5)
+    assert progress.due_in_seconds == pytest.approx((60 - 4 - 25) / 20)
+    assert (progress.num_trainers, progress.num_behind) == (2, 1)
 
 
 def test_the_silent_and_the_gone_are_forgotten() -> None:
@@ -128,21 +160,30 @@ def test_when_the_predicted_time_has_come_the_target_is_met(peers: list[tuple[in
         assert earlier < target * (1 + 1e-9)
 
 
+def last_epochs(events: list[tuple[str, int, int]], committed_at: float) -> list[int]:
+    """Where each peer is by its last word; who was one behind around the commit of an epoch has followed."""
+    heard = {peer: (at, time / 10) for time, (peer, at, _) in enumerate(events)}
+    epoch, until = max(at for _, at, _ in events), committed_at + FOLLOW_SECONDS
+    return [epoch if at == epoch - 1 and time <= until else at for at, time in heard.values()]
+
+
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 3), st.integers(0, 50)), max_size=40))
 def test_the_sum_is_that_of_the_last_words_at_this_epoch(events: list[tuple[str, int, int]]) -> None:
     tracker = ProgressTracker(60)
     last: dict[str, tuple[int, int]] = {}
-    epoch = 0
+    epoch, committed_at = 0, 0.0
     for time, (peer, at, samples) in enumerate(events):
-        tracker.heard(peer, beacon(at, samples), time / 100)
+        now = time / 10
+        tracker.heard(peer, beacon(at, samples), now)
         last[peer] = (at, samples)
-        epoch = max(epoch, at)
-        tracker.committed(epoch)
-        progress = tracker.summary(time / 100)
+        if at > epoch:
+            epoch, committed_at = at, now
+            tracker.committed(epoch, now)
+        progress = tracker.summary(now)
         expected = sum(count for its, count in last.values() if its == epoch)
         assert progress.samples == expected
         assert progress.is_due == (expected >= 60)
-        assert progress.num_behind == sum(1 for its, _ in last.values() if its < epoch)
+        assert progress.num_behind == sum(1 for its in last_epochs(events[: time + 1], committed_at) if its < epoch)
 
 
 # One peer's pace

@@ -227,6 +227,24 @@ def test_the_batch_size_is_found_by_trial(seconds: Any, largest: int, found: int
     assert batchsize._search(seconds, largest) == found
 
 
+@pytest.mark.parametrize(
+    ("seconds", "found"),
+    [
+        (lambda size: 1.5 + 0.1 * size, 16),  # each doubling pays: more than the usual time is taken
+        (lambda size: 0.2 + 0.8 * size, 2),  # they hardly do
+        (lambda size: 20.0, 1),  # a machine so slow that one try takes all the time there is
+    ],
+)
+def test_a_search_on_a_slow_machine_ends_in_time_and_not_before_it_has_paid(seconds: Any, found: int) -> None:
+    clock = [0.0]
+
+    def tried(size: int) -> float:
+        clock[0] += seconds(size)
+        return float(seconds(size))
+
+    assert batchsize._search(tried, 1024, lambda: clock[0]) == found
+
+
 def test_not_even_one_sample_fits() -> None:
     with pytest.raises(ConfigurationError, match="memory"):
         batchsize._search(lambda _size: None, 64)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from test_training_recovery import Trainer, assert_alike
-from trainlab import PATIENCE_SECONDS, make_model, train_lab
+from trainlab import PATIENCE_SECONDS, make_model, together, train_lab
 
 from potluck.cli.options import bandwidth_of, bytes_of
 from potluck.errors import ConfigurationError
@@ -114,6 +115,17 @@ def test_who_leaves_hands_in_with_the_next_epoch() -> None:
         assert ada.optimizer.hand_in(1.0) == 0, "nothing is left"
 
 
+def test_those_who_leave_at_the_same_time_make_a_last_epoch_together() -> None:
+    with train_lab() as lab:
+        trainers = [Trainer(lab, number) for number in range(2)]
+        for trainer in trainers:
+            trainer.step()
+        handed_in = together(*(partial(trainer.optimizer.hand_in, PATIENCE_SECONDS) for trainer in trainers))
+        assert handed_in == [4, 4]
+        assert [trainer.optimizer.epoch for trainer in trainers] == [1, 1]
+        assert_alike(trainers)
+
+
 def test_who_leaves_does_not_wait_for_an_epoch_that_is_far_off() -> None:
     with train_lab() as lab:
         ada, _grace = Trainer(lab, 0), Trainer(lab, 1)
@@ -121,6 +133,17 @@ def test_who_leaves_does_not_wait_for_an_epoch_that_is_far_off() -> None:
         assert ada.optimizer.hand_in(0.5) == 0
         assert ada.optimizer.epoch == 0
         assert ada.optimizer.samples == 4
+
+
+def test_when_all_leave_at_once_nobody_waits_for_the_others() -> None:
+    with train_lab() as lab:
+        trainers = [Trainer(lab, number) for number in range(2)]
+        for trainer in trainers:
+            trainer.step()
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            leaving = [pool.submit(trainer.optimizer.hand_in, 10 * PATIENCE_SECONDS) for trainer in trainers]
+            assert [each.result(PATIENCE_SECONDS) for each in leaving] == [4, 4]
+        assert_alike(trainers)
 
 
 @pytest.mark.parametrize("kind", ["sync", "diloco"])

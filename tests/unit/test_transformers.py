@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from trainlab import TrainLab, loss_of, make_batch, make_model, parameters_of, together, train_lab
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -22,6 +23,7 @@ from potluck.run.joined import Joined
 EXACT = CodecChoice.everything("float32")
 BATCH_SIZE = 4
 NUM_STEPS = 6
+ONE_AT_A_TIME = threading.Lock()  # accelerate has one state for the process, which two threads cannot make at once
 
 
 class Regression(nn.Module):
@@ -46,6 +48,10 @@ def samples(num_batches: int, first: int = 0) -> list[dict[str, Tensor]]:
 class InOrder(Trainer):
     """The same batches in the same order for everybody."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        with ONE_AT_A_TIME:
+            super().__init__(*arguments, **options)
+
     def _get_train_sampler(self, *_: Any) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
@@ -63,7 +69,8 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
         "logging_steps": 1,
         "remove_unused_columns": False,
     }
-    return TrainingArguments(**{**defaults, **options})
+    with ONE_AT_A_TIME:
+        return TrainingArguments(**{**defaults, **options})
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -169,6 +176,84 @@ def test_two_trainers_make_one_large_batch(tmp_path: Path) -> None:
 
 
 together_ = together
+
+
+class Moody(InOrder):
+    """Whose metric gets better or worse, whatever it learns."""
+
+    change = 0.0
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:  # type: ignore[override]
+        return {"eval_mood": 10.0 + self.change * self.state.global_step}
+
+
+def test_peers_whose_metrics_differ_have_the_same_rates(tmp_path: Path) -> None:
+    rates: list[dict[int, float]] = [{}, {}]
+
+    class Note(TrainerCallback):
+        def __init__(self, callback: PotluckCallback, noted: dict[int, float]) -> None:
+            self.callback, self.noted = callback, noted
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.noted[self.callback.epoch] = kwargs["optimizer"].param_groups[0]["lr"]
+            control.should_training_stop = self.callback.epoch >= 10
+
+    with train_lab() as lab:
+        runs = [lab.join(f"trainer {number}") for number in range(2)]
+
+        def train(number: int) -> None:
+            model = Regression()
+            ours = callback(lab, runs[number], target_batch_size=2 * BATCH_SIZE, matchmaking_time=20.0)
+            trainer = Moody(
+                model,
+                arguments(
+                    tmp_path / str(number),
+                    max_steps=1000,
+                    eval_strategy="steps",
+                    eval_steps=2,
+                    metric_for_best_model="mood",
+                    greater_is_better=False,
+                ),
+                train_dataset=samples(50, first=1000 * number),  # type: ignore[arg-type]
+                eval_dataset=samples(1),  # type: ignore[arg-type]
+                callbacks=[ours, Note(ours, rates[number])],
+                optimizers=ours.optimizers(sgd(model), partial(ReduceLROnPlateau, factor=0.5, patience=0)),  # type: ignore[arg-type]
+            )
+            trainer.change = (-2.0, 3.0)[number]
+            trainer.train()
+
+        together_(partial(train, 0), partial(train, 1))
+    one, other = rates
+    common = sorted(one.keys() & other.keys())
+    assert len(common) >= 5
+    assert [one[epoch] for epoch in common] == [other[epoch] for epoch in common]
+    assert one[common[-1]] < 0.1
+
+
+def test_a_plateau_without_a_metric_is_refused(tmp_path: Path) -> None:
+    model = Regression()
+    data: Any = samples(2)
+    with train_lab() as lab:
+        ours = callback(lab)
+        optimizers: Any = ours.optimizers(sgd(model), ReduceLROnPlateau)
+        trainer = InOrder(model, arguments(tmp_path), train_dataset=data, callbacks=[ours], optimizers=optimizers)
+        with pytest.raises(ConfigurationError, match="no metric to follow"):
+            trainer.train()
+
+
+def test_samples_that_wait_at_the_end_are_handed_in(tmp_path: Path) -> None:
+    with train_lab() as lab:
+        trainer = train_together(callback(lab, target_batch_size=4 * BATCH_SIZE), tmp_path, max_grad_norm=0.0)
+    model = make_model()
+    optimizer = sgd(model)
+    for numbers in ((0, 1, 2, 3), (4, 5)):
+        optimizer.zero_grad()
+        for number in numbers:
+            (loss_of(model, make_batch(number, BATCH_SIZE)) / len(numbers)).backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.9
+    for got, wanted in zip(parameters_of(trainer.model), parameters_of(model), strict=True):
+        torch.testing.assert_close(got, wanted)
 
 
 def test_a_trainer_with_an_optimizer_of_its_own_is_refused(tmp_path: Path) -> None:

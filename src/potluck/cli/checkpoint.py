@@ -43,12 +43,17 @@ def list_checkpoints(run: Run = "", folder: Folder = None, path: Backups_ = None
     if as_json:
         console.print_json(rows)
     else:
+        rows = [{**row, "digest": row["digest"][:12]} for row in rows]
         console.show_table(rows, empty="There are no backups yet.")
 
 
 @app.command("verify")
 def verify(
-    run: Run = "", folder: Folder = None, path: Backups_ = None, epoch: Epoch = None, as_json: AsJson = False
+    run: Run = "",
+    folder: Folder = None,
+    path: Backups_ = None,
+    epoch: Annotated[int | None, typer.Option(help="Which one; all of them unless given.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Read backups whole and check every byte by its hash. Exit code 1 if one is broken.
 
@@ -237,6 +242,6 @@ def _row(info: BackupInfo) -> dict[str, Any]:
         "run": info.run,
         "saved": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.saved_at)),
         "megabytes": round(info.inventory.num_bytes / 1e6, 1),
-        "digest": info.digest[:12],
+        "digest": info.digest,
         "file": str(info.tensors_path),
     }

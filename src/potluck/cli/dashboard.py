@@ -169,6 +169,7 @@ async def _of_hosted_run(
             helm=Steering(hub, record.run, Signer(keys.organiser_seed)),
             link=JoinLink.parse(record.link),
             folder=where,
+            history=hub.store("history"),
         )
 
         async def start() -> bool:
@@ -207,7 +208,7 @@ async def _serve(
     previewer = None
     try:
         if organising is not None:
-            previewer = Previewer(organising.folder, lambda: follower.manifest, recipe)
+            previewer = Previewer(organising.folder, lambda: follower.manifest, organising.history, recipe)
             previewer.start()
         server = module.DashboardServer(Dashboard(follower, organising, voter=voter, previewer=previewer), config)
         url = await server.start()

@@ -31,17 +31,18 @@ def receipts_folder() -> Path:
 
 def run_of_this_folder() -> str:
     """The name in the run.toml of the present folder; empty where there is none that can be read."""
-    return _said_here("name")
+    return said_in(Path("run.toml"), "name")
 
 
 def recipe_of_this_folder() -> str:
     """The recipe in the run.toml of the present folder; empty where there is none that can be read."""
-    return _said_here("recipe")
+    return said_in(Path("run.toml"), "recipe")
 
 
-def _said_here(key: str) -> str:
+def said_in(run_file: Path, key: str) -> str:
+    """What a run.toml says, without the checks of training/runfile.py, which need torch; empty where it does not."""
     try:
-        said = tomllib.loads(Path("run.toml").read_text(encoding="utf-8")).get(key, "")
+        said = tomllib.loads(run_file.read_text(encoding="utf-8")).get(key, "")
     except (OSError, ValueError):  # `potluck host` says what is wrong with it
         return ""
     return said if isinstance(said, str) else ""

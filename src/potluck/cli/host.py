@@ -34,6 +34,17 @@ class Backing:
     keep_every: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a host does beside having its hub open: all that needs torch, whose import takes seconds."""
+
+    run_file: Path | None
+    """What to train; None: nothing yet."""
+
+    backups: Backing
+    dashboard: DashboardOptions | None
+
+
 def host(
     run_file: Annotated[
         Path | None, typer.Argument(metavar="RUN.TOML", help="What to train: a run.toml, or the folder that has one.")
@@ -46,7 +57,7 @@ def host(
     ] = None,
     listen: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(help="Port for members; 0 picks a free one and keeps it.")] = 0,
-    websocket_port: Annotated[int, typer.Option(help="Port for WebSocket; 443 passes most firewalls.")] = 0,
+    websocket_port: Annotated[int, typer.Option(help="The same for WebSocket; 443 passes most firewalls.")] = 0,
     announce: Annotated[
         list[str] | None, typer.Option(help="Name or address by which members reach this machine; may be repeated.")
     ] = None,
@@ -58,21 +69,28 @@ def host(
     ] = "",
     place: Annotated[int, typer.Option(help="Which of the cluster's hubs this machine is: 1, 2, 3 …")] = 1,
     make_identity: Annotated[
-        bool, typer.Option(help="Make the run's keys and authority, for all hubs of a cluster to have, and end.")
+        bool,
+        typer.Option("--make-identity", help="Make the run's keys and authority, for all hubs of a cluster, and end."),
     ] = False,
     hub: Annotated[
         str, typer.Option(help="Use this NATS server or cluster instead, as tls://HOST:PORT,HOST:PORT.")
     ] = "",
     hub_ca: Annotated[Path | None, typer.Option(help="File with the authority of that server's certificate.")] = None,
     print_hub_config: Annotated[
-        bool, typer.Option(help="Print what an administrator adds to an existing server's configuration, and end.")
+        bool,
+        typer.Option(
+            "--print-hub-config",
+            help="Print what an administrator adds to an existing server's configuration, and end.",
+        ),
     ] = False,
     token_holders: Annotated[
-        Literal["refused", "listed", "anyone"], typer.Option(help="Who gets in with a Hugging Face token.")
+        Literal["refused", "listed", "anyone"],
+        typer.Option(help="Who gets in with a Hugging Face token; listed: by --user, --organisation."),
     ] = "refused",
-    users: Annotated[list[str] | None, typer.Option("--user", help="Hugging Face user to let in.")] = None,
+    users: Annotated[list[str] | None, typer.Option("--user", help="Hugging Face user to let in; repeatable.")] = None,
     organisations: Annotated[
-        list[str] | None, typer.Option("--organisation", help="Hugging Face organisation whose members to let in.")
+        list[str] | None,
+        typer.Option("--organisation", help="Hugging Face organisation to let in; may be repeated."),
     ] = None,
     backup_every: Annotated[int, typer.Option(help="Save the run's state every so many epochs.")] = 10,
     keep_last: Annotated[int, typer.Option(help="The newest so many backups stay.")] = 3,
@@ -107,8 +125,8 @@ def host(
     from potluck.run.host import Host, HostConfig
 
     console.set_up_logging(verbose)
-    manifest = _manifest(run_file)
-    run = manifest.run if manifest is not None else run
+    file = _run_file(run_file)
+    run = _name_in(file) if file is not None else run
     where = run_folder(check_run_name(run), folder)
     if print_hub_config:
         typer.echo("# For the configuration of a nats-server that has JetStream; restart it afterwards.")
@@ -141,11 +159,12 @@ def host(
         hub_url=hub,
         hub_ca=hub_ca,
     )
-    shown = _dashboard_options(config, dashboard, dashboard_listen or listen, dashboard_port)
-    if shown is not None and manifest is not None and manifest.recipe.digest:
-        shown = replace(shown, recipe=_beside(run_file) / manifest.recipe.name)
-    backups = Backing(every_epochs=backup_every, keep_last=keep_last, keep_every=keep_every)
-    console.run(console.until_interrupted(lambda stop: _serve(Host(config), manifest, backups, shown, stop, as_json)))
+    work = Work(
+        run_file=file,
+        backups=Backing(every_epochs=backup_every, keep_last=keep_last, keep_every=keep_every),
+        dashboard=_dashboard_options(config, dashboard, dashboard_listen or listen, dashboard_port),
+    )
+    console.run(console.until_interrupted(lambda stop: _serve(Host(config), work, stop, as_json)))
 
 
 def _dashboard_options(config: HostConfig, wanted: bool, listen: str, port: int | None) -> DashboardOptions | None:
@@ -166,58 +185,46 @@ def _dashboard_options(config: HostConfig, wanted: bool, listen: str, port: int 
     )
 
 
-def _beside(run_file: Path | None) -> Path:
-    """The folder of run.toml."""
-    path = run_file or Path("run.toml")
-    return path if path.is_dir() else path.parent
-
-
-def _manifest(run_file: Path | None) -> Manifest | None:
-    """What the file says, or the one in this folder; None where there is none, and so nothing to train."""
-    path = run_file or Path("run.toml")
-    if run_file is None and not path.exists():
+def _run_file(given: Path | None) -> Path | None:
+    """The run.toml that was named, or the one in this folder; None where there is none, and so nothing to train."""
+    path = given or Path("run.toml")
+    if given is None and not path.exists():
         return None
-    from potluck.training.runfile import manifest_of, read_run_file
-
-    return manifest_of(read_run_file(path), _beside(run_file))
+    return path / "run.toml" if path.is_dir() else path
 
 
-async def _serve(
-    host: Host,
-    manifest: Manifest | None,
-    backups: Backing,
-    shown: DashboardOptions | None,
-    stop: asyncio.Event,
-    as_json: bool,
-) -> None:
+def _name_in(file: Path) -> str:
+    """The run's name, read without torch, so that the hub opens at once; the rest is looked at once it is open."""
+    from potluck.cli.folders import said_in
+
+    name = said_in(file, "name")
+    if not name:
+        from potluck.training.runfile import read_run_file
+
+        return read_run_file(file).name  # which says what is wrong with it
+    return name
+
+
+async def _serve(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> None:
+    """Open the hub, say so, and only then do what takes longer: after a crash, a whole run waits for the hub."""
     from potluck.cli import console
-    from potluck.cli.dashboardchild import DashboardChild
 
     async def start() -> bool:
         if host.config.hub.cluster is not None and not as_json:
             console.out.print("Waiting for the other hubs of the cluster: most of them must be there.")
         await host.start()
-        if manifest is not None:
-            from potluck.training.organising import put_up
-
-            await put_up(manifest, host.address, host.keys)
         return True
 
     if not await console.unless_stopped(start(), stop):
         return
-    child = None
     try:
         _announce(host, as_json)
-        if shown is not None:
-            child = DashboardChild(shown, as_json)
-        await _watch(host, backups, stop, as_json)
+        await _watch(host, work, stop, as_json)
     finally:
-        if child is not None:
-            await child.close()
         await host.stop()
 
 
-async def _watch(host: Host, backups: Backing, stop: asyncio.Event, as_json: bool) -> None:
+async def _watch(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> None:
     """Tell who comes and goes until asked to stop, or until the hub dies."""
     from potluck.cli import console
 
@@ -225,24 +232,42 @@ async def _watch(host: Host, backups: Backing, stop: asyncio.Event, as_json: boo
     roster = host.peer.session.roster
     end = roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json))
     try:
-        await console.unless_stopped(_help(host, backups, as_json), stop)
+        await console.unless_stopped(_help(host, work, as_json), stop)
     finally:
         end()
 
 
-async def _help(host: Host, backups: Backing, as_json: bool) -> None:
-    """Have the host's own peer reduce for the trainers, and coordinate; raises when the hub has died."""
+async def _help(host: Host, work: Work, as_json: bool) -> None:
+    """Say what to train; have the host's own peer reduce and coordinate; raises when the hub has died."""
     from potluck.cli import console
+    from potluck.cli.dashboardchild import DashboardChild
 
     module = await console.import_slowly("potluck.training.helping")
     assert host.peer is not None
-    helper: AuxiliaryWork = await module.AuxiliaryWork.start(host.peer, _state_config(host, backups))
+    shown = work.dashboard
+    if work.run_file is not None:
+        manifest = await _put_up(work.run_file, host)
+        if shown is not None and manifest.recipe.digest:
+            shown = replace(shown, recipe=work.run_file.parent / manifest.recipe.name)
+    helper: AuxiliaryWork = await module.AuxiliaryWork.start(host.peer, _state_config(host, work.backups))
     alarming = asyncio.create_task(_tell_alarms(host.peer, as_json), name="alarms")
+    child = DashboardChild(shown, as_json) if shown is not None else None
     try:
         await host.failed()
     finally:
+        if child is not None:
+            await child.close()
         await tasks.end(alarming)
         await helper.close()
+
+
+async def _put_up(run_file: Path, host: Host) -> Manifest:
+    """Have the hub show what run.toml says, after the recipe was tried."""
+    from potluck.training.organising import put_up
+    from potluck.training.runfile import manifest_of, read_run_file
+
+    manifest = await asyncio.to_thread(lambda: manifest_of(read_run_file(run_file), run_file.parent))
+    return await put_up(manifest, host.address, host.keys)
 
 
 def _state_config(host: Host, backups: Backing) -> StateConfig:

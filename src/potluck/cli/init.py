@@ -13,7 +13,7 @@ def init(
     recipe: Annotated[
         str, typer.Option(help="What to train: stdlib-lm, digits, or own for a recipe to change as you like.")
     ] = "own",
-    force: Annotated[bool, typer.Option(help="Write over files that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
 ) -> None:
     """Write a run.toml that explains itself, and a recipe to start from. Both work as they are.
 

@@ -74,7 +74,7 @@ def observe(
     from potluck.peer.identity import Identity
     from potluck.run.peer import PeerConfig
 
-    config = PeerConfig(role="observer", name=name, invite=link.invite, client_mode=True)
+    config = PeerConfig(role="observer", name=name, link=link, client_mode=True)
     identity = Identity.open(identity_path) if identity_path is not None else Identity.temporary()
     try:
         console.run(console.until_interrupted(lambda stop: seated(link, identity, config, stop, as_json, work)))

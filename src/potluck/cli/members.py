@@ -46,8 +46,8 @@ def invite(
     uses: Annotated[int, typer.Option(help="How many peers may come in by it; 0 for any number.")] = 1,
     days: Annotated[float, typer.Option(help="How long it is valid; 0 for ever.")] = 7.0,
     roles: Annotated[list[RoleName] | None, typer.Option("--role", help="A role it allows; may be repeated.")] = None,
-    coordinates: Annotated[bool, typer.Option(help="Those who come in by it may coordinate.")] = False,
-    trusted: Annotated[bool, typer.Option(help="They may reduce where only trusted peers do.")] = False,
+    coordinates: Annotated[bool, typer.Option("--coordinates", help="Those who come in by it may coordinate.")] = False,
+    trusted: Annotated[bool, typer.Option("--trusted", help="They may reduce where only trusted peers do.")] = False,
     person: Annotated[str, typer.Option(help="Whose invite it is; seats are counted by person.")] = "",
     note: Annotated[str, typer.Option(help="For yourself.")] = "",
     as_json: AsJson = False,
@@ -86,7 +86,10 @@ def invite(
 
 @app.command("invites")
 def invites(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
-    """List the invites."""
+    """List the invites.
+
+    Example: [bold]potluck members invites[/bold]
+    """
 
     async def work(organiser: Organiser, _record: HostRecord) -> None:
         rows = [
@@ -111,14 +114,20 @@ def revoke(
     run: Run = "",
     folder: Folder = None,
 ) -> None:
-    """Let nobody else in by an invite; who is in stays in."""
+    """Let nobody else in by an invite; who is in stays in.
+
+    Example: [bold]potluck members revoke 3fk2[/bold]
+    """
     _ask(run, folder, lambda organiser, _record: organiser.revoke_invite(invite_id))
     typer.echo(f"Invite {invite_id} is revoked.")
 
 
 @app.command("requests")
 def requests(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
-    """List who asks to be let in."""
+    """List who asks to be let in.
+
+    Example: [bold]potluck members requests[/bold]
+    """
 
     async def work(organiser: Organiser, _record: HostRecord) -> None:
         rows = [
@@ -141,7 +150,10 @@ def requests(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> N
 
 @app.command("approve")
 def approve(peer: Peer, run: Run = "", folder: Folder = None) -> None:
-    """Let a waiting peer in; it need not start again."""
+    """Let a waiting peer in; it need not start again.
+
+    Example: [bold]potluck members approve UAWJEMH4[/bold]
+    """
 
     async def work(organiser: Organiser, _record: HostRecord) -> str:
         found = _one([item.peer for item in await organiser.list_requests()], peer)
@@ -153,7 +165,10 @@ def approve(peer: Peer, run: Run = "", folder: Folder = None) -> None:
 
 @app.command("deny")
 def deny(peer: Peer, run: Run = "", folder: Folder = None, reason: Reason = "") -> None:
-    """Turn a waiting peer down."""
+    """Turn a waiting peer down.
+
+    Example: [bold]potluck members deny UAWJEMH4 --reason "this run is full"[/bold]
+    """
 
     async def work(organiser: Organiser, _record: HostRecord) -> str:
         found = _one([item.peer for item in await organiser.list_requests()], peer)
@@ -165,7 +180,10 @@ def deny(peer: Peer, run: Run = "", folder: Folder = None, reason: Reason = "") 
 
 @app.command("list")
 def list_members(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
-    """List the members and how they are doing."""
+    """List the members and how they are doing.
+
+    Example: [bold]potluck members list --json[/bold]
+    """
 
     async def work(organiser: Organiser, _record: HostRecord) -> None:
         rows = [
@@ -192,7 +210,10 @@ def ban(
     folder: Folder = None,
     reason: Reason = "",
 ) -> None:
-    """Throw a peer or person out, now and for good."""
+    """Throw a peer or person out, now and for good.
+
+    Example: [bold]potluck members ban hf:mallory --reason "sent noise on purpose"[/bold]
+    """
 
     async def work(organiser: Organiser, _record: HostRecord) -> str:
         known = [state.member.peer for state in await organiser.list_members()]
@@ -210,7 +231,10 @@ def unban(
     run: Run = "",
     folder: Folder = None,
 ) -> None:
-    """Lift a ban."""
+    """Lift a ban.
+
+    Example: [bold]potluck members unban hf:mallory[/bold]
+    """
 
     async def work(organiser: Organiser, _record: HostRecord) -> str:
         found = target if ":" in target else _one([item.target for item in await organiser.list_bans()], target)
@@ -222,7 +246,10 @@ def unban(
 
 @app.command("pardon")
 def pardon(peer: Peer, run: Run = "", folder: Folder = None) -> None:
-    """Let a member take part again that an audit found out, before its time is over."""
+    """Let a member take part again that an audit found out, before its time is over.
+
+    Example: [bold]potluck members pardon UAWJEMH4[/bold]
+    """
 
     async def work(organiser: Organiser, _record: HostRecord) -> str:
         found = _one([state.member.peer for state in await organiser.list_members()], peer)
@@ -255,11 +282,19 @@ def excluded(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> N
 
 @app.command("bans")
 def bans(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
-    """List who is banned."""
+    """List who is banned.
+
+    Example: [bold]potluck members bans[/bold]
+    """
 
     async def work(organiser: Organiser, _record: HostRecord) -> None:
         rows = [
-            {"target": item.target, "reason": item.reason, "since": _day(item.banned_at)}
+            {
+                "target": item.target,
+                "reason": item.reason,
+                "since": _day(item.banned_at),
+                "until": _day(item.until) if item.until else "it is lifted",
+            }
             for item in await organiser.list_bans()
         ]
         _show(rows, as_json, empty="Nobody is banned.")

@@ -23,7 +23,7 @@ EVERY_SECONDS = 1.0
 
 def monitor(
     link: Annotated[str, typer.Argument(help="The join link, in quotes; else POTLUCK_LINK.")] = "",
-    once: Annotated[bool, typer.Option(help="Look once, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
     identity_path: Annotated[
         Path | None, typer.Option(help="File with the key you watch by; a new one is made unless given.")
     ] = None,

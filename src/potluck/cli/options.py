@@ -21,17 +21,23 @@ IdentityPath = Annotated[
 ]
 
 # The network
-ClientMode = Annotated[bool, typer.Option(help="Only dial out; accept no connections.")]
+ClientMode = Annotated[bool, typer.Option("--client-mode", help="Only dial out; accept no connections.")]
 WebSocket = Annotated[
-    bool, typer.Option(help="Reach the hub by WebSocket alone, as networks need that let only web traffic out.")
+    bool,
+    typer.Option(
+        "--websocket", help="Reach the hub by WebSocket alone, as networks need that let only web traffic out."
+    ),
 ]
-RelayOnly = Annotated[bool, typer.Option(help="Send everything through the hub, also where a direct way exists.")]
+RelayOnly = Annotated[
+    bool, typer.Option("--relay-only", help="Send everything through the hub, also where a direct way exists.")
+]
 Listen = Annotated[list[str] | None, typer.Option(help="Accept links here, as tcp://HOST:PORT; may be repeated.")]
 Announce = Annotated[
     list[str] | None, typer.Option(help="Tell others this address without checking it, as tcp://HOST:PORT.")
 ]
 TrustedLan = Annotated[
-    bool, typer.Option(help="Send bulk bytes in the clear; only where you trust everybody on the network.")
+    bool,
+    typer.Option("--trusted-lan", help="Send bulk bytes in the clear; only where you trust everybody on the network."),
 ]
 Bandwidth = Annotated[
     str, typer.Option(help="The most to send, and to receive, as in 20Mbit or 2.5MB (per second); or UP/DOWN.")

@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from potluck.round.plan import Commit
-    from potluck.state.backupfile import BackupInfo
+    from potluck.training.earlier import EarlierState
     from potluck.training.manifest import Manifest
     from potluck.training.steering import Steering
 
@@ -79,7 +79,12 @@ def change(
 
 @app.command("rollback")
 def rollback(
-    to: Annotated[int | None, typer.Option(help="The epoch to go back to; unless given, those are listed.")] = None,
+    to: Annotated[
+        int | None, typer.Option(metavar="EPOCH", help="The epoch to go back to; unless given, those are listed.")
+    ] = None,
+    digest: Annotated[
+        str, typer.Option(help="Of that epoch's state, where only some peer's disk has it: see checkpoint list --json.")
+    ] = "",
     run: Run = "",
     folder: Folder = None,
     by: By = "",
@@ -87,19 +92,23 @@ def rollback(
     wait_seconds: Annotated[float, typer.Option(help="How long to wait until it is carried out.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Have the run go on from the state of an earlier epoch, of which the host has a backup.
+    """Have the run go on from the state of an earlier epoch: a backup of the host's, or what others hold.
 
     Epochs go on counting: what was epoch 120 becomes, say, epoch 346. All peers drop what they have and take it over.
 
     Examples: [bold]potluck run rollback[/bold] lists what there is; [bold]potluck run rollback --to 120[/bold]
     """
     if to is None:
-        _list_backups(steer(run, folder, _backups), as_json)
+        _list_earlier(steer(run, folder, _earlier), as_json)
         return
 
     async def work(helm: Steering, where: Path) -> tuple[Manifest, Commit | None]:
-        backup = _backup_of(await _backups(helm, where), to)
-        manifest = await helm.roll_back(backup, by=_name(by), reason=reason)
+        from potluck.training.earlier import chosen
+
+        there = [] if digest else await _earlier(helm, where)
+        is_paused = (await helm.manifest()).newest.paused
+        state = chosen(there, to, digest=digest, is_paused=is_paused)
+        manifest = await helm.roll_back(state, by=_name(by), reason=reason)
         assert manifest.rollback is not None
         return manifest, await helm.until_restored(manifest.rollback, wait_seconds)
 
@@ -188,39 +197,30 @@ def _pair(text: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
-async def _backups(helm: Steering, where: Path) -> list[BackupInfo]:
+async def _earlier(helm: Steering, where: Path) -> list[EarlierState]:
     from potluck.state.backups import Backups
 
     manifest = await helm.manifest()
-    return Backups(where / "states" / "backups", run=manifest.run).infos()
+    return await helm.earlier(Backups(where / "states" / "backups", run=manifest.run).infos())
 
 
-def _backup_of(backups: list[BackupInfo], epoch: int) -> BackupInfo:
-    from potluck.errors import ConfigurationError
-
-    found = next((backup for backup in backups if backup.epoch == epoch), None)
-    if found is None:
-        there = ", ".join(str(backup.epoch) for backup in backups) or "none yet"
-        raise ConfigurationError(f"the host has no backup of epoch {epoch}: it has those of {there}")
-    return found
-
-
-def _list_backups(backups: list[BackupInfo], as_json: bool) -> None:
+def _list_earlier(states: list[EarlierState], as_json: bool) -> None:
     from potluck.cli import console
 
+    if as_json:
+        console.print_json(states)
+        return
     rows = [
         {
-            "epoch": backup.epoch,
-            "saved": _when(backup.saved_at),
-            "megabytes": round(backup.inventory.num_bytes / 1e6, 1),
-            "digest": backup.digest[:12],
+            "epoch": state.epoch,
+            "who has it": ", ".join(state.keepers),
+            "saved": _when(state.saved_at) if state.saved_at is not None else "in memory",
+            "megabytes": round(state.num_bytes / 1e6, 1),
+            "digest": state.digest[:12],
         }
-        for backup in backups
+        for state in states
     ]
-    if as_json:
-        console.print_json(rows)
-    else:
-        console.show_table(rows, empty="The host has no backup yet: it takes one every ten epochs.")
+    console.show_table(rows, empty="Nobody holds a state yet: the host saves one every ten epochs.")
 
 
 def _summary(manifest: Manifest, head: Commit | None) -> dict[str, Any]:

@@ -6,13 +6,12 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from potluck import tasks
 
 if TYPE_CHECKING:
-    from potluck.cli.takingpart import TrainOptions
-    from potluck.hub.joinlink import JoinLink
+    from potluck.cli.optiongroups import BackupOptions, TrainOptions
     from potluck.run.peer import Peer
     from potluck.state.keeper import StateConfig
     from potluck.training.helping import AuxiliaryWork
@@ -21,30 +20,30 @@ if TYPE_CHECKING:
     from potluck.training.trainer import Trainer, TrainProgress
 
 
-async def train(peer: Peer, link: JoinLink, options: TrainOptions, stop: asyncio.Event, as_json: bool) -> None:
+async def train(
+    peer: Peer, options: TrainOptions, backups: BackupOptions | None, stop: asyncio.Event, as_json: bool
+) -> None:
     """Train what the manifest says, in a thread of its own, until `stop`, the end of the run, or of our membership."""
     from potluck.cli import console
-    from potluck.peer.organisers import KnownOrganisers
 
     notice = await console.import_slowly("potluck.training.notice")
-    board: NoticeBoard = notice.NoticeBoard(
-        peer.session.hub, link.run, lambda organiser: KnownOrganisers().check(link, organiser)
-    )
+    board: NoticeBoard = notice.NoticeBoard.of(peer.session)
     try:
         manifest = await _first_manifest(peer, board, stop, as_json)
         if manifest is not None:
-            await _train(peer, board, manifest, options, stop, as_json)
+            state = _state_config(backups, manifest.run, peer.peer_id)
+            await _train(peer, board, manifest, options, state, stop, as_json)
     finally:
         await board.close()
 
 
-async def help_others(peer: Peer, options: TrainOptions, keeps_states: bool, stop: asyncio.Event) -> None:
+async def help_others(peer: Peer, backups: BackupOptions | None, stop: asyncio.Event) -> None:
     """Reduce for the trainers, and coordinate if this peer may, until `stop` or the end of our membership."""
     from potluck.cli import console
     from potluck.cli.joining import until_ended
 
     module = await console.import_slowly("potluck.training.helping")
-    state = _state_config(options, peer.session.subjects.run, peer.peer_id, keeps=keeps_states)
+    state = _state_config(backups, peer.session.subjects.run, peer.peer_id)
     helper: AuxiliaryWork = await module.AuxiliaryWork.start(peer, state)
     try:
         await console.unless_stopped(until_ended(peer), stop)
@@ -52,17 +51,18 @@ async def help_others(peer: Peer, options: TrainOptions, keeps_states: bool, sto
         await helper.close()
 
 
-def _state_config(options: TrainOptions, run: str, peer_id: str, *, keeps: bool = True) -> StateConfig:
+def _state_config(backups: BackupOptions | None, run: str, peer_id: str) -> StateConfig:
     """Where and how often this peer writes backups, and whether it keeps states for others."""
     from potluck.cli.folders import states_folder
     from potluck.state.backups import BackupConfig
     from potluck.state.keeper import StateConfig
 
-    keep: Literal["auto", "never"] = "auto" if keeps else "never"
-    if not options.backup_every:
-        return StateConfig(keep=keep)
-    folder = options.state_path or states_folder(run, peer_id)
-    return StateConfig(keep=keep, folder=folder, backups=BackupConfig(every_epochs=options.backup_every))
+    if backups is None:
+        return StateConfig(keep="never")
+    if not backups.backup_every_step:
+        return StateConfig()
+    folder = backups.state_path or states_folder(run, peer_id)
+    return StateConfig(folder=folder, backups=BackupConfig(every_epochs=backups.backup_every_step))
 
 
 async def _first_manifest(peer: Peer, board: NoticeBoard, stop: asyncio.Event, as_json: bool) -> Manifest | None:
@@ -92,7 +92,13 @@ async def _first_manifest(peer: Peer, board: NoticeBoard, stop: asyncio.Event, a
 
 
 async def _train(
-    peer: Peer, board: NoticeBoard, first: Manifest, options: TrainOptions, stop: asyncio.Event, as_json: bool
+    peer: Peer,
+    board: NoticeBoard,
+    first: Manifest,
+    options: TrainOptions,
+    state: StateConfig,
+    stop: asyncio.Event,
+    as_json: bool,
 ) -> None:
     from potluck.cli import console
     from potluck.cli.folders import receipts_folder
@@ -109,10 +115,10 @@ async def _train(
         device=options.device,
         max_steps=options.max_steps,
         receipts=receipts_path(receipts_folder(), first.run),
-        num_readers=options.num_readers,
+        num_readers=options.n_workers,
         num_threads=options.threads,
         max_memory_bytes=options.max_memory_bytes,
-        state=_state_config(options, first.run, peer.peer_id),
+        state=state,
     )
     loop = RunningLoop.of_this_thread()
     end = threading.Event()
@@ -136,7 +142,8 @@ async def _train(
                     f"{console.count(trainer.num_threads, 'thread')}. Ctrl-C hands in what you have done, and leaves."
                 )
             last = trainer.train(end)
-            return replace(last, handed_in=_hand_in(trainer, options.hand_in_seconds, as_json))
+            handed_in = _hand_in(trainer, options.hand_in_seconds, as_json)
+            return replace(last, handed_in=handed_in, epoch=trainer.optimizer.epoch)
 
     stopping = asyncio.create_task(stop.wait())
     stopping.add_done_callback(lambda _task: end.set())

@@ -21,7 +21,7 @@ FETCH_SECONDS = 600.0
 def visualize(
     link: o.Link = "",
     every: Annotated[int, typer.Option(help="Show it every so many epochs.")] = 10,
-    once: Annotated[bool, typer.Option(help="Show it once, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
     recipe: o.RecipeFile = None,
     identity_path: Annotated[
         Path | None, typer.Option(help="File with the key you watch by; a new one is made unless given.")
@@ -54,7 +54,7 @@ async def _watch(peer: Peer, recipe_file: Path | None, every: int, once: bool, a
 
     viewing = await console.import_slowly("potluck.training.viewing")
     notice = await console.import_slowly("potluck.training.notice")
-    board: NoticeBoard = notice.NoticeBoard(peer.session.hub, peer.session.subjects.run)
+    board: NoticeBoard = notice.NoticeBoard.of(peer.session)
     await board.start()
     viewer: StateViewer = await viewing.StateViewer.start(peer)
     try:

@@ -35,6 +35,7 @@ class Beacon(Message, frozen=True, kw_only=True):
     samples_per_second: float = 0.0
     ready: bool = False  # wants to take part in the next round
     target: int = 0  # how many samples make an epoch, as this peer was told; 0: it does not say
+    leaving: bool = False  # it computes no more, and waits for the next epoch to hand in what it has done
     loss: float | None = None  # of its latest batches, smoothed; shown, never trusted
 
 

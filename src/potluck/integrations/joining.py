@@ -135,8 +135,8 @@ class Participation:
             return
         self._told_at = now
         value = float(loss)
-        run, shown = self.run, value if math.isfinite(value) else None
-        run.soon(lambda: run.peer.session.update_beacon(loss=shown))
+        session, shown = self.run.peer.session, value if math.isfinite(value) else None
+        self.run.soon(lambda: session.update_beacon(loss=shown))
 
     def close(self) -> None:
         """Leave the run, and end it if it is ours. A run that was given to us is left alone."""

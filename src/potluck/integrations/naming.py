@@ -50,5 +50,6 @@ def translated(options: Mapping[str, Any]) -> dict[str, Any]:
     ignored = {name: MEANINGLESS[name] for name in given if name in MEANINGLESS}
     if ignored:
         reasons = "; ".join(f"{name} ({why})" for name, why in ignored.items())
-        warnings.warn(f"these arguments mean nothing here, and are ignored: {reasons}", MeaninglessArgumentWarning, 3)
+        text = f"these arguments mean nothing here, and are ignored: {reasons}"
+        warnings.warn(text, MeaninglessArgumentWarning, 4)  # by whoever made what has made a TrainerPart
     return {RENAMED.get(name, name): value for name, value in given.items() if name not in ignored}

@@ -61,10 +61,15 @@ class RunOptimizer(torch.optim.Optimizer):
         self._saved = None
         return shared
 
-    def finish(self) -> None:
-        """Bring in what a round in the background came to."""
-        if self.shared is not None:
-            self.shared.driver.land()
+    def finish(self, hand_in_seconds: float = 0.0) -> int:
+        """Bring in what a round in the background came to, and samples that wait, if their epoch comes in time.
+
+        Returns how many of those did count.
+        """
+        if self.shared is None:
+            return 0
+        self.shared.driver.land()
+        return self.shared.hand_in(hand_in_seconds) if hand_in_seconds > 0 else 0
 
     def end(self) -> None:
         """Be the inner optimizer again. The run itself is left by whoever joined it."""

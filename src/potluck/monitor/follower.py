@@ -5,24 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from typing import Self
+from collections.abc import Callable
+from typing import Self, TypeVar
 
 from potluck import tasks
 from potluck.errors import ProtocolError, RetryableError
 from potluck.hub.connection import Entry, Subscription
-from potluck.messages import decode
+from potluck.messages import Message, decode
 from potluck.monitor.past import Past
 from potluck.monitor.watcher import Watcher
 from potluck.peer.session import Session
 from potluck.training import ballot, contributions
 from potluck.training.ballot import Ballot
 from potluck.training.contributions import ContributionBook
-from potluck.training.history import HistoryTail, RoundRecord, page_key, read_points
+from potluck.training.history import FailureRecord, HistoryTail, Preview, RoundRecord, page_key, read_points
 from potluck.training.manifest import Manifest, Settings
 
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
+
+M = TypeVar("M", bound=Message)
 
 
 class RunFollower:
@@ -81,6 +84,8 @@ class RunFollower:
         self._subscriptions = [
             await history.watch(self._tail_changed, "tail."),
             await history.watch(self._round_changed, "round."),
+            await history.watch(self._failure_changed, "failed."),
+            await history.watch(self._preview_changed, "preview."),
             await hub.store("contributions").watch(self._book_changed),
             await hub.store("ballot").watch(self._ballot_changed),
         ]
@@ -112,12 +117,21 @@ class RunFollower:
             self._page_wanted.set()
 
     def _round_changed(self, entry: Entry) -> None:
+        self._put(entry, RoundRecord, self.past.put_round, "bad_rounds")
+
+    def _failure_changed(self, entry: Entry) -> None:
+        self._put(entry, FailureRecord, self.past.put_failure, "bad_rounds")
+
+    def _preview_changed(self, entry: Entry) -> None:
+        self._put(entry, Preview, self.past.put_preview, "bad_previews")
+
+    def _put(self, entry: Entry, kind: type[M], put: Callable[[M], None], bad: str) -> None:
         if entry.value is None:
             return
         try:
-            self.past.put_round(decode(RoundRecord, entry.value))
+            put(decode(kind, entry.value))
         except ProtocolError:
-            self.counts["bad_rounds"] += 1
+            self.counts[bad] += 1
 
     def _book_changed(self, entry: Entry) -> None:
         if entry.key == contributions.KEY and entry.value is not None:

@@ -8,7 +8,18 @@ from typing import Literal
 import numpy as np
 
 from potluck.monitor.series import EMPTY, Series, downsample
-from potluck.training.history import KEPT_ROUNDS, MAX_PAGES, PAGE_POINTS, POINT, Points, RoundRecord
+from potluck.training.history import (
+    KEPT_FAILURES,
+    KEPT_PREVIEWS,
+    KEPT_ROUNDS,
+    MAX_PAGES,
+    PAGE_POINTS,
+    POINT,
+    FailureRecord,
+    Points,
+    Preview,
+    RoundRecord,
+)
 
 Axis = Literal["epoch", "at"]
 Column = Literal["loss", "rate", "alone", "trainers", "peers", "sent_bytes", "round_seconds"]
@@ -19,13 +30,15 @@ FINENESS = 2048  # a series is computed anew when the history has grown by such 
 
 
 class Past:
-    """All points of a run, and its newest rounds."""
+    """All points of a run, its newest rounds, those that failed, and what the model said."""
 
     def __init__(self) -> None:
         self._rows = np.zeros(FEWEST_ROWS, POINT)
         self._end = 0
         self._missing: set[int] = set()  # pages before the newest that have not come
         self._rounds: dict[int, RoundRecord] = {}
+        self._failures: dict[tuple[int, int, float], FailureRecord] = {}
+        self._previews: dict[int, Preview] = {}
         self._cache: OrderedDict[tuple[Column, Axis, int, float], tuple[int, Series]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -59,6 +72,26 @@ class Past:
     def rounds(self, most: int = KEPT_ROUNDS) -> list[RoundRecord]:
         """The newest rounds, the last one last."""
         return [self._rounds[epoch] for epoch in sorted(self._rounds)[-most:]]
+
+    def put_failure(self, record: FailureRecord) -> None:
+        """One attempt that came to nothing; only the newest are kept."""
+        self._failures[record.epoch, record.attempt, record.failed_at] = record
+        if len(self._failures) > KEPT_FAILURES:
+            del self._failures[min(self._failures)]
+
+    def failures(self) -> list[FailureRecord]:
+        """Attempts that came to nothing, the last one last."""
+        return sorted(self._failures.values(), key=lambda record: record.failed_at)
+
+    def put_preview(self, preview: Preview) -> None:
+        """What the model said; only the newest are kept."""
+        self._previews[preview.epoch] = preview
+        if len(self._previews) > KEPT_PREVIEWS:
+            del self._previews[min(self._previews)]
+
+    def previews(self) -> list[Preview]:
+        """What the model said, the newest last."""
+        return [self._previews[epoch] for epoch in sorted(self._previews)]
 
     def series(self, column: Column, by: Axis, num_buckets: int = 500, *, since: float = 0.0) -> Series:
         """One figure over epochs or time, from hub time `since` on."""

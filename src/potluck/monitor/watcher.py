@@ -35,7 +35,7 @@ class Watcher:
     def __init__(self, session: Session) -> None:
         self.view = RunView(session.subjects.run)
         self._alarms = Alarms()
-        self.board = NoticeBoard(session.hub, session.subjects.run)
+        self.board = NoticeBoard.of(session)
         self.counts: Counter[str] = Counter()
         self._session = session
         self._lease = LeaseView()
@@ -63,11 +63,11 @@ class Watcher:
         self._stop_listening = session.roster.listen(self._roster_changed)
         for presence in session.roster:
             self._peer_changed(presence)
-        self._subscriptions = [
-            await session.hub.store("lease").watch(self._lease_changed),
-            await session.hub.subscribe(session.subjects.beacon("*"), self._beacon_came),
-            await session.hub.subscribe(session.subjects.news("*", LINK_NEWS), self._links_told),
-        ]
+        # One by one: if the next one fails, `close` cancels those that there are.
+        follow, hub, subjects = self._subscriptions.append, session.hub, session.subjects
+        follow(await hub.store("lease").watch(self._lease_changed))
+        follow(await hub.subscribe(subjects.beacon("*"), self._beacon_came))
+        follow(await hub.subscribe(subjects.news("*", LINK_NEWS), self._links_told))
         await self._lineage.start()
         await self.board.start()
 

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+LOOK_EVERY_SECONDS = 0.1
 ROUND_SECONDS = 600.0  # how long to be ready for one epoch before saying so anew
 # A line on which rounds take half of the time, with Adam and float16, brings a state within six epochs.
 MOST_EPOCHS = 16
@@ -45,8 +46,10 @@ class Listener:
         try:
             outcome = await work
             self._is_last = True
-            if self._collaboration.is_in_round:
-                await asyncio.wait([listening])
+            while self._collaboration.is_in_round and not listening.done():
+                # Looked at again and again: a round that is given up is no longer waited for, and if this peer is the
+                # only one that trains, nobody else would begin another.
+                await asyncio.wait([listening], timeout=LOOK_EVERY_SECONDS)
             return outcome
         finally:
             await tasks.end(listening)

@@ -55,7 +55,8 @@ class LocalUpdates(Method):
     def blank(self, epoch: int) -> Offer:
         """The state as it is now, to be replaced by what comes."""
         before = {name: tensor.detach().clone() for name, tensor in self._averaged().items()}
-        return Offer({name: tensor.clone() for name, tensor in before.items()}, 0.0, before)
+        travelling = {name: tensor.clone() for name, tensor in before.items()}
+        return Offer(travelling | self.state.measures(), 0.0, before)
 
     @torch.no_grad()
     def accept(self, offer: Offer, *, epoch: int, alone: bool) -> None:
@@ -68,6 +69,7 @@ class LocalUpdates(Method):
                     tensor.copy_(average)  # exactly, so that all members hold the same bits
                 else:
                     tensor.add_(average.to(tensor.dtype) - before)
+        self.state.hear_measures(offer.tensors)
         self.state.step_scheduler()
 
     def withdraw(self, offer: Offer) -> None:

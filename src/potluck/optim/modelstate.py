@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,9 +18,31 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from potluck.errors import ConfigurationError
 from potluck.optim.method import Metadata
-from potluck.optim.parameters import EXTRA, PARAMETER, STATISTIC, are_finite, named_parameters, prefixed
+from potluck.optim.parameters import (
+    EXTRA,
+    MEASURE,
+    PARAMETER,
+    STATISTIC,
+    are_finite,
+    named_parameters,
+    prefixed,
+    without_prefix,
+)
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
+
+
+@runtime_checkable
+class FollowsMeasures(Protocol):
+    """A scheduler that depends on what peers measure: all must hear the same, so it is averaged with each epoch."""
+
+    def measures(self) -> dict[str, Tensor]:
+        """What this peer has measured; the same names and shapes on all peers, each time."""
+        ...
+
+    def hear(self, averages: Mapping[str, Tensor]) -> None:
+        """What all have measured, the same bits for all who hold the epoch."""
+        ...
 
 
 class ModelState:
@@ -66,6 +88,17 @@ class ModelState:
         """An epoch is done."""
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def measures(self) -> dict[str, Tensor]:
+        """What the scheduler has to know of all peers, by the names by which it travels; mostly nothing."""
+        scheduler: object = self.scheduler
+        return prefixed(MEASURE, scheduler.measures()) if isinstance(scheduler, FollowsMeasures) else {}
+
+    def hear_measures(self, averages: Mapping[str, Tensor]) -> None:
+        """Tell the scheduler, out of an epoch's averages."""
+        scheduler: object = self.scheduler
+        if isinstance(scheduler, FollowsMeasures):
+            scheduler.hear(without_prefix(MEASURE, averages))
 
     @torch.no_grad()
     def land(self) -> None:

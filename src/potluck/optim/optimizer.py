@@ -40,6 +40,7 @@ from potluck.run.joined import Joined
 logger = logging.getLogger(__name__)
 
 LEAST_ROUND_SECONDS = 10.0  # for a round that is due when somebody leaves
+HEARD_SECONDS = 3.0  # until everybody has heard who else is about to leave
 CONFIRM_SECONDS = 1.5  # how long to wait for the coordinator's word when the run should have its batch
 
 Factory = Callable[[Any], torch.optim.Optimizer]
@@ -145,21 +146,32 @@ class Optimizer(torch.optim.Optimizer):
         """Bring the samples so far into the run's next epoch, before leaving; how many did count.
 
         With others, that epoch is waited for, as long as it comes in time: starting it early would cost them theirs.
-        Who is alone makes it at once, of fewer samples than usual.
+        Who is alone makes it at once, of fewer samples than usual; and so do those who all leave at the same time.
         """
         self.driver.land()
         samples, epoch = self.samples, self.epoch
         if not samples or self.driver.is_behind:
             return 0
         deadline = time.monotonic() + timeout_seconds
-        if self.run.call(has_other_trainers(self.run.peer.session)):
-            latest = self.collaboration.latest
-            if latest is not None and latest.epoch == epoch and (latest.due_in_seconds or 0.0) > timeout_seconds:
-                return 0
-            if not self.run.call(self.collaboration.until_due(epoch, timeout_seconds)) or self.driver.is_behind:
-                return 0
+        has_others = self.run.call(has_other_trainers(self.run.peer.session))
+        if has_others and (not self._comes_before(epoch, deadline) or self.driver.is_behind):
+            return 0
         left = max(deadline - time.monotonic(), LEAST_ROUND_SECONDS)
         return samples if self.driver.round(timeout_seconds=left) else 0
+
+    def _comes_before(self, epoch: int, deadline: float) -> bool:
+        """Wait for the epoch after `epoch`, without computing; not at all if it is too far off."""
+        self._report(leaving=True)
+
+        def wait(seconds: float) -> bool:
+            return self.run.call(self.collaboration.until_due(epoch, max(seconds, 0.0)))
+
+        left = deadline - time.monotonic()
+        if wait(min(left, HEARD_SECONDS)):
+            return True
+        due_in_seconds = self.collaboration.progress.due_in_seconds(epoch)
+        left = deadline - time.monotonic()
+        return (due_in_seconds is None or due_in_seconds <= left) and wait(left)
 
     # Where we are
 
@@ -262,11 +274,13 @@ class Optimizer(torch.optim.Optimizer):
         self._pace.step_done(batch_size, time.monotonic())
         self._report()
 
-    def _report(self) -> None:
+    def _report(self, *, leaving: bool = False) -> None:
+        """Tell how far this peer is; who leaves computes no more."""
         progress, samples = self.collaboration.progress, self.samples
-        epoch, rate = self._counted_epoch(), self._pace.samples_per_second
-        eager = progress.seems_due(epoch, samples)
-        self.run.soon(lambda: progress.report(epoch=epoch, samples=samples, samples_per_second=rate, eager=eager))
+        epoch, rate = self._counted_epoch(), 0.0 if leaving else self._pace.samples_per_second
+        eager = leaving or progress.seems_due(epoch, samples)
+        told = {"epoch": epoch, "samples": samples, "samples_per_second": rate, "eager": eager, "leaving": leaving}
+        self.run.soon(lambda: progress.report(**told))  # type: ignore[arg-type]
 
     def _counted_epoch(self) -> int:
         """The epoch after which samples count now: that of the round in the background, if there is one."""

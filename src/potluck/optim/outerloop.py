@@ -26,7 +26,7 @@ from potluck.optim.methods.quorum import token_weight
 from potluck.optim.methods.streaming import Schedule, mix, split
 from potluck.optim.methods.transform import Plain, Transform
 from potluck.optim.modelstate import ModelState
-from potluck.optim.parameters import EXTRA, GRADIENT, PARAMETER, are_finite, prefixed, without_prefix
+from potluck.optim.parameters import EXTRA, GRADIENT, MEASURE, PARAMETER, are_finite, prefixed, without_prefix
 
 OUTER = "optimizer/outer/"
 TRANSFORM = "buffer/transform/"
@@ -57,6 +57,7 @@ class OuterLoop(Method):
         self._shared = {name: _float32(parameter) for name, parameter in state.parameters.items()}
         self._fresh: set[str] = set()  # parameters whose shared values have not been brought into the model
         self._fresh_extra: dict[str, Tensor] = {}  # averages that have not been brought into the model either
+        self._fresh_measures: dict[str, Tensor] = {}  # averages that the scheduler has not been told
         self._offered: dict[str, Tensor] = {}  # parameters as they were offered, where overlapping work is kept
 
     @property
@@ -87,8 +88,8 @@ class OuterLoop(Method):
         change = {name: self._shared[name] - self.state.parameters[name].float() for name in names}
         if self.schedule.keeps_overlap:
             self._offered = {name: _float32(self.state.parameters[name]) for name in names}
-        extra = self._copied_extra()
-        offer = Offer(lambda: self._to_travel(change) | extra, self._weight(), (self.samples, self.steps))
+        beside = self._copied_extra() | self.state.measures()
+        offer = Offer(lambda: self._to_travel(change) | beside, self._weight(), (self.samples, self.steps))
         self.samples = self.steps = 0
         return offer
 
@@ -96,7 +97,7 @@ class OuterLoop(Method):
         """No change. What this peer has done since it took over the shared parameters is put on top of the result."""
         names = self.fragments[self.schedule.fragment_of_epoch(epoch)]
         nothing = {name: torch.zeros_like(self._shared[name]) for name in names}
-        return Offer(self._to_travel(nothing) | self._copied_extra(), 0.0)
+        return Offer(self._to_travel(nothing) | self._copied_extra() | self.state.measures(), 0.0)
 
     def _to_travel(self, change: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return prefixed(GRADIENT, self.transform.encode(change))
@@ -123,6 +124,7 @@ class OuterLoop(Method):
             self._offered = {name: self._shared[name].clone() for name in change}
         self.outer.step(self._shared, change)
         self._fresh |= change.keys()
+        self._fresh_measures = prefixed(MEASURE, without_prefix(MEASURE, offer.tensors))
         if not alone:
             self._fresh_extra = without_prefix(EXTRA, offer.tensors)
 
@@ -132,6 +134,8 @@ class OuterLoop(Method):
         for name, average in self._fresh_extra.items():
             self.state.extra[name].copy_(average)
         self._fresh_extra = {}
+        self.state.hear_measures(self._fresh_measures)
+        self._fresh_measures = {}
         self._keep_overlap()
         mix(self.state.parameters, self._shared, sorted(self._fresh), self.schedule.mixing)
         self._fresh = set()
@@ -204,7 +208,7 @@ class OuterLoop(Method):
         self.outer.load_numbers(metadata.get("outer", {}))
         self.transform.load_shared(without_prefix(TRANSFORM, tensors), metadata.get("transform", {}))
         self.state.load_numbers(metadata)
-        self._fresh, self._fresh_extra, self._offered = set(), {}, {}
+        self._fresh, self._fresh_extra, self._fresh_measures, self._offered = set(), {}, {}, {}
         self.state.land()
 
     def state_dict(self) -> dict[str, Any]:

@@ -22,11 +22,13 @@ Named = Mapping[str, Tensor]
 OptimizerFactory = Callable[[Iterable[dict[str, object]]], Optimizer]
 
 GRADIENT, PARAMETER, STATISTIC, EXTRA = "gradient/", "parameter/", "optimizer/", "buffer/"
+MEASURE = "measure/"  # what a scheduler has to know of all peers
 _ROLES: dict[str, Role] = {
     GRADIENT: "gradient",
     PARAMETER: "parameter",
     STATISTIC: "optimizer",
     EXTRA: "buffer",
+    MEASURE: "buffer",
 }
 
 

@@ -52,8 +52,9 @@ class TargetBatch(Method):
     def _offer(self, taken: MeanGradients, epoch: int) -> Offer:
         is_averaged = bool(self._average_state_every and epoch % self._average_state_every == 0)
         state = self._averaged_state() if is_averaged else {}
+        beside = state | self.state.measures()
         return Offer(
-            lambda: prefixed(GRADIENT, self.transform.encode(taken.tensors)) | state, float(taken.samples), taken
+            lambda: prefixed(GRADIENT, self.transform.encode(taken.tensors)) | beside, float(taken.samples), taken
         )
 
     def _averaged_state(self) -> dict[str, Tensor]:
@@ -76,6 +77,7 @@ class TargetBatch(Method):
         if not taken.samples:
             self.transform.abandon()  # nothing of ours was sent, so nothing of it is accounted for
         averaged = self.transform.decode(without_prefix(GRADIENT, offer.tensors))
+        self.state.hear_measures(offer.tensors)
         with torch.enable_grad():
             self.state.step(averaged, missing=taken.missing if alone else (), max_grad_norm=self._max_grad_norm)
 

@@ -7,6 +7,7 @@ not, the key that this machine sees first is remembered, in a file beside the id
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,13 @@ from potluck.peer.identity import default_folder
 
 FILE_NAME = "known-organisers.json"
 MAX_RUNS = 1000
+
+
+def checking(link: JoinLink | None) -> Callable[[str], None]:
+    """The check of an organiser's key, for whoever came by this link; without one nothing is known to check it by."""
+    if link is None:
+        return lambda _organiser: None
+    return lambda organiser: KnownOrganisers().check(link, organiser)
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True):

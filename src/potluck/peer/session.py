@@ -76,14 +76,23 @@ class Session:
     """One member's presence in a run."""
 
     def __init__(
-        self, connect: Connector, identity: Identity, subjects: Subjects, card: Card, clock: Clock | None = None
+        self,
+        connect: Connector,
+        identity: Identity,
+        subjects: Subjects,
+        card: Card,
+        clock: Clock | None = None,
+        *,
+        check_organiser: Callable[[str], None] = lambda _organiser: None,
     ) -> None:
+        """`check_organiser` gets the key that a manifest is signed with: ConfigurationError if it is another's."""
         self.identity = identity
         self.peer_id = identity.peer_id
         self.subjects = subjects
         self.roster = Roster()
         self.hub_time = HubTime()
         self.clock = clock or SystemClock()
+        self.check_organiser = check_organiser
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the session is over: with the reason, or with None once `close` was called."""
         self._connect = connect

@@ -19,7 +19,8 @@ Decisions (pure):
 Drivers:
     participation.py, exchanger.py, lane.py, mailroom.py, held.py, reduction.py, workers.py, messenger.py   a member
     tensorwork.py, witness.py                           its work, plain or sealed; its answers in an audit
-    coordinator.py, registrar.py, auditor.py            the coordinator: what it does, what it writes, how it audits
+    coordinator.py, convening.py, registrar.py, auditor.py   the coordinator: what it does, when a round begins, what it
+                                                        writes, how it audits
     signing.py, lineage.py                              who said it; the chain of committed epochs
     milestones.py  where a member is, said aloud for tests that make it fail right there
 """

@@ -33,7 +33,7 @@ from potluck.round.codecs import CodecChoice, Role
 from potluck.round.coordinator import Coordinator, CoordinatorConfig
 from potluck.round.layout import FlatTensors, Layout
 from potluck.round.lineage import Lineage
-from potluck.round.outcome import RoundResult
+from potluck.round.outcome import FailedRound, RoundResult
 from potluck.round.participation import Participation
 from potluck.round.plan import Commit, Restoration
 from potluck.round.workers import Workers
@@ -182,6 +182,10 @@ class Averager:
         """Call `listener` for each epoch that is committed, whoever took part."""
         self._listeners.append(listener)
 
+    def listen_to_failures(self, listener: Callable[[FailedRound], None]) -> None:
+        """Call `listener` for each round that this peer gives up as coordinator; there is one listener."""
+        self._coordinator.on_failure = listener
+
     def statistics(self) -> dict[str, int]:
         """Counters of this peer's rounds, and of its work as coordinator."""
         return {
@@ -200,7 +204,6 @@ class Averager:
         return self._layout.bind(tensors)
 
     def _committed(self, commit: Commit) -> None:
-        self._session.update_beacon(epoch=commit.epoch, samples=0)  # those of the next epoch are counted from here
         self._coordinator.committed(commit)
         self._participation.committed(commit)
         for listener in self._listeners:

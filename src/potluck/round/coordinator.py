@@ -1,8 +1,8 @@
-"""The coordinator's driver: gathers who is ready, publishes plans, watches over the round, commits.
+"""The coordinator's driver: convenes rounds, publishes plans, watches over the round, commits.
 
-    lease taken ──▶ open the term ──▶ gather ──▶ plan ──▶ direct ──▶ commit ──▶ gather …
-                                        ▲  └─ adopt ───────────────────▲
-                                        └──────── give up ──┘
+    lease taken ──▶ open the term ──▶ convene ──▶ plan ──▶ direct ──▶ commit ──▶ convene …
+                                        ▲  └─ adopt ────────────────────▲
+                                        └──────── give up ───┘
 
 It runs on every peer that may coordinate, and acts only while that peer holds the lease. It keeps nothing that the next
 one would need: who is ready is said again each second, what members hold they report, and the rest is in the lineage.
@@ -18,40 +18,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from potluck import tasks
-from potluck.errors import PotluckError, ProtocolError, RetryableError
+from potluck.errors import ProtocolError, RetryableError
 from potluck.hub.connection import Delivery, Subscription
 from potluck.link.links import Incoming, Links
 from potluck.messages import decode
 from potluck.peer.lease import Lease
 from potluck.peer.roster import RosterEvent
 from potluck.peer.session import HubChange, Session
-from potluck.round.adoption import Adoption, Claim, find_adoption, read_claims
+from potluck.round.adoption import Adoption
 from potluck.round.audit import Verdict
 from potluck.round.auditor import Auditor
 from potluck.round.commitment import make_commit, make_restoration
+from potluck.round.convening import Convener, NoPlan, Term, Wait
 from potluck.round.director import Decision, Director, Finish, GiveUp, Patience, Publish
-from potluck.round.exclusions import Absences
-from potluck.round.gathering import (
-    Candidate,
-    GatherConfig,
-    Gathering,
-    Proposal,
-    alive_trainers,
-    present_trainers,
-    senders,
-)
+from potluck.round.gathering import GatherConfig, Proposal
 from potluck.round.lineage import Lineage
+from potluck.round.outcome import FailedRound
 from potluck.round.plan import Abort, Commit, Plan, Ready, Report, Restoration, RoundKey
 from potluck.round.registrar import RETRY_SECONDS, Registrar
-from potluck.round.trigger import Quorum, ReadySender, Trigger
+from potluck.round.trigger import Quorum, Trigger
 from potluck.round.workers import Workers
 
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.1  # while a round is under way
 IDLE_SECONDS = 0.5
-ADOPT_SECONDS = 1.0  # how long a new coordinator waits for members that may have completed the round before
-RETURN_SECONDS = 7.5  # after an outage of the hub its peers try every 2 s, and may be held up until the guard is there
 LONGEST_RETRY_SECONDS = 2.0
 COMPLAIN_EVERY_SECONDS = 2.0
 
@@ -70,17 +61,6 @@ class CoordinatorConfig:
     """How long to wait for whom."""
 
 
-@dataclass(slots=True)
-class _Office:
-    """One term of holding the lease."""
-
-    token: int
-    since: float
-    attempt: int = 0
-    not_before: float = 0.0  # no new round before this
-    complained_at: float = 0.0
-
-
 class Coordinator:
     """One candidate's work as coordinator."""
 
@@ -94,20 +74,20 @@ class Coordinator:
         config: CoordinatorConfig,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self.on_failure: Callable[[FailedRound], None] = lambda _failed: None
+        """Called for each round that is given up, and now and then while no plan is possible."""
         self._links = links
         self._session = session
         self._lease = lease
         self._lineage = lineage
         self._config = config
         self._clock = session.clock
-        self._gathering = Gathering(config.gather)
         self._auditor = Auditor(links, session, workers, config.gather.audit, self.counts)
+        self._convener = Convener(session, lease, lineage, self._auditor, config.gather, config.trigger, self.counts)
         self._registrar = Registrar(session, lease, lineage, self.counts)
-        self._absences = Absences()
-        self._office: _Office | None = None
+        self._term: Term | None = None
         self._director: Director | None = None
-        self._hub_was_away = False
-        self._hub_back_at = -math.inf
+        self._complained_at = -math.inf
         self._decisions: list[Decision] = []
         self._wake = asyncio.Event()
         self._subscriptions: list[Subscription] = []
@@ -135,7 +115,7 @@ class Coordinator:
     def configure(self, config: CoordinatorConfig) -> None:
         """Start and plan the next rounds by this; how they are audited stays."""
         self._config = config
-        self._gathering.config = config.gather
+        self._convener.configure(config.gather, config.trigger)
 
     # What happens
 
@@ -145,12 +125,11 @@ class Coordinator:
 
     def committed(self, commit: Commit) -> None:
         """The head of the lineage has moved."""
-        self._gathering.clear(commit.epoch)
-        self._absences.clear()
+        self._convener.committed(commit.epoch)
         if self._director is not None and self._director.plan.key.epoch <= commit.epoch:
             self._end_round()
-        if self._office is not None:
-            self._office.attempt, self._office.not_before = 0, 0.0
+        if self._term is not None:
+            self._term.attempt, self._term.not_before = 0, 0.0
         self._wake.set()
 
     def _ready_came(self, delivery: Delivery) -> None:
@@ -164,20 +143,20 @@ class Coordinator:
         if peer not in self._session.roster:
             self.counts["readies_of_strangers"] += 1
             return
-        self._gathering.take(peer, ready, self._clock.monotonic())
+        self._convener.ready_came(peer, ready)
         if ready.withdrawn:
             self._member_gone(peer, ready.session, "it stopped waiting for the epoch")
         self._wake.set()
 
     def _roster_changed(self, event: RosterEvent) -> None:
         if event.change in ("dead", "left"):
-            self._gathering.forget(event.peer)
+            self._convener.gone(event.peer)
             self._member_gone(event.peer, event.presence.card.session, event.presence.reason or event.change)
         self._wake.set()
 
     def _hub_changed(self, change: HubChange) -> None:
         if change == "back":
-            self._hub_back_at = self._clock.monotonic()
+            self._convener.hub_came_back()
 
     def _member_gone(self, peer: str, session: str, reason: str) -> None:
         director = self._director
@@ -240,67 +219,36 @@ class Coordinator:
     async def _step(self) -> float:
         """Do what is due; returns how long to wait if nothing happens."""
         token = self._lease.token
-        if self._office is not None and self._office.token != token:
-            self._office = None
+        if self._term is not None and self._term.token != token:
+            self._term = None
             self._end_round()
         if not token:
             return IDLE_SECONDS
-        if self._office is None:
+        if self._term is None:
             await self._lineage.open_term(token)
-            self._office = _Office(token, self._clock.monotonic())
+            self._term = Term(token, self._clock.monotonic())
             self.counts["terms"] += 1
         if self._director is None:
-            return await self._gather(self._office)
-        await self._direct(self._office, self._director)
+            return await self._convene(self._term)
+        await self._direct(self._term, self._director)
         return TICK_SECONDS if self._director is not None else 0.0
 
-    async def _gather(self, office: _Office) -> float:
+    async def _convene(self, term: Term) -> float:
         """Commit what a coordinator before us left, or start a round when it is due."""
-        now = self._clock.monotonic()
-        epoch = self._lineage.epoch + 1
-        candidates = self._gathering.candidates(self._session.roster, epoch=epoch, token=office.token, now=now)
-        claims = self._claims(candidates, epoch)
-        if claims:
-            is_late = now - office.since > ADOPT_SECONDS
-            alive = {presence.peer: presence.card.session for presence in self._session.roster}
-            waiting = {candidate.peer for candidate in candidates}
-            adoption = find_adoption(claims, alive=alive, waiting=waiting, is_late=is_late)
-            if adoption is not None:
+        match self._convener.next_step(term):
+            case Wait(seconds):
+                return IDLE_SECONDS if seconds is None else min(seconds, IDLE_SECONDS)
+            case Adoption() as adoption:
                 await self._adopt(adoption)
                 return 0.0
-            if not is_late:
-                return TICK_SECONDS
-        barred = self._barred(candidates)
-        ready = senders(candidate for candidate in candidates if candidate.peer not in barred)
-        listening = {candidate.peer for candidate in candidates if not candidate.sends}
-        trainers = alive_trainers(self._session.roster) - barred.keys() - listening
-        due_at = self._config.trigger.due_at(ready, trainers)
-        if due_at is None:
-            return IDLE_SECONDS
-        wait_seconds = max(due_at, office.not_before, self._returned_by(ready)) - now
-        if wait_seconds > 0:
-            return min(wait_seconds, IDLE_SECONDS)
-        await self._begin(office, candidates, RoundKey(epoch=epoch, token=office.token, attempt=office.attempt))
+            case NoPlan(key, reason):
+                await self._complain(key, reason)
+            case Proposal() as proposal:
+                await self._begin(term, proposal)
         return TICK_SECONDS
 
-    def _barred(self, candidates: list[Candidate]) -> dict[str, str]:
-        """Who may not take part in the next attempt, and why."""
-        barred = self._auditor.barred(self._lineage.head)
-        return barred | self._absences.barred([c.peer for c in candidates if c.peer not in barred])
-
-    def _returned_by(self, ready: list[ReadySender]) -> float:
-        """Until when to wait for trainers that were there before the hub was away."""
-        missing = present_trainers(self._session.roster) - {sender.peer for sender in ready}
-        return self._hub_back_at + RETURN_SECONDS if missing else -math.inf
-
-    async def _begin(self, office: _Office, candidates: list[Candidate], key: RoundKey) -> None:
-        try:
-            barred = self._barred(candidates)
-            proposal = self._gathering.propose(candidates, key, hub_now=self._session.now(), barred=barred)
-        except PotluckError as error:
-            await self._complain(office, key, str(error))
-            return
-        office.attempt += 1
+    async def _begin(self, term: Term, proposal: Proposal) -> None:
+        term.attempt += 1
         plan = proposal.plan
         self.counts["rounds"] += 1
         self._director = Director(plan, self._patience(proposal), self._clock.monotonic())
@@ -315,24 +263,20 @@ class Coordinator:
             stalled_seconds=max(patience.stalled_seconds, 4 * proposal.chunk_seconds),
         )
 
-    async def _complain(self, office: _Office, key: RoundKey, reason: str) -> None:
+    async def _complain(self, key: RoundKey, reason: str) -> None:
         """No plan is possible: members should know why they wait."""
         now = self._clock.monotonic()
-        office.not_before = now + RETRY_SECONDS
-        if now - office.complained_at >= COMPLAIN_EVERY_SECONDS:
-            office.complained_at = now
+        if now - self._complained_at >= COMPLAIN_EVERY_SECONDS:
+            self._complained_at = now
             logger.warning("no plan is possible for %s: %s", key, reason)
+            self.on_failure(FailedRound(key=key, phase="planning", reason=reason))
             await self._registrar.say(Abort(key=key, reason=reason))
 
-    async def _direct(self, office: _Office, director: Director) -> None:
+    async def _direct(self, term: Term, director: Director) -> None:
         """Carry out what the director decides."""
         now = self._clock.monotonic()
         if not self._session.hub.is_connected:
-            self._hub_was_away = True  # nobody hears our plans, and nothing can be committed
-            return
-        if self._hub_was_away:
-            self._hub_was_away = False
-            director.resume(now)
+            return  # nobody hears our plans, and nothing can be committed; the director excuses the pause afterwards
         self._decisions += director.tick(now)
         if self._session.now() > director.plan.deadline:
             self._decisions += director.expired()
@@ -350,25 +294,18 @@ class Coordinator:
                         now = self._clock.monotonic()
                         self._decisions += director.overrule(verdict.liars, verdict.missing, verdict.stale, now)
                 case GiveUp(reason):
-                    self._absences.note(director.lost)
-                    await self._give_up(office, director.plan, reason)
+                    self._convener.given_up(director.lost)
+                    await self._give_up(term, director, reason)
 
-    async def _give_up(self, office: _Office, plan: Plan, reason: str) -> None:
+    async def _give_up(self, term: Term, director: Director, reason: str) -> None:
+        plan = director.plan
         self._end_round()
         self.counts["aborts"] += 1
-        delay = min(RETRY_SECONDS * office.attempt, LONGEST_RETRY_SECONDS)
-        office.not_before = self._clock.monotonic() + delay
+        self.on_failure(director.failure(reason, self._clock.monotonic()))
+        delay = min(RETRY_SECONDS * term.attempt, LONGEST_RETRY_SECONDS)
+        term.not_before = self._clock.monotonic() + delay
         logger.warning("%s is given up: %s", plan.key, reason)
         await self._registrar.say(Abort(key=plan.key, reason=reason))
-
-    def _claims(self, candidates: list[Candidate], epoch: int) -> list[Claim]:
-        """What members say that they completed under a coordinator before us."""
-        said = {c.peer: c.ready.completed for c in candidates if c.ready.completed is not None}
-        claims, bad = read_claims(said, self._session.subjects.run, self._lease.view.past_holders, epoch)
-        self.counts["bad_claims"] += len(bad)
-        for peer, why in bad.items():
-            logger.debug("what %s says that it completed does not count: %s", peer, why)
-        return claims
 
     async def _adopt(self, adoption: Adoption) -> None:
         self.counts["adoptions"] += 1
@@ -378,13 +315,13 @@ class Coordinator:
     async def _commit(
         self, plan: Plan, digest: str, holders: tuple[int, ...], director: Director | None, *, audited: int = 0
     ) -> None:
-        assert self._office is not None, "only the holder of the lease commits"
+        assert self._term is not None, "only the holder of the lease commits"
         commit = make_commit(
             plan,
             digest,
             holders,
             director,
-            term=self._office.token,
+            term=self._term.token,
             coordinator=self._session.peer_id,
             parent=self._lineage.parent_digest(),
             committed_at=self._session.now(),
@@ -401,11 +338,11 @@ class Coordinator:
 
         RetryableError when this peer does not coordinate now, or another epoch was committed first.
         """
-        office = self._office
-        if office is None or self._lease.token != office.token:
+        term = self._term
+        if term is None or self._lease.token != term.token:
             raise RetryableError("this peer does not coordinate (any more): whoever does carries the order out")
-        key = RoundKey(epoch=self._lineage.epoch + 1, token=office.token, attempt=office.attempt)
-        office.attempt += 1  # no other round has this key
+        key = RoundKey(epoch=self._lineage.epoch + 1, token=term.token, attempt=term.attempt)
+        term.attempt += 1  # no other round has this key
         commit = make_restoration(
             restored,
             self._lineage.head,

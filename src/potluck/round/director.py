@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import msgspec
 
 from potluck.round.attendance import Attendance
+from potluck.round.outcome import FailedRound
 from potluck.round.plan import Plan, Report, shortened
 from potluck.round.reach import Choice, Reach
 from potluck.round.reassignment import reassign
@@ -125,7 +126,7 @@ class Director:
     ) -> list[Decision]:
         """An audit says that the round is not finished after all: without these members, do these chunks again."""
         self._over = False
-        self.resume(now)
+        self._resume(now)
         self._tainted |= set(stale)
         self._to_redo |= {part.reducer for part in self.plan.parts if self._tainted & set(range(part.start, part.stop))}
         self._take_out(dict(liars))
@@ -137,14 +138,14 @@ class Director:
         if self._over:
             return []
         if now - self._ticked_at > self._patience.pause_seconds:
-            self.resume(now)
+            self._resume(now)
         self._ticked_at = now
         self._lose(self._silent(now))
         self._lose(self._stragglers(now))
         self._mend(self._broken_links())
         return self._next(now) or self._repeat(now)
 
-    def resume(self, now: float) -> None:
+    def _resume(self, now: float) -> None:
         """The hub was away, and with it our plans, or we stood still: nobody's silence until now means anything."""
         self._attendance.excuse(now)
         if self._majority_at is not None:
@@ -176,6 +177,18 @@ class Director:
         waited_for = sorted({self._name(index) for index in self._attendance.waited_for()})
         text = f"averages are missing at {', '.join(lacking)}" if lacking else "all hold the averages"
         return f"{text}; waited for {', '.join(waited_for)}" if waited_for else text
+
+    def failure(self, reason: str, now: float) -> FailedRound:
+        """What is to be told of a round that was given up."""
+        members = self.plan.members
+        return FailedRound(
+            key=self.plan.key,
+            phase="committing" if self._receivers() and self._all_done() else "exchanging",
+            reason=reason,
+            members=tuple(member.peer for member in members),
+            troubles={member.peer: member.trouble for member in members if member.trouble},
+            seconds=now - self.started_at,
+        )
 
     def _next(self, now: float) -> list[Decision]:
         """Publish what was revised, take over chunks when all have answered, and end when all is done."""

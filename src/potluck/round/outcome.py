@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
-from potluck.round.plan import Commit
+from potluck.round.plan import Commit, RoundKey
 
 MemberRole = Literal["reducer", "sender", "none"]
 
@@ -37,6 +38,21 @@ class LeftBehind:
     """Who has them."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRound:
+    """An attempt at an epoch that its coordinator gave up."""
+
+    key: RoundKey
+    phase: Literal["planning", "exchanging", "committing"]
+    reason: str
+    members: tuple[str, ...] = ()
+    troubles: Mapping[str, str] = field(default_factory=dict)
+    """By member: why less was expected of it in the end."""
+
+    seconds: float = 0.0
+    """Since the plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

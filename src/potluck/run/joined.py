@@ -171,7 +171,7 @@ def join(
     if not text:
         raise ConfigurationError("which run? Give its join link: potluck.join('potluck://…') (or set POTLUCK_LINK)")
     parsed = JoinLink.parse(text)
-    options = PeerConfig(**{"invite": parsed.invite, **config})
+    options = PeerConfig(**{"link": parsed, **config})
 
     async def start() -> Peer:
         own = identity or _own_identity()

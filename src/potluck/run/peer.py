@@ -22,6 +22,7 @@ from potluck.errors import AccessError, ConfigurationError, RetryableError
 from potluck.hub.address import HubAddress
 from potluck.hub.bulk.wire import BulkWire, BulkWireConfig
 from potluck.hub.guard.lobby import Answer, Application
+from potluck.hub.joinlink import JoinLink
 from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
 from potluck.hub.nats.keeper import KeeperConfig
 from potluck.hub.presence import Card, Role
@@ -37,6 +38,7 @@ from potluck.messages import encode
 from potluck.peer import environment
 from potluck.peer.admission import be_admitted, why_refused
 from potluck.peer.identity import Identity
+from potluck.peer.organisers import checking
 from potluck.peer.roster import RosterEvent
 from potluck.peer.session import Session, new_session_id
 from potluck.run.linknews import TOPIC as LINK_NEWS
@@ -69,8 +71,11 @@ class PeerConfig:
     service: str = field(default_factory=environment.service)
     """Where it runs: kaggle, colab, cloud or local."""
 
+    link: JoinLink | None = field(default=None, repr=False)
+    """The join link it comes by: that has the invite, and says whose manifest counts (organisers.py)."""
+
     invite: str = field(default="", repr=False)
-    """The invite's secret; a member needs none."""
+    """The invite's secret, if no link has it; a member needs none."""
 
     token: str = field(default_factory=environment.huggingface_token, repr=False)
     """A Hugging Face token, shown to the guard when there is no invite."""
@@ -118,7 +123,7 @@ class PeerConfig:
         """What this peer says at the lobby."""
         return Application(
             role=self.role,
-            invite=self.invite,
+            invite=self.invite or (self.link.invite if self.link is not None else ""),
             token=self.token,
             name=self.name,
             service=self.service,
@@ -164,7 +169,9 @@ class Peer:
             upload_bytes_per_second=config.links.send_bytes_per_second,  # until it is measured
             download_bytes_per_second=config.links.receive_bytes_per_second,
         )
-        self.session = Session(self._connect, identity, self._subjects, card, self.clock)
+        self.session = Session(
+            self._connect, identity, self._subjects, card, self.clock, check_organiser=checking(config.link)
+        )
         self.reachability = ReachabilityKeeper(self.session, self.links, self.direct, reachability)
         self.speed_tester = SpeedTester(self.links, self.clock)
         self._tasks: list[asyncio.Task[None]] = []

@@ -24,7 +24,7 @@ async def check_run(link: JoinLink) -> AsyncIterator[Check]:
         return
     yield _check_way(address)
     identity = Identity.open_default()
-    peer = Peer(address, link.run, identity, PeerConfig(invite=link.invite))
+    peer = Peer(address, link.run, identity, PeerConfig(link=link))
     try:
         try:
             await peer.start()

@@ -25,6 +25,7 @@ from potluck.state.resuming import EpochSource
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_SECONDS = 1.0
+DOWN_SECONDS = 3.0  # without a state of the present epoch: each epoch is without one for a moment
 FETCH_SECONDS = 600.0
 PAUSE_FACTOR = 9  # a fetch that took a second is followed by nine without
 EPOCHS_WITHOUT_BACKUPS = 10  # between two fetches, where nothing is saved
@@ -51,6 +52,7 @@ class Follower:
         self._num_training = num_training
         self._epoch: int | None = None  # of the state that was taken last
         self._next_at = 0.0
+        self._up_at = clock.monotonic()  # when somebody had the state of the present epoch, or trained, last
         self._task: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
 
@@ -94,10 +96,12 @@ class Follower:
                     self.counts["followed"] += 1
 
     def _is_run_down(self) -> bool:
-        """Whether trainers are there and none of them has the state of the present epoch."""
-        epoch = self._averager.lineage.epoch
+        """Whether trainers are there, and for a while none of them has had the state of the present epoch."""
+        epoch, now = self._averager.lineage.epoch, self._clock.monotonic()
         has_trainers = any(presence.card.role == "trainer" for presence in self._roster)
-        return bool(epoch and has_trainers and not self._num_training() and self._keeper.herald.verdict(epoch) is None)
+        if not (epoch and has_trainers) or self._num_training() or self._keeper.herald.verdict(epoch) is not None:
+            self._up_at = now
+        return now - self._up_at >= DOWN_SECONDS
 
     @property
     def _next_epoch(self) -> int:

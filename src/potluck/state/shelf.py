@@ -9,9 +9,9 @@ from potluck.state.announcement import KeptState
 from potluck.state.snapshot import Snapshot
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """One state on the shelf."""
+    """One state on the shelf. Two are never equal: the same state put there again takes the place of the first."""
 
     epoch: int
     snapshot: Snapshot
@@ -44,11 +44,9 @@ class Shelf:
         held = Held(epoch, snapshot.hold(), made_at, is_backup)
         replaced = [other for other in self._states if _replaces(held, other)]
         self._states = sorted([*(s for s in self._states if s not in replaced), held], key=lambda state: state.epoch)
-        of_run = [state for state in self._states if not state.is_backup]
-        for state in [*replaced, *of_run[: -self._num_kept]]:
-            if state in self._states:
-                self._states.remove(state)
+        for state in replaced:
             state.snapshot.release()
+        self._drop([state for state in self._states if not state.is_backup][: -self._num_kept])
 
     def newest(self) -> Held | None:
         """The state of the newest epoch, backups aside."""

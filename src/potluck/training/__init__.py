@@ -4,6 +4,7 @@ manifest.py    Manifest: what a run trains and how; signed by an organiser, kept
 runfile.py     run.toml, which an organiser writes, as a manifest; skeleton.py: one to start from
 notice.py      the manifest in the hub: signed, checked, followed
 steering.py    the organiser's hand: pause, resume, settings (changes.py: by name), rollback; all written down
+earlier.py     what a run could go back to, and who has it
 organising.py  putting up a manifest, and later what has changed in run.toml
 restoring.py   the coordinator's part in a rollback
 optimizers.py  from the manifest to torch's optimizers and ours
@@ -15,6 +16,7 @@ feed.py        batches, shard after shard
 trainer.py     one peer's training loop               helping.py: what aux peers do, and coordinators
 viewing.py     the run's newest state, for whoever only looks
 contributions.py  who has given how much               receipts.py: the coordinator's signed word for it
+commitdesk.py  what these two share: a queue of commits
 history.py     how the run has gone (pure); historydesk.py: written down by the coordinator
 ballot.py      names for the model, and votes
 """

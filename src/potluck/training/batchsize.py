@@ -14,9 +14,12 @@ from potluck.errors import ConfigurationError
 from potluck.recipes.recipe import Batch, Recipe, Sample
 
 LARGEST = 1024
-TRIAL_SECONDS = 4.0  # for the whole search
+TRIAL_SECONDS = 2.0  # for the whole search
+BARGAIN = 1.5  # as long as each doubling makes samples so much cheaper, stopping would cost more than it saves,
+BARGAIN_SECONDS = 10.0  # up to here: on a busy machine few sizes are tried in two seconds, and none of them is good
 WORTHWHILE = 1.1  # a larger batch must be so much faster per sample
-TRIES = 3  # of each size: the quickest counts, since other programs only ever slow us down
+TRIES = 3  # of each size, while they are quick: the quickest counts, since other programs only ever slow us down
+TRIES_SECONDS = 0.25  # of one size; a step that takes longer is not thrown off by a moment's disturbance
 DISAPPOINTMENTS = 2  # sizes in a row that were not worthwhile, after which none will be
 
 
@@ -40,16 +43,19 @@ def find_batch_size(
     return _search(seconds_of, len(samples))
 
 
-def _search(seconds_of: Callable[[int], float | None], largest: int) -> int:
+def _search(seconds_of: Callable[[int], float | None], largest: int, now: Callable[[], float] = time.monotonic) -> int:
     """`seconds_of` tries a size; None: it does not fit."""
-    started = time.monotonic()
+    started = now()
     best, best_seconds_per_sample, disappointments = 0, math.inf, 0
-    size = 1
-    while size <= largest and disappointments < DISAPPOINTMENTS and time.monotonic() - started < TRIAL_SECONDS:
+    size, gain = 1, math.inf
+    while size <= largest and disappointments < DISAPPOINTMENTS:
+        if now() - started >= (BARGAIN_SECONDS if gain >= BARGAIN else TRIAL_SECONDS):
+            break
         seconds = seconds_of(size)
         if seconds is None:
             break
-        if seconds / size * WORTHWHILE <= best_seconds_per_sample:
+        gain = best_seconds_per_sample / (seconds / size)
+        if gain >= WORTHWHILE:
             best, best_seconds_per_sample, disappointments = size, seconds / size, 0
         else:
             disappointments += 1
@@ -77,8 +83,11 @@ def _seconds(recipe: Recipe[Any], model: nn.Module, device: torch.device, sample
     quickest = math.inf
     try:
         batch = to_device(recipe.collate(samples), device)
+        began = time.perf_counter()
         for _ in range(TRIES):
             started = time.perf_counter()
+            if started - began > TRIES_SECONDS:
+                break
             recipe.loss(model, batch).backward()  # type: ignore[no-untyped-call]
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 
 import msgspec
 
-from potluck import tasks
 from potluck.errors import ProtocolError, RetryableError
 from potluck.messages import Message, decode, encode
 from potluck.peer.session import Session
 from potluck.round.averager import Averager
 from potluck.round.plan import Commit
+from potluck.training.commitdesk import CommitDesk
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +26,6 @@ MAX_PEOPLE = 1000  # so that the book fits into a message; who gave least makes 
 MAX_COORDINATORS = 64
 LONGEST_NAME = 24
 RETRY_SECONDS = 1.0
-MAX_WAITING = 1000  # commits, while the hub is away
 
 
 class Given(Message, frozen=True, kw_only=True, array_like=True):
@@ -75,36 +73,20 @@ def added(book: ContributionBook, commit: Commit, names: dict[str, str]) -> Cont
     return msgspec.structs.replace(book, epoch=commit.epoch, missed=missed, peers=peers, coordinators=coordinators)
 
 
-class ContributionDesk:
-    """Writes the book while this peer holds the coordinator's lease. Lives on the event loop."""
+class ContributionDesk(CommitDesk):
+    """Writes the book while this peer holds the coordinator's lease."""
 
     def __init__(self, session: Session, averager: Averager) -> None:
-        self.counts: Counter[str] = Counter()
+        super().__init__(averager, "contributions")
         self._session = session
-        self._averager = averager
         self._store = session.hub.store("contributions")
-        self._waiting: asyncio.Queue[Commit] = asyncio.Queue(MAX_WAITING)
-        self._task = asyncio.create_task(self._keep_writing(), name="contributions")
-        averager.listen(self._committed)
 
-    async def close(self) -> None:
-        """Write nothing more. Calling it twice does no harm."""
-        await tasks.end(self._task)
-
-    def _committed(self, commit: Commit) -> None:
-        if self._averager.lease.token and not self._waiting.full():
-            self._waiting.put_nowait(commit)
-
-    async def _keep_writing(self) -> None:
-        while True:
-            commits = [await self._waiting.get()]
-            while not self._waiting.empty():  # what came while the hub was away is written at once
-                commits.append(self._waiting.get_nowait())
-            while commits and self._averager.lease.token:
-                if await self._write(commits):
-                    commits = []
-                else:
-                    await asyncio.sleep(RETRY_SECONDS)
+    async def see_to(self, commits: list[Commit]) -> None:
+        """Write them down, as soon as the hub is there."""
+        while self.averager.lease.token:
+            if await self._write(commits):
+                return
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _write(self, commits: list[Commit]) -> bool:
         try:

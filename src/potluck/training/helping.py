@@ -53,10 +53,14 @@ class AuxiliaryWork:
 
     @classmethod
     async def start(cls, peer: RoundPeer, state: StateConfig | None = None) -> Self:
-        """Help with what the manifest says; without one, with whatever the trainers do. `state`: see StateConfig."""
-        board = NoticeBoard(peer.session.hub, peer.session.subjects.run)
+        """Help with what the manifest says; without one, with whatever the trainers do. `state`: see StateConfig.
+
+        ConfigurationError where the manifest is signed by somebody else than the organiser.
+        """
+        board = NoticeBoard.of(peer.session)
         await board.start()
         try:
+            board.check()
             manifest = board.manifest
             helper = await Helper.of(
                 peer,

@@ -3,6 +3,8 @@
     page.N      PAGE_POINTS points of the run's figures, complete
     tail.now    the newest points, which become the next page
     round.K     one committed epoch with its members, for K the epoch modulo KEPT_ROUNDS
+    failed.K.A  an attempt at an epoch that came to nothing, for K the epoch modulo KEPT_FAILURES, A the attempt
+    preview.K   what the model said at an epoch, the newest KEPT_PREVIEWS, each in the place of the oldest
 
 Points come at most once a second and at least every IDLE_SECONDS, so a week has some hundred thousand. Whoever reads
 takes all pages once and follows the tail: no change of the store is larger than a page, however long the run is.
@@ -19,12 +21,18 @@ from numpy.typing import NDArray
 
 from potluck.errors import ProtocolError
 from potluck.messages import Message
+from potluck.round.outcome import FailedRound
 from potluck.round.plan import Commit
 
 PAGE_POINTS = 256
 KEPT_ROUNDS = 256
+KEPT_FAILURES = 64  # epochs with attempts that failed
+KEPT_ATTEMPTS = 4  # of each of them
+KEPT_PREVIEWS = 128
 MAX_PAGES = 1 << 16
 LONGEST_NAME = 40
+LONGEST_REASON = 1000
+LONGEST_PREVIEW = 4000
 TAIL_KEY = "tail.now"
 
 POINT = np.dtype(
@@ -79,6 +87,28 @@ class RoundRecord(Message, frozen=True, kw_only=True):
     excluded: dict[str, str] = {}
 
 
+class FailureRecord(Message, frozen=True, kw_only=True):
+    """An attempt at an epoch that came to nothing; the next one is another record."""
+
+    epoch: int
+    attempt: int
+    failed_at: float
+    seconds: float  # from the plan until it was given up; 0: there was no plan
+    phase: str
+    reason: str
+    members: tuple[str, ...] = ()  # by name
+    troubles: dict[str, str] = {}  # by name: who was in trouble, and which
+
+
+class Preview(Message, frozen=True, kw_only=True):
+    """What the model said at one epoch."""
+
+    epoch: int
+    at: float  # when that state was saved, seconds since 1970
+    text: str
+    figures: dict[str, float] = {}  # the recipe's evaluation
+
+
 @dataclass(slots=True)
 class HistoryLog:
     """The end of the history, as whoever writes it holds it."""
@@ -124,6 +154,16 @@ def round_key(epoch: int) -> str:
     return f"round.{epoch % KEPT_ROUNDS}"
 
 
+def failure_key(epoch: int, attempt: int) -> str:
+    """Where a failed attempt stands, until others take its place."""
+    return f"failed.{epoch % KEPT_FAILURES}.{attempt % KEPT_ATTEMPTS}"
+
+
+def preview_key(place: int) -> str:
+    """Where a preview stands."""
+    return f"preview.{place % KEPT_PREVIEWS}"
+
+
 def read_points(data: bytes) -> Points:
     """Points out of the store; ProtocolError when they are none."""
     if len(data) % POINT.itemsize or len(data) > PAGE_POINTS * POINT.itemsize * 2:
@@ -135,7 +175,7 @@ def record_of(commit: Commit, names: Mapping[str, str], before: Commit | None) -
     """What is kept of a commit; `names` are the peers' own, shown and never trusted."""
 
     def name(peer: str) -> str:
-        return (names.get(peer) or peer[:12])[:LONGEST_NAME]
+        return shown_name(peer, names)
 
     began = commit.committed_at - commit.seconds
     follows = before is not None and before.epoch == commit.epoch - 1
@@ -164,6 +204,31 @@ def record_of(commit: Commit, names: Mapping[str, str], before: Commit | None) -
         left_out={name(peer): reason for peer, reason in commit.left_out.items()},
         excluded={name(peer): exclusion.reason for peer, exclusion in commit.excluded.items()},
     )
+
+
+def record_of_failure(failed: FailedRound, names: Mapping[str, str], at: float) -> FailureRecord:
+    """What is kept of a round that was given up, told by names."""
+
+    def told(text: str) -> str:
+        for peer in failed.members:
+            text = text.replace(peer, shown_name(peer, names))
+        return text[:LONGEST_REASON]
+
+    return FailureRecord(
+        epoch=failed.key.epoch,
+        attempt=failed.key.attempt + 1,
+        failed_at=at,
+        seconds=failed.seconds,
+        phase=failed.phase,
+        reason=told(failed.reason),
+        members=tuple(shown_name(peer, names) for peer in failed.members),
+        troubles={shown_name(peer, names): told(trouble) for peer, trouble in failed.troubles.items()},
+    )
+
+
+def shown_name(peer: str, names: Mapping[str, str]) -> str:
+    """What a peer calls itself, or the beginning of its id."""
+    return (names.get(peer) or peer[:12])[:LONGEST_NAME]
 
 
 def mean_loss(told: Iterable[tuple[float | None, float]]) -> float | None:

@@ -19,8 +19,18 @@ from potluck.hub.presence import Beacon
 from potluck.messages import decode, encode
 from potluck.peer.session import Session
 from potluck.round.averager import Averager
+from potluck.round.outcome import FailedRound
 from potluck.round.plan import Commit
-from potluck.training.history import TAIL_KEY, HistoryLog, HistoryTail, mean_loss, record_of, round_key
+from potluck.training.history import (
+    TAIL_KEY,
+    HistoryLog,
+    HistoryTail,
+    failure_key,
+    mean_loss,
+    record_of,
+    record_of_failure,
+    round_key,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +66,13 @@ class HistoryDesk:
         self._is_written = True
         self._written_at = self._point_at = -math.inf
         self._rounds: deque[tuple[Commit, Commit | None]] = deque(maxlen=MAX_WAITING)
+        self._failures: deque[tuple[FailedRound, float]] = deque(maxlen=MAX_WAITING)  # each with hub time
         self._last_commit: Commit | None = None
         self._new_commits: list[Commit] = []
         self._beacons: Subscription | None = None
         self._task = asyncio.create_task(self._run(), name="history")
         averager.listen(self._committed)
+        averager.listen_to_failures(self._failed)
 
     async def close(self) -> None:
         """Write what there is, and nothing more. Calling it twice does no harm."""
@@ -79,6 +91,9 @@ class HistoryDesk:
         if self._lease.token:
             self._rounds.append((commit, before))
             self._new_commits.append(commit)
+
+    def _failed(self, failed: FailedRound) -> None:
+        self._failures.append((failed, self._session.now()))
 
     async def _run(self) -> None:
         while True:
@@ -100,6 +115,7 @@ class HistoryDesk:
         if not is_ours:
             self._log = None
             self._rounds.clear()
+            self._failures.clear()
             self._new_commits.clear()
             return
         if self._log is None:
@@ -110,6 +126,9 @@ class HistoryDesk:
         while self._rounds:
             await self._write_round(*self._rounds[0])
             self._rounds.popleft()
+        while self._failures:
+            await self._write_failure(*self._failures[0])
+            self._failures.popleft()
         if not self._is_written and now - self._written_at >= WRITE_EVERY_SECONDS:
             self._written_at = now
             await self._write_tail()
@@ -183,6 +202,13 @@ class HistoryDesk:
         self.counts["written"] += 1
 
     async def _write_round(self, commit: Commit, before: Commit | None) -> None:
-        names = {presence.peer: presence.card.name for presence in self._session.roster}
-        await self._store.put(round_key(commit.epoch), encode(record_of(commit, names, before)))
+        await self._store.put(round_key(commit.epoch), encode(record_of(commit, self._names(), before)))
         self.counts["rounds"] += 1
+
+    async def _write_failure(self, failed: FailedRound, at: float) -> None:
+        record = record_of_failure(failed, self._names(), at)
+        await self._store.put(failure_key(failed.key.epoch, failed.key.attempt), encode(record))
+        self.counts["failures"] += 1
+
+    def _names(self) -> dict[str, str]:
+        return {presence.peer: presence.card.name for presence in self._session.roster}

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Self
 
 from potluck.errors import ConfigurationError, DeadlineExceededError, ProtocolError, RetryableError
 from potluck.hub.connection import Entry, HubConnection, Subscription
 from potluck.hub.keys import Signer, verify
 from potluck.hub.stores import MANIFEST_KEY
 from potluck.messages import Message, decode, encode
+from potluck.peer.session import Session
 from potluck.training.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -69,6 +71,11 @@ class NoticeBoard:
         self._news = asyncio.Event()
         self._listeners: list[Callable[[Manifest], None]] = []
 
+    @classmethod
+    def of(cls, session: Session) -> Self:
+        """That of a peer, which knows from its join link who the organiser is."""
+        return cls(session.hub, session.subjects.run, session.check_organiser)
+
     async def start(self) -> None:
         """Read the manifest, if there is one, and follow it; while the hub is away, wait for it."""
         while self._watch is None:
@@ -95,10 +102,14 @@ class NoticeBoard:
                 await self._news.wait()
         except TimeoutError:
             raise DeadlineExceededError(f"the organiser has not said yet what run {self._run} trains") from None
-        if self._refusal is not None and self.manifest is None:
-            raise self._refusal
+        self.check()
         assert self.manifest is not None
         return self.manifest
+
+    def check(self) -> None:
+        """ConfigurationError if there is a manifest, but of somebody else than the organiser."""
+        if self._refusal is not None and self.manifest is None:
+            raise self._refusal
 
     def _changed(self, entry: Entry) -> None:
         if entry.key != MANIFEST_KEY or entry.value is None:

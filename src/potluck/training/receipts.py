@@ -26,13 +26,14 @@ from potluck.peer.identity import Identity
 from potluck.peer.lease import LeaseView
 from potluck.round.averager import Averager, RoundPeer
 from potluck.round.plan import Commit, CommittedMember
+from potluck.training.commitdesk import CommitDesk
 
 logger = logging.getLogger(__name__)
 
 CONTEXT = b"potluck receipt\0"
 SEND_SECONDS = 5.0
 WRITE_EVERY_SECONDS = 1.0
-MAX_WAITING = 1000  # commits whose receipts are to be sent; receipts that are to be written
+MAX_WAITING = 1000  # receipts that are to be written
 MAX_FILE_BYTES = 64 * 1024 * 1024  # a quarter of a million receipts; then the file becomes the old one
 MAX_LINE_BYTES = 4096
 LONGEST_NAME = 64
@@ -82,31 +83,19 @@ def receipts_of(commit: Commit, run: str, coordinator: str, names: dict[str, str
     return [receipt(member) for member in commit.members if member.weight > 0]
 
 
-class ReceiptDesk:
-    """Gives receipts while this peer holds the coordinator's lease. Lives on the event loop."""
+class ReceiptDesk(CommitDesk):
+    """Gives receipts while this peer holds the coordinator's lease."""
 
     def __init__(self, peer: RoundPeer, averager: Averager) -> None:
-        self.counts: Counter[str] = Counter()
+        super().__init__(averager, "receipts")
         self._session = peer.session
         self._links = peer.links
-        self._averager = averager
-        self._waiting: asyncio.Queue[Commit] = asyncio.Queue(MAX_WAITING)
-        self._task = asyncio.create_task(self._keep_giving(), name="receipts")
-        averager.listen(self._committed)
 
-    async def close(self) -> None:
-        """Give no more. Calling it twice does no harm."""
-        await tasks.end(self._task)
-
-    def _committed(self, commit: Commit) -> None:
-        if self._averager.lease.token and not self._waiting.full():
-            self._waiting.put_nowait(commit)
-
-    async def _keep_giving(self) -> None:
-        while True:
-            commit = await self._waiting.get()
-            names = {presence.peer: presence.card.name for presence in self._session.roster}
-            run, own = self._session.subjects.run, self._session.peer_id
+    async def see_to(self, commits: list[Commit]) -> None:
+        """Send everybody its receipts."""
+        names = {presence.peer: presence.card.name for presence in self._session.roster}
+        run, own = self._session.subjects.run, self._session.peer_id
+        for commit in commits:
             for receipt in receipts_of(commit, run, own, names):
                 await self._give(receipt.signed(self._session.identity))
 

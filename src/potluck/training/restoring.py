@@ -67,7 +67,6 @@ class RestorationDesk:
     async def _look(self) -> None:
         head = self._averager.lineage.head
         if head is not None and head.restored is not None and head.epoch > self._seen_to:
-            self._seen_to = head.epoch
             await self._show(head, head.restored)
         order = pending(self._manifest(), head)
         if order is None:
@@ -88,13 +87,14 @@ class RestorationDesk:
             order.to_epoch,
             commit.epoch,
         )
-        self._seen_to = commit.epoch
         await self._show(commit, restored)
 
     async def _show(self, head: Commit, restored: Restoration) -> None:
+        """Show the state as that of the epoch that went back to it, where this peer has it."""
         if await self._states.bring(restored.epoch, restored.digest):
-            await self._states.show(head.epoch, restored.digest)
-            self.counts["shown"] += 1
+            is_shown = await self._states.show(head.epoch, restored.digest)
+            self.counts["shown" if is_shown else "not_shown"] += 1
+        self._seen_to = head.epoch
 
 
 def pending(manifest: Manifest | None, head: Commit | None) -> Rollback | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -35,6 +35,7 @@ from potluck.round.plan import Commit
 from potluck.state.backupfile import BackupInfo
 from potluck.training import notice
 from potluck.training.changes import Value, described, full_name, with_values
+from potluck.training.earlier import EarlierState, announced, merged, saved
 from potluck.training.manifest import Manifest, Rollback, Settings
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,12 @@ class Steering:
 
         return await self.revise(next_one)
 
-    async def roll_back(self, backup: BackupInfo, *, by: str, reason: str = "") -> Manifest:
+    async def earlier(self, backups: Iterable[BackupInfo]) -> list[EarlierState]:
+        """What the run could go back to: these backups of the host's, and what others say that they hold."""
+        others = await announced(self._hub, Subjects(self._run), self._signer.public_key)
+        return merged(saved(backups), others)
+
+    async def roll_back(self, backup: BackupInfo | EarlierState, *, by: str, reason: str = "") -> Manifest:
         """Have the run go on from the state of an earlier epoch; `until_restored` waits for that."""
         given: Rollback | None = None  # in an attempt whose answer was lost
 

@@ -217,7 +217,8 @@ class Trainer:
         if now - self._told_at >= TELL_EVERY_SECONDS:
             self._told_at = now
             loss = self.loss if self.steps else None  # one that is not finite is told too: it raises an alarm
-            self._run.soon(lambda: self._run.peer.session.update_beacon(loss=loss))
+            session = self._run.peer.session
+            self._run.soon(lambda: session.update_beacon(loss=loss))
             self._on_progress(self._progress(started, paused=paused))
 
     def _progress(self, started: float, *, paused: bool = False) -> TrainProgress:

@@ -121,7 +121,7 @@ async def watching(link: str, record: Record, began_at: float) -> AsyncIterator[
     from potluck.round.lineage import Lineage
 
     parsed = JoinLink.parse(link)
-    config = PeerConfig(role="observer", name=NAME, client_mode=True, invite=parsed.invite)
+    config = PeerConfig(role="observer", name=NAME, client_mode=True, link=parsed)
     peer = Peer(await fetch_address(parsed), parsed.run, Identity.temporary(), config)
     await peer.start()
     watcher = Watcher(peer.session)

@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from potluck.cli.demo.ending import Outcome
 
-EPOCHS = 100
+EPOCHS = 80
 
 
 def demo(

@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from potluck.cli import console
 from potluck.cli.demo.audience import Audience, watching
 from potluck.cli.demo.record import Record, samples_per_second
 from potluck.cli.demo.stage import Stage
@@ -84,6 +85,7 @@ async def _all_leave(troupe: Troupe) -> dict[str, int]:
     """Have everybody leave, though somebody presses Ctrl-C meanwhile: no process is left behind."""
     leaving = asyncio.create_task(troupe.leave())
     try:
+        await console.import_slowly("potluck.training.exhibit")  # needed next, and those who leave mostly wait
         return await asyncio.shield(leaving)
     except asyncio.CancelledError:
         await leaving
@@ -95,6 +97,7 @@ async def _come(troupe: Troupe, audience: Audience, stage: Stage, script: Script
     record = audience.record
     record.trainers = [ADA]
     await troupe.join(ADA, link, *BATCH)
+    link_of_alan = await troupe.invite_coordinator(RUN)  # while she imports torch
     await audience.until_epoch(1)
     stage.say(f"[bold]{ADA}[/bold] trains alone.")
     await audience.until_epoch(script.part(0.15))
@@ -102,7 +105,7 @@ async def _come(troupe: Troupe, audience: Audience, stage: Stage, script: Script
     record.trainers += [GRACE, EDSGER]
     await troupe.join(GRACE, link, *BATCH, "--client-mode", niceness=2)
     await troupe.join(EDSGER, link, *BATCH, "--websocket", "--relay-only", niceness=4)
-    await troupe.join(ALAN, await troupe.invite_coordinator(RUN), "--role", "aux")
+    await troupe.join(ALAN, link_of_alan, "--role", "aux")
     stage.say(
         f"[bold]{GRACE}[/bold] (a client), [bold]{EDSGER}[/bold] (through the hub alone) and [bold]{ALAN}[/bold] "
         "(an aux peer) join."

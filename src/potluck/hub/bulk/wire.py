@@ -22,11 +22,12 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from potluck import tasks
-from potluck.errors import ConfigurationError, NotAdmittedError, PotluckError, ProtocolError
+from potluck.errors import ConfigurationError, HubUnavailableError, NotAdmittedError, PotluckError, ProtocolError
 from potluck.hub.address import HubAddress
 from potluck.hub.bulk.connection import BulkConnection, BulkLimits, BulkLogin
 from potluck.hub.bulk.protocol import Buffer
 from potluck.hub.keys import Signer
+from potluck.hub.nats.keeper import HELD_UP_SECONDS
 from potluck.hub.nats.link import explain
 from potluck.hub.nats.reconnect import Backoff, ServerPool
 
@@ -249,15 +250,7 @@ class BulkWire:
         while True:
             for server in order:
                 try:
-                    connection = await BulkConnection.open(
-                        server,
-                        login,
-                        self._subjects,
-                        self,
-                        ssl_context=self._ssl_context,
-                        limits=self.config.limits,
-                        timeout_seconds=self.config.connect_timeout_seconds,
-                    )
+                    connection = await self._open(login, server)
                 except NotAdmittedError as error:
                     self._was_refused(error)
                     break  # the other servers ask the same guard
@@ -271,6 +264,28 @@ class BulkWire:
                     return connection
             wait = refused if self.state == "refused" else backoff
             await asyncio.sleep(wait.next_seconds())
+
+    async def _open(self, login: BulkLogin, server: str) -> BulkConnection:
+        """One attempt; another at once where it is held up, as by a hub whose guard is not there yet."""
+        limit_seconds = self.config.connect_timeout_seconds
+        began = asyncio.get_running_loop().time()
+        try:
+            return await self._try(login, server, min(HELD_UP_SECONDS, limit_seconds))
+        except HubUnavailableError:
+            if asyncio.get_running_loop().time() - began < HELD_UP_SECONDS:
+                raise
+        return await self._try(login, server, limit_seconds)
+
+    async def _try(self, login: BulkLogin, server: str, timeout_seconds: float) -> BulkConnection:
+        return await BulkConnection.open(
+            server,
+            login,
+            self._subjects,
+            self,
+            ssl_context=self._ssl_context,
+            limits=self.config.limits,
+            timeout_seconds=timeout_seconds,
+        )
 
     def _was_refused(self, error: NotAdmittedError) -> None:
         self._counts["refusals"] += 1

@@ -1,13 +1,13 @@
 """The guard: decides who may do what, and tells everyone who is there.
 
     guard.py         the driver, of which door.py (connections), lobbydesk.py (newcomers), organiserdesk.py (orders),
-                     storedesk.py (stores) and presencekeeper.py (the roster) do their parts
+                     storedesk.py (stores), presencekeeper.py (the roster) and floodwatch.py do their parts
     organise.py      what organisers ask for, from their side
 
 Decisions (pure):
     lobby.py, invite.py, member.py, permissions.py   who gets in, with which rights
     presencecore.py, connections.py                  who is there
-    ratelimit.py                                     how often somebody may try
+    floodcore.py, ratelimit.py                       who publishes too much; how often somebody may try
 
 How they are carried out:
     callout.py, jwt.py                 the server's question about a connection, and the answer

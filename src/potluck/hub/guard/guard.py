@@ -5,6 +5,7 @@
     organiserdesk.py   what organisers ask for
     storedesk.py       stores that members read and coordinators write
     presencekeeper.py  who is there: cards, beacons and connections in, the roster out
+    floodwatch.py      who publishes so much that it has to go
     registry.py        the records that all of this is decided by
     hubsystem.py       the hub's events and lists of connections
     leaders.py         which servers of a cluster lead the stores
@@ -30,6 +31,8 @@ from potluck.hub.guard import callout, huggingface
 from potluck.hub.guard.connections import Connection, Connections
 from potluck.hub.guard.door import Door, DoorLimits
 from potluck.hub.guard.errands import Errands
+from potluck.hub.guard.floodcore import FloodCore, FloodLimits
+from potluck.hub.guard.floodwatch import FloodWatch
 from potluck.hub.guard.hubsystem import HubSystem
 from potluck.hub.guard.leaders import LeaderKeeper
 from potluck.hub.guard.lobby import MAX_APPLICATION_BYTES, Answer, waiting_subject
@@ -72,6 +75,9 @@ class GuardConfig:
 
     limits: DoorLimits = field(default_factory=DoorLimits)
     """How many connections there may be."""
+
+    flood: FloodLimits = field(default_factory=FloodLimits)
+    """How much a member may tell everybody."""
 
     huggingface_url: str = huggingface.DEFAULT_BASE_URL
     """Who is asked about tokens."""
@@ -153,6 +159,7 @@ class Guard:
             **{f"lobby_{name}": count for name, count in self._lobby.counts.items()},
             **{f"organise_{name}": count for name, count in self._organisers.counts.items()},
             **self._keeper.counts,
+            **self._floods.counts,
             **self._stores.counts,
             "stray_beacons": self._core.num_stray_beacons,
             "roster_writes": self._writer.num_writes,
@@ -201,6 +208,7 @@ class Guard:
             clock=clock,
             spawn=self._errands.spawn,
         )
+        self._floods = FloodWatch(FloodCore(config.flood, clock), self._system, self._keeper, registry, clock)
         self._organisers = OrganiserDesk(registry, self, clock)
         self._stores = StoreDesk(self._hub, self._subjects)
 
@@ -210,7 +218,7 @@ class Guard:
         await self._registry.start(self._config.policy)
         await self._registry.members.create(self._keys.organiser_public, self._organiser_record())
         await self._writer.start()
-        await self._system.follow(self._connection_opened, self._keeper.closed)
+        await self._system.follow(self._connection_opened, self._keeper.closed, self._floods.closed)
         await self._keeper.compare_connections()
         self._core.was_deaf()
         every = self._subjects.every_peer
@@ -226,6 +234,7 @@ class Guard:
         keeper = self._keeper
         self._errands.keep_running(lambda: keeper.tick_forever(self._hears_hub), "presence ticks")
         self._errands.keep_running(lambda: keeper.compare_forever(self._compare_wanted), "connection lists")
+        self._errands.keep_running(self._floods.watch_forever, "floods")
         if self._config.replicas > 1:
             self._leaders = leaders = LeaderKeeper(self._hub, self._system, self._connections, self._subjects)
             await leaders.start()

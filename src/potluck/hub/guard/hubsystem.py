@@ -1,4 +1,4 @@
-"""The hub's system account: who connects and disconnects, who is connected, and cutting a connection.
+"""The hub's system account: who connects and disconnects, who is connected and publishes how much, and cutting it off.
 
 All servers of a cluster share the system account: events come from each of them, and each can be asked by its id.
 """
@@ -17,6 +17,7 @@ from potluck.clock import Clock
 from potluck.errors import PotluckError, ProtocolError, RetryableError
 from potluck.hub.connection import Delivery, HubConnection, Subscription
 from potluck.hub.guard.connections import Connection, read_user_name
+from potluck.hub.guard.floodcore import Traffic
 from potluck.hub.guard.presencecore import ConnectionId
 
 logger = logging.getLogger(__name__)
@@ -39,12 +40,19 @@ class _Client(msgspec.Struct):
     user: str = ""
     host: str = ""
     start: str = ""
+    stop: str = ""
+
+
+class _Count(msgspec.Struct):
+    msgs: int = 0
+    bytes: int = 0
 
 
 class _Event(msgspec.Struct):
     server: _Server
     client: _Client
     reason: str = ""
+    sent: _Count = msgspec.field(default_factory=_Count)
 
 
 class _Listed(msgspec.Struct):
@@ -52,9 +60,12 @@ class _Listed(msgspec.Struct):
     authorized_user: str = ""
     ip: str = ""
     start: str = ""
+    in_msgs: int = 0
+    in_bytes: int = 0
 
 
 class _List(msgspec.Struct):
+    now: str = ""
     connections: list[_Listed] = []
     total: int = 0
 
@@ -95,8 +106,16 @@ class HubSystem:
         """The name of the server with that id, as streams know it; empty while it is not known."""
         return self._names.get(server, "")
 
-    async def follow(self, opened: Callable[[Connection], None], closed: Callable[[ConnectionId, str], None]) -> None:
-        """Call `opened` and `closed` (with the server's reason) as peers connect and disconnect."""
+    async def follow(
+        self,
+        opened: Callable[[Connection], None],
+        closed: Callable[[ConnectionId, str], None],
+        counted: Callable[[Traffic], None],
+    ) -> None:
+        """Call `opened` and `closed` (with the server's reason) as peers connect and disconnect.
+
+        `counted` is told what a main connection had published when it closed.
+        """
 
         def connect_event(delivery: Delivery) -> None:
             event = self._read(_Event, delivery.payload, MAX_EVENT_BYTES)
@@ -105,8 +124,12 @@ class HubSystem:
 
         def disconnect_event(delivery: Delivery) -> None:
             event = self._read(_Event, delivery.payload, MAX_EVENT_BYTES)
-            if event is not None and read_user_name(event.client.user) is not None:
-                closed(ConnectionId(event.server.id, event.client.id), event.reason)
+            if event is None or (connection := self._connection_of(event)) is None:
+                return
+            closed(connection.id, event.reason)
+            if connection.lane == "main":
+                open_seconds = _seconds(event.client.stop) - connection.opened_at
+                counted(_traffic(connection, event.sent.msgs, event.sent.bytes, open_seconds))
 
         prefix = f"$SYS.ACCOUNT.{self._account}"
         self._subscriptions = [
@@ -116,19 +139,13 @@ class HubSystem:
 
     async def list_connections(self) -> tuple[list[Connection], set[str]]:
         """All connections of peers, and which servers answered. RetryableError when none did."""
-        servers = await self._servers()
-        lists = await asyncio.gather(*(self._list(server) for server in servers), return_exceptions=True)
-        connections: list[Connection] = []
-        answered: set[str] = set()
-        for server, listed in zip(servers, lists, strict=True):
-            if isinstance(listed, PotluckError):
-                logger.debug("server %s did not list its connections: %s", server, listed)
-            elif isinstance(listed, BaseException):
-                raise listed
-            else:
-                connections += listed
-                answered.add(server)
-        return connections, answered
+        lists = await self._lists()
+        return [connection for listed in lists.values() for connection, _ in listed], set(lists)
+
+    async def list_traffic(self) -> list[Traffic]:
+        """What all main connections have published, as far as servers answer. RetryableError when none did."""
+        lists = await self._lists()
+        return [traffic for listed in lists.values() for connection, traffic in listed if connection.lane == "main"]
 
     async def kick(self, connection_id: ConnectionId) -> bool:
         """Cut a connection; False when the server did not say that it did."""
@@ -156,9 +173,23 @@ class HubSystem:
         routes = answer.data.routes if answer.data is not None else []
         return list(dict.fromkeys([answer.server.id, *(route.remote_id for route in routes if route.remote_id)]))
 
-    async def _list(self, server: str) -> list[Connection]:
+    async def _lists(self) -> dict[str, list[tuple[Connection, Traffic]]]:
+        """The connections of peers, by the servers that answered."""
+        servers = await self._servers()
+        lists = await asyncio.gather(*(self._list(server) for server in servers), return_exceptions=True)
+        answered: dict[str, list[tuple[Connection, Traffic]]] = {}
+        for server, listed in zip(servers, lists, strict=True):
+            if isinstance(listed, PotluckError):
+                logger.debug("server %s did not list its connections: %s", server, listed)
+            elif isinstance(listed, BaseException):
+                raise listed
+            else:
+                answered[server] = listed
+        return answered
+
+    async def _list(self, server: str) -> list[tuple[Connection, Traffic]]:
         """The connections of one server, page by page."""
-        found: list[Connection] = []
+        found: list[tuple[Connection, Traffic]] = []
         for page in range(MAX_PAGES):
             options = {"auth": True, "acc": self._account, "limit": PAGE_LENGTH, "offset": page * PAGE_LENGTH}
             data = await self._connection.request(
@@ -171,7 +202,8 @@ class HubSystem:
             for each in answer.data.connections:
                 connection = self._make(server, each.cid, each.authorized_user, each.ip, each.start)
                 if connection is not None:
-                    found.append(connection)
+                    open_seconds = _seconds(answer.data.now) - connection.opened_at
+                    found.append((connection, _traffic(connection, each.in_msgs, each.in_bytes, open_seconds)))
             if (page + 1) * PAGE_LENGTH >= answer.data.total:
                 break
         return found
@@ -211,6 +243,16 @@ class HubSystem:
                 logger.warning("the hub told something that cannot be read: %s", error)
         self.num_invalid += 1
         return None
+
+
+def _traffic(connection: Connection, num_messages: int, num_bytes: int, open_seconds: float) -> Traffic:
+    return Traffic(
+        id=connection.id,
+        peer=connection.peer,
+        num_messages=num_messages,
+        num_bytes=num_bytes,
+        open_seconds=open_seconds,
+    )
 
 
 def _seconds(text: str) -> float:

@@ -7,6 +7,8 @@ wait stays connected: the answer to its request comes on `_INBOX.PEER.lobby` whe
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -42,6 +44,7 @@ RefusalCode = Literal[
     "used_up",
     "role",
     "banned",
+    "kept_out",
     "denied",
     "seats",
     "version_too_old",
@@ -55,7 +58,9 @@ RefusalCode = Literal[
     "malformed",
 ]
 
-TRY_LATER: frozenset[str] = frozenset({"seats", "token_service_down", "too_many_tries", "hub_busy", "closed"})
+TRY_LATER: frozenset[str] = frozenset(
+    {"kept_out", "seats", "token_service_down", "too_many_tries", "hub_busy", "closed"}
+)
 
 
 class Application(Message, frozen=True, kw_only=True):
@@ -179,7 +184,7 @@ def with_person(facts: Facts, *, bans: tuple[Ban, ...], seats_taken: int) -> Fac
 def decide(application: Application, facts: Facts) -> Decision:
     """Who gets in. The order of the questions is the order in which a person would want to hear the answers."""
     if facts.bans:
-        return banned(facts.bans[0])
+        return banned(facts.bans, facts.now)
     if refusal := _check_version(application, facts.policy):
         return refusal
     member = facts.member
@@ -219,8 +224,12 @@ def denied(reason: str) -> Refuse:
     return Refuse(code="denied", message=f"an organiser has turned the request down{_because(reason)}")
 
 
-def banned(ban: Ban) -> Refuse:
-    """What a ban means to the peer."""
+def banned(bans: Sequence[Ban], now: float) -> Refuse:
+    """What bans, of which there is at least one, mean to the peer: the longest of them counts."""
+    ban = max(bans, key=lambda each: each.until or math.inf)
+    if ban.until:
+        message = f"the hub keeps {ban.target} out for a while{_because(ban.reason)}: mend that, or ask an organiser"
+        return Refuse(code="kept_out", message=message, retry_after_seconds=max(1.0, ban.until - now))
     return Refuse(code="banned", message=f"an organiser has banned {ban.target}{_because(ban.reason)}")
 
 

@@ -60,8 +60,9 @@ class Ban(Message, frozen=True, kw_only=True):
 
     target: str  # a peer id or a person
     reason: str = ""
-    banned_at: float = 0.0
-    banned_by: str = ""
+    banned_at: float = 0.0  # hub time
+    banned_by: str = ""  # the organiser's peer id, or guard
+    until: float = 0.0  # hub time, when the entry ends by itself; 0: not before an organiser lifts it
 
 
 class AccessRequest(Message, frozen=True, kw_only=True):

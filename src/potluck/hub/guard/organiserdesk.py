@@ -222,7 +222,7 @@ class OrganiserDesk:
         num_cut = await self._guard.cut_banned(target, known)
         for waiting in [request for request in self._registry.requests if target in (request.peer, request.person)]:
             await self._registry.requests.remove(waiting.peer)
-            await self._guard.tell_waiting(waiting.peer, lobby.refused(lobby.banned(ban)))
+            await self._guard.tell_waiting(waiting.peer, lobby.refused(lobby.banned([ban], ban.banned_at)))
         logger.info("%s banned %s; %d connections cut", organiser, target, num_cut)
         return Done(num_connections_cut=num_cut)
 

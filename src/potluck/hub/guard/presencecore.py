@@ -34,6 +34,7 @@ from potluck.errors import ConfigurationError
 from potluck.hub.presence import Card, Presence, State
 
 KEPT_OLD_SESSIONS = 8
+TOO_SLOW = "Slow Consumer"  # how the server's reasons begin when it gave up a connection whose reader lagged behind
 
 
 class ConnectionId(NamedTuple):
@@ -253,7 +254,11 @@ class PresenceCore:
         return [RosterChange(peer=peer, presence=known.presence)] if moved else []
 
     def disconnected(self, peer: str, connection: ConnectionId, reason: str = "") -> list[RosterChange]:
-        """A main connection has closed: if it was the last one of the peer's process, the peer is dead."""
+        """A main connection has closed: if it was the last one of the peer's process, the peer is dead.
+
+        Unless it was the hub that cut it off for being slow to read, as happens to many at once when somebody floods
+        the run: such a peer is under suspicion, and comes back or falls silent.
+        """
         session = self._drop_connection(peer, connection)
         known = self._peers.get(peer)
         if session is None or known is None:
@@ -263,7 +268,12 @@ class PresenceCore:
         known.gone_at = self._clock.monotonic()
         if known.presence.state not in ("alive", "suspect"):
             return []
-        return self._change(known, "dead", f"its connection closed ({reason})" if reason else "its connection closed")
+        if not reason.startswith(TOO_SLOW):
+            why = f"its connection closed ({reason})" if reason else "its connection closed"
+            return self._change(known, "dead", why)
+        if known.presence.state == "suspect":
+            return []
+        return self._change(known, "suspect", f"the hub cut it off ({reason})")
 
     def lost_track(self, peer: str, connection: ConnectionId) -> None:
         """A connection is no longer listed, and nobody saw it close. Beacons will tell what that means."""

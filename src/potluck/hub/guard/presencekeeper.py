@@ -81,7 +81,8 @@ class PresenceKeeper:
         if member is None:
             return CardAnswer(accepted=False, message="not a member of this run")
         if bans := self._registry.bans_of(member.peer, member.person):
-            return CardAnswer(accepted=False, banned=True, message=lobby.banned(bans[0]).message)
+            refusal = lobby.banned(bans, self._clock.wall())
+            return CardAnswer(accepted=False, banned=refusal.code == "banned", message=refusal.message)
         if card.role not in member.scopes.roles:
             return CardAnswer(accepted=False, message=f"you may take part only as {', '.join(member.scopes.roles)}")
         host = self._connections.host_of(peer) or self._known_host(peer)

@@ -78,10 +78,10 @@ class Table(Generic[R]):
         revision = await self._store.put(key, encode(record), ttl_seconds=ttl_seconds)
         self._set(key, revision, record)
 
-    async def create(self, key: str, record: R) -> bool:
+    async def create(self, key: str, record: R, *, ttl_seconds: float | None = None) -> bool:
         """Write a record where there is none; False when there is one."""
         try:
-            revision = await self._store.put(key, encode(record), expected=0)
+            revision = await self._store.put(key, encode(record), expected=0, ttl_seconds=ttl_seconds)
         except RevisionConflictError:
             return False
         self._set(key, revision, record)

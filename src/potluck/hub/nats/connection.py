@@ -4,7 +4,7 @@ wire.py          bytes: TCP, TLS, WebSocket
 link.py          one connection to one server
 keeper.py        opens the next link when one breaks (reconnect.py: which server, and when)
 requests.py      requests that wait for answers
-subscription.py  interests that outlive a link (dispatch.py: calling their handlers)
+interests.py     what is listened to, on whichever link (subscription.py: one of them; dispatch.py: calling its handler)
 store.py         stores, and watch.py their changes
 """
 
@@ -26,18 +26,17 @@ from potluck.errors import (
     DeadlineExceededError,
     HubUnavailableError,
     NotAdmittedError,
-    PermissionDeniedError,
 )
 from potluck.hub.address import HubAddress
 from potluck.hub.connection import Handler
-from potluck.hub.nats.dispatch import BACKLOG_BYTES, BACKLOG_MESSAGES, DispatchCounts, Dispatcher
+from potluck.hub.nats.dispatch import BACKLOG_BYTES, BACKLOG_MESSAGES
+from potluck.hub.nats.interests import Interests
 from potluck.hub.nats.keeper import KeeperConfig, LinkKeeper
 from potluck.hub.nats.link import Credentials, NatsLink
 from potluck.hub.nats.requests import PendingRequests
 from potluck.hub.nats.store import NatsStore
 from potluck.hub.nats.subscription import NatsHubSubscription
 from potluck.hub.nats.watch import NatsWatch
-from potluck.hub.patterns import check_pattern, check_subject
 from potluck.hub.subjects import Subjects
 
 logger = logging.getLogger(__name__)
@@ -100,12 +99,14 @@ class NatsConnection:
         self._keeper = LinkKeeper(address.servers, self._open_link, self, config.keeper)
         self._requests = PendingRequests(credentials.inbox_prefix)
         self._answers_on: NatsLink | None = None
-        self._subscriptions: dict[NatsHubSubscription, None] = {}
+        self._interests = Interests(
+            self.publish, backlog_messages=config.backlog_messages, backlog_bytes=config.backlog_bytes
+        )
         self._watches: dict[NatsWatch, None] = {}
         self._stores: dict[str, NatsStore] = {}
         self._closing = asyncio.Lock()
         self._closed = False
-        self.dispatched = DispatchCounts()
+        self.dispatched = self._interests.counts
         self._counts = {
             "published": 0,
             "published_bytes": 0,
@@ -224,31 +225,7 @@ class NatsConnection:
         """
         if self._closed or self.closed_error is not None:
             raise self._unusable()
-        check_pattern(subject)  # now, and not when it is told on the next link
-        if queue:
-            check_subject(queue)
-        dispatcher = Dispatcher(
-            subject,
-            handler,
-            self.dispatched,
-            limit_messages=self.config.backlog_messages,
-            limit_bytes=self.config.backlog_bytes,
-        )
-        subscription = NatsHubSubscription(
-            subject,
-            queue,
-            dispatcher,
-            publish=self.publish,
-            limit_bytes=self.config.backlog_bytes,
-            on_cancel=lambda cancelled: self._subscriptions.pop(cancelled, None),
-        )
-        self._subscriptions[subscription] = None
-        try:
-            await self._tell_now(subscription)
-        except BaseException:
-            await subscription.cancel()
-            raise
-        return subscription
+        return await self._interests.add(subject, handler, queue, self._keeper.link, self.config.reply_timeout_seconds)
 
     def store(self, name: str) -> NatsStore:
         """The run's store of that name."""
@@ -297,7 +274,7 @@ class NatsConnection:
             "round_trip_seconds": self._keeper.round_trip_seconds,
             "connected": int(self.is_connected),
             "pending_requests": len(self._requests),
-            "subscriptions": len(self._subscriptions),
+            "subscriptions": len(self._interests),
             "watches": len(self._watches),
         }
 
@@ -308,19 +285,14 @@ class NatsConnection:
             for watch in list(self._watches):
                 await watch.cancel()
             await self._keeper.close()
-            for subscription in list(self._subscriptions):
-                await subscription.cancel()
+            await self._interests.cancel_all()
             self._requests.fail_all("the connection was closed")
 
     # What the keeper tells us
 
     async def link_opened(self, link: NatsLink) -> None:
         """Set the subscriptions up on a new link."""
-        # More may be asked for while we wait.
-        while untold := [each for each in self._subscriptions if not each.is_told_on(link)]:
-            for subscription in untold:
-                await subscription.tell(link)
-            await link.round_trip(self.config.keeper.connect_timeout_seconds)
+        await self._interests.tell_all(link, self.config.keeper.connect_timeout_seconds)
 
     def link_lost(self, reason: str) -> None:
         """Requests under way get no answer any more."""
@@ -375,19 +347,6 @@ class NatsConnection:
             on_error=self._complained,
         )
 
-    async def _tell_now(self, subscription: NatsHubSubscription) -> None:
-        link = self._keeper.link
-        if link is None:
-            return
-        try:
-            if not subscription.is_told_on(link):
-                await subscription.tell(link)
-            await link.round_trip(self.config.reply_timeout_seconds)
-        except HubUnavailableError as error:
-            logger.debug("the subscription to %s waits for the next connection: %s", subscription.subject, error)
-        if subscription.denied:
-            raise PermissionDeniedError(f"this member may not listen on {subscription.subject}")
-
     async def _hear_answers(self, link: NatsLink) -> None:
         # Only once there is a request: a connection that never makes one may have no right to listen for answers.
         if self._answers_on is not link:
@@ -414,9 +373,8 @@ class NatsConnection:
     def _denied(self, what: str, folded_subject: str) -> None:
         if what == "publish" and self._requests.deny(folded_subject):
             return
-        for subscription in self._subscriptions:
-            if what == "subscription" and subscription.subject.lower() == folded_subject:
-                subscription.denied = True
+        if what == "subscription":
+            self._interests.deny(folded_subject)
         logger.warning("the hub does not permit this member a %s: %s", what, folded_subject)
 
     def _notify(self, callback: Callable[[], None] | None) -> None:

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 LASTING_SECONDS = 5.0  # a link that lived so long was a good one: the next wait starts small again
 SECOND_LOOK_SECONDS = 1.0
+HELD_UP_SECONDS = 1.5  # a hub that has just started holds up whoever comes before its guard, and says no 5 s later
 LEARNT_TIMEOUT_SECONDS = 3.0  # a hub may name addresses that lead nowhere from here; those given come first
 
 
@@ -123,7 +124,7 @@ class LinkKeeper:
         failures: list[PotluckError] = []
         for server in self._pool.first_order():
             try:
-                self.link = await self._open(server)
+                self.link = await self._open(server, self._config.connect_timeout_seconds)
             except (CertificateError, HubUnavailableError) as error:
                 failures.append(error)
             else:
@@ -188,7 +189,7 @@ class LinkKeeper:
             await asyncio.sleep(self._backoff.next_seconds())
             for server in self._pool.order_after(lost):
                 try:
-                    return await self._open(server)
+                    return await self._open_again(server)
                 except NotAdmittedError as error:
                     self.num_refusals += 1
                     refused_since = refused_since or time.monotonic()
@@ -206,8 +207,17 @@ class LinkKeeper:
             else:
                 refused_since = None
 
-    async def _open(self, server: str) -> NatsLink:
-        timeout_seconds = self._config.connect_timeout_seconds
+    async def _open_again(self, server: str) -> NatsLink:
+        """On the way back: who came a moment before the guard does not wait for the hub's answer, but asks again."""
+        began = time.monotonic()
+        try:
+            return await self._open(server, min(HELD_UP_SECONDS, self._config.connect_timeout_seconds))
+        except HubUnavailableError:
+            if time.monotonic() - began < HELD_UP_SECONDS:  # it did answer, or nothing is there
+                raise
+        return await self._open(server, self._config.connect_timeout_seconds)
+
+    async def _open(self, server: str, timeout_seconds: float) -> NatsLink:
         if self._pool.is_learnt(server):
             timeout_seconds = min(timeout_seconds, LEARNT_TIMEOUT_SECONDS)
         link = await self._open_link(server, timeout_seconds)

@@ -45,11 +45,15 @@ def the_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
     return optimizer
 
 
-def check_schedulers(configs: Sequence[LRSchedulerConfig]) -> None:
-    """ConfigurationError for schedulers that would give each peer another learning rate."""
+def check_schedulers(configs: Sequence[LRSchedulerConfig], *, is_manual: bool) -> None:
+    """ConfigurationError for ReduceLROnPlateau without a metric to follow.
+
+    Lightning sees to it for what configure_optimizers returns, unless the module steps its schedulers by itself: then
+    it gives the metric, too.
+    """
     for config in configs:
-        if config.reduce_on_plateau or isinstance(config.scheduler, ReduceLROnPlateau):
+        if isinstance(config.scheduler, ReduceLROnPlateau) and config.monitor is None and not is_manual:
             raise ConfigurationError(
-                "ReduceLROnPlateau follows one peer's own metric, and would give each peer of the run another learning "
-                "rate: take a scheduler that depends on the epoch alone, as CosineAnnealingLR or ExponentialLR do"
+                "ReduceLROnPlateau has no metric to follow: return it by configure_optimizers, as {'scheduler': …, "
+                "'monitor': 'val_loss'}, and peers share what they measure"
             )

@@ -11,7 +11,7 @@ The life of a fit, and where the run comes in:
     (checkpoint)    Lightning loads model, optimizer and schedulers, if asked to
     on_train_start  the run is joined, and its state taken over; the first peer brings its own
     optimizer_step  a batch is handed in; the run steps when it has `target_batch_size` samples
-    on_train_end    what is under way in the background is brought in
+    on_train_end    what is under way in the background is brought in, samples that wait are handed in
     teardown        the run is left
 
 Gradients are clipped where the step is made, so that `gradient_clip_val` is for the run's average and not for each
@@ -38,16 +38,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from potluck.errors import ConfigurationError
-from potluck.integrations.algorithms import Algorithm, SharedOptimizer, TrainingConfig, buffers_of
+from potluck.integrations.algorithms import Algorithm
 from potluck.integrations.embedded import EmbeddedConfig
-from potluck.integrations.joining import PEER_OPTIONS, JoinConfig, Participation, take_part
-from potluck.integrations.lightning import checks
-from potluck.integrations.lightning.batches import BatchCounter
-from potluck.integrations.naming import translated
-from potluck.integrations.runoptimizer import RunOptimizer
-from potluck.integrations.schedules import Mirror, RunSchedule
+from potluck.integrations.lightning import batches, checks
+from potluck.integrations.part import InRun, TrainerPart
+from potluck.integrations.samples import SampleCounter
+from potluck.integrations.schedules import RunSchedule
 from potluck.optim.gradscaler import Unscaler
-from potluck.peer import environment
 from potluck.run.joined import Joined
 
 logger = logging.getLogger(__name__)
@@ -55,7 +52,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class PotluckStrategy(Strategy):
+class PotluckStrategy(InRun, Strategy):
     """Train in a run, together with whoever is there. The arguments are those of lightning-hivemind, and ours.
 
     See docs/integrations.md for each of them.
@@ -88,60 +85,20 @@ class PotluckStrategy(Strategy):
         (identity_path, client_mode, listen, …), OptimizerConfig or DiLoCoConfig, or hivemind's names for them.
         """
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
-        chosen = translated(options)
-        about_peer = {name: chosen.pop(name) for name in PEER_OPTIONS if name in chosen}
-        if chosen.pop("auxiliary", False):
-            raise ConfigurationError("an auxiliary peer has no model: start one with `potluck join LINK --role aux`")
-        self._training = TrainingConfig(
+        self._part = TrainerPart(
+            SampleCounter(batch_size, batches.size_of),
+            target_batch_size=target_batch_size,
             algorithm=algorithm,
-            target_batch_size=target_batch_size or environment.target_batch_size(),
-            options=chosen,
-        )
-        self._join = JoinConfig(
             initial_peers=initial_peers,
             run_id=run_id,
-            embedded=embedded or EmbeddedConfig(),
+            embedded=embedded,
+            run=run,
             verbose=verbose,
-            **about_peer,
+            options=options,
         )
-        self._given_run = run
-        self._batches = BatchCounter(batch_size)
         self._scheduler_fn = scheduler_fn
-        self._participation: Participation | None = None
         self._unscaler: Unscaler | None = None
         self.parallel_devices: list[torch.device] | None = None  # Lightning puts those of the Trainer here
-
-    # Where we are
-
-    @property
-    def link(self) -> str:
-        """By which others join a run that was started here; empty where it was not, and before training."""
-        return self._participation.link if self._participation is not None else ""
-
-    @property
-    def shared(self) -> SharedOptimizer | None:
-        """The run's optimizer, while training."""
-        return self._run_optimizer.shared if self.optimizers else None
-
-    @property
-    def epoch(self) -> int:
-        """How many updates of the run this peer's parameters hold; 0 when not in a run."""
-        return self.shared.epoch if self.shared is not None else 0
-
-    @property
-    def num_peers(self) -> int:
-        """How many trainers are in the run now; 1 when not in a run."""
-        return self._participation.num_peers if self._participation is not None else 1
-
-    def statistics(self) -> dict[str, int]:
-        """Counters of rounds, repairs and batches left out."""
-        return self.shared.statistics() if self.shared is not None else {}
-
-    @property
-    def _run_optimizer(self) -> RunOptimizer:
-        [optimizer] = self.optimizers
-        assert isinstance(optimizer, RunOptimizer)
-        return optimizer
 
     # The life of a fit
 
@@ -152,13 +109,15 @@ class PotluckStrategy(Strategy):
             return
         inner = checks.the_optimizer(self.optimizers)
         self._take_scheduler_fn(inner)
-        checks.check_schedulers(self.lr_scheduler_configs)
-        if self._scaler is not None and self._training.reuses_gradients:
+        module = self.lightning_module
+        assert module is not None
+        checks.check_schedulers(self.lr_scheduler_configs, is_manual=not module.automatic_optimization)
+        if self._scaler is not None and self._part.training.reuses_gradients:
             raise ConfigurationError(
                 "precision='16-mixed' scales each batch's gradients anew, and reuse_grad_buffers adds them up where "
                 "they are: leave reuse_grad_buffers out"
             )
-        self.optimizers = [RunOptimizer(inner, self._batches.take)]
+        self.optimizers = [self._part.wrap(inner)]
 
     def _take_scheduler_fn(self, inner: Optimizer) -> None:
         """The strategy's scheduler takes the place of those that configure_optimizers made."""
@@ -176,17 +135,11 @@ class PotluckStrategy(Strategy):
 
     def on_train_start(self) -> None:
         """Join the run, and take over its state; whatever a checkpoint brought is in place by now."""
-        self._participation = take_part(self._join, self._given_run)
-        run, module = self._participation.run, self.lightning_module
+        module, optimizer = self.lightning_module, self._part.optimizer
         assert module is not None
-        buffers, schedule = buffers_of(module), self._schedule()
-        optimizer = self._run_optimizer
-        optimizer.begin(
-            lambda inner: self._training.make(run, inner, schedule=schedule, buffers=buffers), clip=self._clip
-        )
+        assert optimizer is not None
+        self._part.begin(module, self._schedule(), self._clip)
         self._unscaler = Unscaler(optimizer.parameters, optimizer)
-        self._batches.reset()
-        logger.info("training in the run %s as %s", run.peer.session.subjects.run, run.peer_id)
 
     def _schedule(self) -> RunSchedule | None:
         """The schedulers, to be stepped by the run; Lightning gets mirrors of them."""
@@ -194,13 +147,13 @@ class PotluckStrategy(Strategy):
         if not configs:
             return None
         schedule = RunSchedule([(config.scheduler, config.frequency) for config in configs])
-        for config in configs:
-            config.scheduler = Mirror(config.scheduler)
+        for config, mirror in zip(configs, schedule.mirrors(), strict=True):
+            config.scheduler = mirror
         return schedule
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Count the samples."""
-        self._batches.saw(batch)
+        self._part.counter.saw(batch)
 
     def optimizer_step(
         self,
@@ -214,7 +167,7 @@ class PotluckStrategy(Strategy):
         module = self.lightning_module
         assert module is not None
         if loss is None and module.automatic_optimization:  # training_step left this batch out
-            self._batches.reset()
+            self._part.counter.reset()
             return None
         scaler = self._scaler
         if scaler is not None and self._unscaler is not None:
@@ -224,8 +177,8 @@ class PotluckStrategy(Strategy):
         optimizer.step(**kwargs)
         if scaler is not None:
             scaler.update()
-        if self._participation is not None and isinstance(loss, Tensor) and loss.numel() == 1:
-            self._participation.tell_loss(loss)
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._part.tell_loss(loss)
         return loss
 
     @property
@@ -245,25 +198,15 @@ class PotluckStrategy(Strategy):
             )
 
     def on_train_end(self) -> None:
-        """Bring in what is under way."""
-        self._run_optimizer.finish()
+        """Bring in what is under way, and what waits."""
+        self._part.finish()
 
     def teardown(self) -> None:
         """Leave the run."""
         try:
-            self._leave()
+            self._part.leave()
         finally:
             super().teardown()
-
-    def _leave(self) -> None:
-        participation, self._participation = self._participation, None
-        try:
-            for optimizer in self.optimizers:
-                if isinstance(optimizer, RunOptimizer):
-                    optimizer.end()
-        finally:
-            if participation is not None:
-                participation.close()
 
     # One process, one device
 

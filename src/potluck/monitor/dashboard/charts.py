@@ -7,17 +7,18 @@ JavaScript. Tooltips are ECharts' own, which show text as text.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from potluck.monitor import figures
 from potluck.monitor.past import Axis
 from potluck.monitor.series import Numbers, Series
 from potluck.monitor.view import LinkRow, PeerRow
-from potluck.training.history import RoundRecord
+from potluck.training.history import FailureRecord, RoundRecord
 
 # In the middle between light and dark, so that both backgrounds do.
 TOMATO, BLUE, GREEN, AMBER, PLUM, GREY = "#e8590c", "#4c8dd6", "#3f9d63", "#e0a21b", "#9b6bb3", "#8d867c"
+RED = "#d64545"
 FAINT = "rgba(141,134,124,.16)"
 PALE = "rgba(141,134,124,.34)"
 ROLE_COLOURS = {"trainer": TOMATO, "aux": BLUE, "observer": GREY}
@@ -107,8 +108,10 @@ def pairs(x: Numbers, y: Numbers, by: Axis) -> list[list[float]]:
     ]
 
 
-def round_phases(rounds: Iterable[RoundRecord], *, with_training: bool) -> Options:
-    """How long each round took, and what for; if wished, with the training before it."""
+def round_phases(
+    rounds: Iterable[RoundRecord], failures: Iterable[FailureRecord] = (), *, with_training: bool
+) -> Options:
+    """How long each round took, and what for, and what failed before it; if wished, with the training before it."""
     records = list(rounds)
     phases = [phases_of(record) for record in records]
     phases = phases if with_training else [(0.0, exchange, commit) for _, exchange, commit in phases]
@@ -125,21 +128,34 @@ def round_phases(rounds: Iterable[RoundRecord], *, with_training: bool) -> Optio
         for index, (name, colour) in enumerate((("training", PALE), ("exchange", BLUE), ("commit", GREEN)))
         if index or with_training
     ]
-    trouble = {
-        "name": "trouble",
-        "type": "scatter",
-        "symbol": "triangle",
-        "symbolSize": 9,
-        "itemStyle": {"color": AMBER},
-        "data": [
-            [index, round(sum(phase), 3)]
-            for index, (record, phase) in enumerate(zip(records, phases, strict=True))
-            if has_trouble(record)
-        ],
-    }
-    options = chart([*bars, trouble], unit="seconds", from_zero=True)
+    lost: dict[int, float] = {}  # seconds, by epoch
+    for failure in failures:
+        lost[failure.epoch] = lost.get(failure.epoch, 0.0) + failure.seconds
+    troubled = {index: sum(phases[index]) for index, record in enumerate(records) if has_trouble(record)}
+    given_up = {index: lost[record.epoch] for index, record in enumerate(records) if record.epoch in lost}
+    marks = [
+        _marks(name, symbol, colour, heights)
+        for name, symbol, colour, heights in (
+            ("trouble", "triangle", AMBER, troubled),
+            ("given up", "diamond", RED, given_up),
+        )
+        if heights  # else it would stand in the legend for nothing
+    ]
+    options = chart([*bars, *marks], from_zero=True)
     options["xAxis"] = {**_axis("category"), "data": [str(record.epoch) for record in records], "name": ""}
     return options
+
+
+def _marks(name: str, symbol: str, colour: str, heights: Mapping[int, float]) -> Options:
+    """Marks above some of the bars, by their places."""
+    return {
+        "name": name,
+        "type": "scatter",
+        "symbol": symbol,
+        "symbolSize": 9,
+        "itemStyle": {"color": colour},
+        "data": [[index, round(height, 3)] for index, height in heights.items()],
+    }
 
 
 def phases_of(record: RoundRecord) -> tuple[float, float, float]:
@@ -150,7 +166,7 @@ def phases_of(record: RoundRecord) -> tuple[float, float, float]:
 
 def has_trouble(record: RoundRecord) -> bool:
     """Whether something did not go as planned."""
-    return bool(record.left_out or record.repairs or record.attempts > 1)
+    return bool(record.left_out or record.repairs or record.attempts > 1 or record.went_back_to is not None)
 
 
 def member_seconds(record: RoundRecord, most: int = 24) -> Options:
@@ -167,7 +183,7 @@ def member_seconds(record: RoundRecord, most: int = 24) -> Options:
         ],
     }
     options = chart([bar], from_zero=True, legend=False)
-    options["xAxis"] = {**_axis("value"), "name": ""}
+    options["xAxis"] = {**_axis("value"), "name": "s", "nameGap": 6}
     options["yAxis"] = {**_axis("category"), "data": [member.name for member in slowest]}
     options["yAxis"]["axisLabel"] = {"color": GREY, "width": 110, "overflow": "truncate"}
     options["tooltip"] = _tooltip("item")

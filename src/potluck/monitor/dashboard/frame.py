@@ -35,6 +35,13 @@ TOGGLE_THEME = f"""() => {{
 }}"""
 
 
+# Where the way to the other pages is wider than a phone, the page one is on has to be in sight.
+SHOW_WHERE = """
+    const here = document.querySelector('.nav-link.here');
+    if (here) here.parentElement.scrollLeft = here.offsetLeft - (here.parentElement.clientWidth - here.clientWidth) / 2;
+"""
+
+
 @dataclass(slots=True)
 class Page:
     """One open page."""
@@ -78,6 +85,7 @@ def frame(dashboard: Dashboard, request: Request, here: str, title: str) -> Iter
         with box("nav", "nav"):
             for target, name in (*PAGES, *(ORGANISER_PAGES if visitor is not None else ())):
                 ui.link(name, target).classes("nav-link here" if target == here else "nav-link")
+    ui.run_javascript(SHOW_WHERE)
     page = Page(dashboard, visitor, session)
 
     def refresh() -> None:

@@ -138,12 +138,26 @@ def facts(pairs: Iterable[tuple[str, str]]) -> None:
             words(value, "fact-value")
 
 
-def table(columns: Sequence[tuple[str, str, str]], rows: list[dict[str, Any]], key: str, page: int = 50) -> ui.table:
-    """A table that sorts by its columns. Each column: field, title, alignment."""
+def table(
+    columns: Sequence[tuple[str, str, str]],
+    rows: list[dict[str, Any]],
+    key: str,
+    page: int = 50,
+    *,
+    numbers: Sequence[str] = (),
+) -> ui.table:
+    """A table that sorts by its columns. Each column: field, title, alignment.
+
+    Those in `numbers` show text, and sort by the number that a row has under FIELD_number.
+    """
     described = [
         {"name": field, "field": field, "label": title, "align": align, "sortable": True}
         for field, title, align in columns
     ]
+    for column in described:
+        if column["name"] in numbers:
+            number = f"{column['name']}_number"
+            column[":sort"] = f"(a, b, one, other) => (one.{number} ?? -1) - (other.{number} ?? -1)"
     made = ui.table(columns=described, rows=rows, row_key=key, pagination=page).classes("table")
     return made.props("flat hide-pagination" if len(rows) <= page else "flat")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from potluck.errors import PermissionDeniedError, PotluckError
+from potluck.hub.connection import Store
 from potluck.hub.guard.organise import Organiser
 from potluck.hub.joinlink import JoinLink
 from potluck.hub.keys import Signer
@@ -40,6 +41,8 @@ class Organising:
     """For invites; without one."""
     folder: Path
     """Of the run, on the machine that hosts it."""
+    history: Store
+    """Of the run, as the host may write it."""
 
 
 class Dashboard:

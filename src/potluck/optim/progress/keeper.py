@@ -54,6 +54,7 @@ class ProgressKeeper:
         self._wake = asyncio.Event()
         self._told_at = 0.0
         self._told_samples = 0
+        self._told_epoch = 0
         self._heard_at = 0.0  # the newest word
         self._stop_listening: Callable[[], None] = lambda: None
 
@@ -88,17 +89,23 @@ class ProgressKeeper:
 
     # What this peer says
 
-    def report(self, *, epoch: int, samples: int, samples_per_second: float, eager: bool = False) -> None:
-        """This peer has so many samples for the epoch after `epoch`; `eager`: say so at once."""
-        told = {"epoch": epoch, "samples": samples, "samples_per_second": samples_per_second}
+    def report(
+        self, *, epoch: int, samples: int, samples_per_second: float, eager: bool = False, leaving: bool = False
+    ) -> None:
+        """This peer has so many samples for the epoch after `epoch`; `eager`: say so at once; `leaving`: no more.
+
+        That it is at another epoch than before it says at once too: the coordinator predicts by it.
+        """
+        told = {"epoch": epoch, "samples": samples, "samples_per_second": samples_per_second, "leaving": leaving}
         self._session.update_beacon(**told, target=self._tracker.target or 0)
         self._told_samples = samples
         if self._lease.token:
             beacon = Beacon(session="", **told, target=self._tracker.target or 0)  # type: ignore[arg-type]
             self._tracker.heard(self._session.peer_id, beacon, self._session.clock.monotonic())
             self._wake.set()
-        elif eager or self._is_near():
+        elif eager or epoch != self._told_epoch or self._is_near():
             self._eager.set()
+        self._told_epoch = epoch
 
     def seems_due(self, epoch: int, samples: int) -> bool:
         """Whether, with this peer's samples, the run should have enough for the epoch after `epoch`."""
@@ -141,14 +148,16 @@ class ProgressKeeper:
         return latest is not None and latest.epoch == epoch and latest.is_due
 
     def committed(self) -> None:
-        """The lineage has moved."""
+        """The lineage has moved. A trainer says that it has too when it has the state."""
+        if self._session.card.role != "trainer":
+            self._session.update_beacon(epoch=self._epoch())
         self._told_samples = 0
         self._wake.set()
         self._changed.set()
 
     def _is_near(self) -> bool:
-        latest = self.latest
-        return latest is not None and latest.due_in_seconds is not None and latest.due_in_seconds <= NEAR_SECONDS
+        due_in_seconds = self.due_in_seconds(self._epoch())
+        return due_in_seconds is not None and due_in_seconds <= NEAR_SECONDS
 
     async def _send_eager_beacons(self) -> None:
         while True:
@@ -233,7 +242,7 @@ class ProgressKeeper:
         if self._beacons is None:
             self._beacons = await session.hub.subscribe(session.subjects.beacon("*"), self._beacon_came)
         now = session.clock.monotonic()
-        self._tracker.committed(self._epoch())
+        self._tracker.committed(self._epoch(), now)
         before, progress = self.latest, self._tracker.summary(now, token=token)
         is_news = (
             before is None

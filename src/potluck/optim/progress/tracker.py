@@ -12,7 +12,7 @@ that one it says no more; but that it is ahead says that it was due, and those w
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import msgspec
@@ -24,6 +24,7 @@ from potluck.messages import Message
 FORGET_SECONDS = 10.0  # the guard gives up a peer that was silent for so long, and so do we
 LARGEST_COUNT = 10**12  # samples of one peer in one epoch: more is nonsense, and would start every round at once
 MAX_PEERS = 100_000
+FOLLOW_SECONDS = 2.0  # for a commit to be heard of and brought in: until then nobody counts as behind
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Rate = Annotated[float, msgspec.Meta(ge=0.0)]
@@ -58,6 +59,7 @@ class _Known:
     samples: int
     samples_per_second: float
     target: int
+    leaving: bool
     heard_at: float
 
 
@@ -70,6 +72,7 @@ class ProgressTracker:
             raise ConfigurationError(f"target_batch_size={target}: an epoch needs at least 1 sample")
         self.target = target
         self.epoch = 0
+        self._committed_at = 0.0
         self._peers: dict[str, _Known] = {}
 
     def heard(self, peer: str, beacon: Beacon, now: float) -> None:
@@ -82,6 +85,7 @@ class ProgressTracker:
             samples=beacon.samples if 0 <= beacon.samples <= LARGEST_COUNT else 0,
             samples_per_second=rate if 0.0 <= rate <= LARGEST_COUNT else 0.0,
             target=beacon.target if 0 < beacon.target <= LARGEST_COUNT else 0,
+            leaving=beacon.leaving,
             heard_at=now,
         )
 
@@ -89,15 +93,17 @@ class ProgressTracker:
         """A peer is gone, and what it had done with it."""
         self._peers.pop(peer, None)
 
-    def committed(self, epoch: int) -> None:
-        """An epoch is committed: counting begins anew."""
-        self.epoch = max(self.epoch, epoch)
+    def committed(self, epoch: int, now: float) -> None:
+        """So many epochs are committed: if that is news, counting begins anew."""
+        if epoch > self.epoch:
+            self.epoch, self._committed_at = epoch, now
 
     def summary(self, now: float, *, token: int = 0) -> RunProgress:
         """Where the run is."""
         for peer in [peer for peer, known in self._peers.items() if now - known.heard_at > FORGET_SECONDS]:
             del self._peers[peer]
-        current = [known for known in self._peers.values() if known.epoch == self.epoch]
+        current = [self._by_now(known) for known in self._peers.values()]
+        current = [known for known in current if known.epoch == self.epoch]
         is_begun = any(known.epoch == self.epoch + 1 for known in self._peers.values())
         samples = sum(known.samples for known in current)
         target = self.target or _most_common([known.target for known in current if known.target])
@@ -113,10 +119,24 @@ class ProgressTracker:
             samples_per_second=rate,
             fastest_samples_per_second=max((known.samples_per_second for known in current), default=0.0),
             num_trainers=sum(1 for known in current if known.samples or known.samples_per_second),
-            num_behind=sum(1 for known in self._peers.values() if known.epoch < self.epoch),
+            num_behind=sum(1 for known in self._peers.values() if self._by_now(known).epoch < self.epoch),
             due_in_seconds=due_in_seconds,
-            is_due=0 < target <= samples or is_begun,
+            is_due=0 < target <= samples or is_begun or (samples > 0 and not self._is_computed_on(current)),
         )
+
+    @staticmethod
+    def _is_computed_on(current: list[_Known]) -> bool:
+        """Whether somebody adds to the epoch. Where all are about to leave, nobody does, and it is made as it is."""
+        return any(not known.leaving for known in current if known.samples or known.samples_per_second)
+
+    def _by_now(self, known: _Known) -> _Known:
+        """Who was at the epoch before, around its commit, works on the next one by now.
+
+        Where epochs last a second or two, they would be over before anybody could predict their end otherwise.
+        """
+        if known.epoch == self.epoch - 1 and known.heard_at <= self._committed_at + FOLLOW_SECONDS:
+            return replace(known, epoch=self.epoch, samples=0, heard_at=self._committed_at)
+        return known
 
 
 def _most_common(targets: list[int]) -> int:

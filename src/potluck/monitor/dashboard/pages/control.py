@@ -156,7 +156,8 @@ class ControlPage:
     async def _roll_back(self) -> None:
         chosen = next((info for info in self._find_backups() if info.epoch == self._backups.value), None)
         if chosen is None:
-            ui.notify("Choose an epoch first.")
+            gone = "That backup has made room for a newer one: pause the run, and choose again."
+            ui.notify(gone if self._backups.value is not None else "Choose an epoch first.")
             return
         text = "What was learned since then is dropped by everybody. Epochs go on counting."
         if await confirm(f"Go back to epoch {chosen.epoch:,}?", text, "Roll back", dangerous=True):

@@ -26,7 +26,10 @@ class LeaderboardPage:
                 self._note = words("", "card-note")
             self._list = box("list")
             self._empty = words("Nobody has given anything yet. The first epoch fills this page.", "empty")
-        words("Each peer has a signed receipt of what it gave to each epoch: `potluck receipts` shows them.", "quiet")
+        words(
+            "Each peer has a signed receipt of what it gave to each epoch: the command “potluck receipts” shows them.",
+            "quiet",
+        )
         page.live(self.refresh, EVERY_SECONDS)
 
     def refresh(self) -> None:

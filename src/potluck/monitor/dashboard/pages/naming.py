@@ -34,7 +34,7 @@ class NamingPage:
             else:
                 words("Whoever takes part in the run has one vote. On the machine where your peer runs:", "quiet")
                 words("potluck vote 'potluck://…' 'Sourdough'", "linkbox mono")
-                words("or open `potluck dashboard 'potluck://…'` there, and vote on this page.", "quiet")
+                words("or start the dashboard there, by the run's link, and vote on this page.", "quiet")
         page.live(self.refresh, EVERY_SECONDS)
 
     def refresh(self) -> None:

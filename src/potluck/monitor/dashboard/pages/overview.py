@@ -124,15 +124,20 @@ class OverviewPage:
             "Running for": figures.duration(self._dashboard.now() - started) if started else figures.NOTHING,
             "Next epoch in": "now" if overview.due_in_seconds == 0 else figures.duration(overview.due_in_seconds),
             "An epoch takes": figures.duration(usual),
-            "Done in": figures.duration((end - overview.epoch) * usual)
-            if end > overview.epoch and usual
-            else figures.NOTHING,
+            "Done in": self._rest(end, overview),
             "Traffic per epoch": figures.size(overview.bytes_per_epoch),
             "Traffic in all": figures.size(self._past.total("sent_bytes")),
             "Coordinator": overview.coordinator or "nobody",
         }
         for name, value in facts.items():
             self._facts[name].text = value
+
+    @staticmethod
+    def _rest(end: int, overview: Overview) -> str:
+        if not end:
+            return "no end is set"
+        usual = overview.seconds_per_epoch
+        return figures.duration((end - overview.epoch) * usual) if end > overview.epoch and usual else figures.NOTHING
 
     def _draw(self, *, force: bool = False) -> None:
         by = AXES[str(self._axis.value)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from nicegui import ui
@@ -15,10 +16,10 @@ from potluck.monitor.view import PeerRow
 EVERY_SECONDS = 2.0
 COLUMNS = (
     ("name", "Name", "left"),
+    ("rate", "Samples/s", "right"),  # what a phone shows without scrolling
+    ("share", "Share", "left"),
     ("role", "Role", "left"),
     ("place", "Place", "left"),
-    ("rate", "Samples/s", "right"),
-    ("share", "Share", "left"),
     ("loss", "Loss", "right"),
     ("epoch", "Epoch", "right"),
     ("links", "Links", "left"),
@@ -50,7 +51,8 @@ class PeersPage:
             with sheet.default_slot.children[0]:
                 search = ui.input(placeholder="Search").props("dense outlined clearable").classes("push")
                 search.style("max-width: 220px")
-            self._table = table(COLUMNS, [row_of(row) for row in self._dashboard.rows()], "peer")
+            rows = [row_of(row) for row in self._dashboard.rows()]
+            self._table = table(COLUMNS, rows, "peer", numbers=("rate", "loss", "epoch", "up", "down"))
             self._table.add_slot("body-cell-name", NAME_CELL)
             self._table.add_slot("body-cell-share", SHARE_CELL)
             self._table.bind_filter_from(search, "value")
@@ -60,9 +62,9 @@ class PeersPage:
                 for colour, kind, text in (
                     (charts.GREEN, "direct", "direct"),
                     (charts.AMBER, "relay", "through the hub"),
-                    (charts.TOMATO, "", "trainer"),
-                    (charts.BLUE, "", "aux"),
-                    (charts.GREY, "", "observer"),
+                    (charts.TOMATO, "spot", "trainer"),
+                    (charts.BLUE, "spot", "aux"),
+                    (charts.GREY, "spot", "observer"),
                 ):
                     with box(""):
                         ui.element("i").style(f"border-color: {colour}").classes(kind)
@@ -98,12 +100,17 @@ def row_of(row: PeerRow) -> dict[str, Any]:
         "place": row.place,
         "state": row.state,
         "rate": figures.number(row.samples_per_second) if row.role == "trainer" else "",
+        "rate_number": row.samples_per_second,
         "share": round(100 * row.share),
         "loss": figures.loss(row.loss) if row.role == "trainer" else "",
-        "epoch": row.epoch,
+        "loss_number": row.loss if row.loss is not None and math.isfinite(row.loss) else None,
+        "epoch": f"{row.epoch:,}" if row.role != "observer" else "",
+        "epoch_number": row.epoch,
         "links": " · ".join(links) or figures.NOTHING,
         "up": figures.speed(row.upload_bytes_per_second),
+        "up_number": row.upload_bytes_per_second,
         "down": figures.speed(row.download_bytes_per_second),
+        "down_number": row.download_bytes_per_second,
         "version": row.version,
         "coordinates": row.coordinates,
     }

@@ -8,7 +8,7 @@ from potluck.monitor import figures
 from potluck.monitor.dashboard import charts
 from potluck.monitor.dashboard.frame import Page
 from potluck.monitor.dashboard.parts import Chart, box, card, words
-from potluck.monitor.previews import Preview
+from potluck.training.history import Preview
 
 EVERY_SECONDS = 2.0
 MOST_FIGURES = 4
@@ -18,7 +18,8 @@ class PreviewPage:
     """The newest words, a slider into the past, and the recipe's own figures."""
 
     def __init__(self, page: Page) -> None:
-        self._source = page.dashboard.previewer
+        self._previewer = page.dashboard.previewer  # on the host, which makes them
+        self._past = page.dashboard.follower.past
         self._shown: object = None
         self._last = 0  # the newest preview's place
         with box("grid wide-narrow"):
@@ -43,12 +44,11 @@ class PreviewPage:
 
     def refresh(self) -> None:
         """Show how it is now; who looks at the newest sees each newer one."""
-        previews = list(self._source.previews) if self._source is not None else []
-        problem = self._source.problem if self._source is not None else ""
+        previews = self._past.previews()
         self._slider.set_visibility(len(previews) > 1)
         self._empty.set_visibility(not previews)
         if not previews:
-            self._empty.text = self._explanation(problem)
+            self._empty.text = self._explanation()
         version = (len(previews), previews[-1].epoch if previews else 0)
         if version == self._shown:
             return
@@ -62,13 +62,12 @@ class PreviewPage:
         self._show(self._chosen())
         self._draw(previews)
 
-    def _explanation(self, problem: str) -> str:
-        if self._source is None:
-            return "The dashboard of the host shows this: it has the backups from which the model is read."
-        return problem or "The model speaks after the host's first backup, within some ten epochs."
+    def _explanation(self) -> str:
+        problem = self._previewer.problem if self._previewer is not None else ""
+        return problem or "The model speaks after the first backup of the host, by whose dashboard everybody hears it."
 
     def _chosen(self) -> Preview | None:
-        previews = self._source.previews if self._source is not None else ()
+        previews = self._past.previews()
         index = int(self._slider.value or 0)
         return previews[min(index, len(previews) - 1)] if previews else None
 

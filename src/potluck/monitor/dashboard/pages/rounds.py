@@ -1,4 +1,4 @@
-"""The rounds: how long each took and what for, who was slow, who was dropped and why, what was repaired."""
+"""The rounds: how long each took and what for, who was slow, who was dropped and why, what was repaired or failed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from potluck.monitor import figures
 from potluck.monitor.dashboard import charts
 from potluck.monitor.dashboard.frame import Page
 from potluck.monitor.dashboard.parts import Chart, Figure, Items, box, card, words
-from potluck.training.history import RoundRecord
+from potluck.training.history import FailureRecord, RoundRecord
 
 DRAWN = 60
 LISTED = 12
+NAMED = 6  # members of a round that failed
 
 
 class RoundsPage:
@@ -23,12 +24,13 @@ class RoundsPage:
         self._dashboard = page.dashboard
         self._chosen: int | None = None  # an epoch; None: the newest
         self._shown: object = None
-        with box("grid four"):
+        with box("grid five"):
             self._median = Figure("A round takes")
             self._share = Figure("Training, not exchanging")
             self._repaired = Figure("Repaired")
             self._dropped = Figure("Left out")
-        with card("Rounds", "click one to see its members") as sheet:
+            self._failed = Figure("Given up")
+        with card("Rounds", "in seconds; click one to see its members") as sheet:
             with sheet.default_slot.children[0]:
                 self._with_training = ui.toggle(["Rounds alone", "With training"], value="Rounds alone")
                 self._with_training.props("unelevated no-caps dense toggle-color=primary")
@@ -43,29 +45,32 @@ class RoundsPage:
                 self._members = Chart({}, "chart")
                 self._detail = Items()
             self._sheet = sheet
-            with card("What went wrong", f"in the newest {DRAWN} rounds"):
+            with card("What went wrong", f"in the newest {DRAWN} rounds, and in attempts at them"):
                 self._trouble = Items("Nothing. Every round went as planned.")
         page.live(self.refresh)
 
     def refresh(self) -> None:
         """Show how it is now."""
-        rounds = self._dashboard.follower.past.rounds(DRAWN)
+        past = self._dashboard.follower.past
+        rounds = past.rounds(DRAWN)
+        failures = [record for record in past.failures() if not rounds or record.epoch >= rounds[0].epoch]
         with_training = self._with_training.value == "With training"
-        version = (rounds[-1].epoch if rounds else 0, with_training)
+        version = (rounds[-1].epoch if rounds else 0, with_training, failures[-1].failed_at if failures else 0.0)
         if self._shown == (version, self._chosen):
             return
         self._shown = (version, self._chosen)
         options = self._dashboard.shared(
             f"rounds, with training: {with_training}",
             version,
-            lambda: charts.round_phases(rounds, with_training=with_training),
+            lambda: charts.round_phases(rounds, failures, with_training=with_training),
         )
         self._chart.show(options, version)
         self._show_figures(rounds)
+        self._failed.show(str(len(failures)), "attempts, done again")
         chosen = [record for record in rounds if record.epoch == self._chosen] or rounds[-1:]
         if chosen:
             self._show_one(chosen[0])
-        self._show_trouble(rounds)
+        self._show_trouble(rounds, failures)
 
     def _clicked(self, event: events.EChartPointClickEventArguments) -> None:
         rounds = self._dashboard.follower.past.rounds(DRAWN)
@@ -104,17 +109,39 @@ class RoundsPage:
             lines.append((f"{chunks} recomputed", "as every round among strangers is audited"))
         self._detail.show(lines or [("All went as planned", f"coordinated by {record.coordinator}")])
 
-    def _show_trouble(self, rounds: list[RoundRecord]) -> None:
-        troubled = [record for record in reversed(rounds) if charts.has_trouble(record)]
-        self._trouble.show([(f"Epoch {record.epoch:,}", trouble_of(record)) for record in troubled[:LISTED]])
+    def _show_trouble(self, rounds: list[RoundRecord], failures: list[FailureRecord]) -> None:
+        told = [
+            (record.committed_at, f"Epoch {record.epoch:,}", trouble_of(record))
+            for record in rounds
+            if charts.has_trouble(record)
+        ]
+        told += [(record.failed_at, title_of_failure(record), failure_of(record)) for record in failures]
+        told.sort(key=lambda entry: -entry[0])
+        self._trouble.show([(title, what) for _, title, what in told[:LISTED]])
 
 
 def trouble_of(record: RoundRecord) -> str:
     """What did not go as planned, in a line."""
-    what = [f"{name}: {reason}" for name, reason in record.left_out.items()]
+    went_back = record.went_back_to
+    what = [f"the run went back to epoch {went_back:,}, by an organiser's order"] if went_back is not None else []
+    what += [f"{name}: {reason}" for name, reason in record.left_out.items()]
     what += [f"revised {times(record.repairs)}"] if record.repairs else []
     what += [f"{record.attempts} attempts"] if record.attempts > 1 else []
     return "; ".join(what)
+
+
+def title_of_failure(record: FailureRecord) -> str:
+    """Which attempt it was."""
+    return f"Epoch {record.epoch:,}, attempt {record.attempt} was given up"
+
+
+def failure_of(record: FailureRecord) -> str:
+    """Why an attempt came to nothing: phase, reason, and who was in it."""
+    when = f" after {figures.duration(record.seconds)}" if record.seconds else ""
+    others = len(record.members) - NAMED
+    names = ", ".join(record.members[:NAMED]) + (f" and {others} more" if others > 0 else "")
+    among = f" · members: {names}" if names else ""
+    return f"{record.phase}{when}: {record.reason}{among}"
 
 
 def slow_members(record: RoundRecord) -> list[tuple[str, float]]:

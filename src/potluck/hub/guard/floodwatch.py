@@ -1,0 +1,86 @@
+"""Cuts off who floods the run, and keeps it out for a while.
+
+The hub is asked several times a second what each main connection has published; floodcore.py judges. Who floods is cut
+off at once and gets a ban that ends by itself. The ban stands in the hub's store like any other: all guards of a
+cluster heed it, the lobby tells the peer why and for how long, organisers see it and may lift it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+
+from potluck.clock import Clock
+from potluck.errors import ProtocolError, RetryableError
+from potluck.hub.guard.floodcore import Flood, FloodCore, Traffic
+from potluck.hub.guard.hubsystem import HubSystem
+from potluck.hub.guard.member import Ban, ban_key
+from potluck.hub.guard.presencekeeper import PresenceKeeper
+from potluck.hub.guard.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 0.25  # on a gigabit line 30 MB are published meanwhile
+LONGEST_PAUSE_SECONDS = 2.0
+PAUSES_PER_LIST = 50  # a long list takes servers and guard their time: no more than a fiftieth of it
+BANNED_BY = "guard"
+
+
+class FloodWatch:
+    """The guard's part that concerns those who publish too much."""
+
+    def __init__(
+        self, core: FloodCore, system: HubSystem, keeper: PresenceKeeper, registry: Registry, clock: Clock
+    ) -> None:
+        self._core = core
+        self._system = system
+        self._keeper = keeper
+        self._registry = registry
+        self._clock = clock
+        self._found: dict[str, Flood] = {}  # by peer; whom nothing has been done about yet
+        self._wanted = asyncio.Event()
+        self.counts: Counter[str] = Counter()
+
+    def closed(self, traffic: Traffic) -> None:
+        """A main connection has closed: whoever comes and goes faster than we look is judged by this."""
+        flood = self._core.closed(traffic)
+        if flood is not None:
+            self._found[flood.peer] = flood
+            self._wanted.set()
+
+    async def watch_forever(self) -> None:
+        """Look at what is published, for as long as the guard lives."""
+        while True:
+            began = self._clock.monotonic()
+            try:
+                self._found |= {flood.peer: flood for flood in self._core.listed(await self._system.list_traffic())}
+                while self._found:
+                    await self._stop(next(iter(self._found.values())))
+            except (RetryableError, ProtocolError) as error:
+                self.counts["flood_checks_failed"] += 1
+                logger.warning("who floods the run could not be found out, or kept out; trying again soon: %s", error)
+            took_seconds = self._clock.monotonic() - began
+            await self._pause(min(max(PAUSE_SECONDS, PAUSES_PER_LIST * took_seconds), LONGEST_PAUSE_SECONDS))
+
+    async def _stop(self, flood: Flood) -> None:
+        """Cut its connections, and then write the ban: of the two, that is what the flood may hold up."""
+        peer = flood.peer
+        cut = await asyncio.gather(*(self._system.kick(each.id) for each in self._keeper.connections_of(peer)))
+        self.counts["cut_floods"] += sum(cut)
+        if not self._registry.bans_of(peer):
+            seconds, now = self._core.sentence(peer), self._clock.wall()
+            ban = Ban(target=peer, reason=flood.reason, banned_at=now, banned_by=BANNED_BY, until=now + seconds)
+            await self._registry.bans.create(ban_key(peer), ban, ttl_seconds=seconds)
+            self._core.sentenced(peer)
+            self.counts["floods"] += 1
+            logger.warning("%s is kept out for %d s: %s", peer, seconds, flood.reason)
+        del self._found[peer]
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wanted.wait()
+        except TimeoutError:
+            pass
+        self._wanted.clear()

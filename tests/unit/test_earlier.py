@@ -1,0 +1,66 @@
+"""What a run could go back to, and who has it."""
+
+from __future__ import annotations
+
+import pytest
+
+from potluck.errors import ConfigurationError
+from potluck.messages import encode
+from potluck.state.announcement import Kept, KeptState
+from potluck.state.herald import KEPT, WANTED
+from potluck.testing.memoryrun import MemoryPeer, MemoryRun
+from potluck.testing.virtualloop import LoopClock, in_virtual_time
+from potluck.training.earlier import HOST, EarlierState, announced, chosen, merged
+
+A, B = "a" * 64, "b" * 64
+SAVED = EarlierState(epoch=20, digest=A, num_bytes=5, keepers=(HOST,), saved_at=1.0)
+IN_MEMORY = EarlierState(epoch=31, digest=B, num_bytes=5, keepers=("Ada",))
+
+
+async def keeps(run: MemoryRun, peer: MemoryPeer, *states: KeptState) -> None:
+    """It says what it keeps when it is asked, as a herald does."""
+    hub, subjects = peer.session.hub, run.hub.subjects
+    kept = encode(Kept(session=peer.session.card.session, states=states))
+
+    async def asked(_delivery: object) -> None:
+        await hub.publish(subjects.news(peer.peer_id, KEPT), kept)
+
+    await hub.subscribe(subjects.news("*", WANTED), asked)
+
+
+def state(epoch: int, digest: str, **options: bool) -> KeptState:
+    return KeptState(epoch=epoch, digest=digest, num_bytes=5, made_at=epoch, **options)
+
+
+@in_virtual_time
+async def test_whoever_is_there_is_asked_what_it_holds() -> None:
+    run = MemoryRun(clock=LoopClock())
+    await run.open()
+    alan = await run.join("Alan", role="aux")
+    mallory = await run.join("Mallory", coordinates=False, trusted=False)
+    await keeps(run, alan, state(31, A), state(30, A, is_served=False), state(20, A, is_backup=True))
+    await keeps(run, mallory, state(31, B), state(29, B))
+    listener = run.hub.connect("ORGANISER")
+    found = await announced(listener, run.hub.subjects, "ORGANISER")
+    told = {(each.epoch, each.digest, each.keepers) for each in found}
+    assert told == {(31, A, ("Alan",)), (20, A, ("Alan",)), (29, B, ("Mallory",))}, "whom we trust outweighs strangers"
+    await listener.close()
+    await run.close()
+
+
+def test_the_hosts_own_backup_counts_where_there_is_one() -> None:
+    other = EarlierState(epoch=20, digest=B, num_bytes=5, keepers=("Ada",))
+    assert merged([SAVED], [other, IN_MEMORY]) == [IN_MEMORY, SAVED]
+
+
+def test_what_can_be_gone_back_to() -> None:
+    there = [IN_MEMORY, SAVED]
+    assert chosen(there, 20, digest="", is_paused=False) == SAVED
+    assert chosen(there, 31, digest="", is_paused=True) == IN_MEMORY
+    assert chosen([], 7, digest=B, is_paused=False).digest == B
+    with pytest.raises(ConfigurationError, match="pause"):
+        chosen(there, 31, digest="", is_paused=False)
+    with pytest.raises(ConfigurationError, match=r"31 \(Ada\); 20 \(this host\)"):
+        chosen(there, 7, digest="", is_paused=True)
+    with pytest.raises(ConfigurationError, match="64 characters"):
+        chosen(there, 7, digest="abc", is_paused=True)

@@ -18,6 +18,9 @@ from potluck.testing.processes import Children
 
 os.environ["POTLUCK_NO_DASHBOARD"] = "1"  # hosts that tests start have none, unless a test says otherwise
 
+# Several processes share few cores here: with more threads than that they would wait for each other inside of torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Importing torch takes seconds, in every process that a test starts: they are forked, unless a test or this forbids it.
 if not os.environ.get("POTLUCK_TEST_FRESH"):
     NURSERY.open()

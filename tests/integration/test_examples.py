@@ -17,10 +17,12 @@ from potluck.testing.processes import Children, ManagedProcess
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def start(children: Children, folder: Path, name: str, *arguments: str, link: str = "") -> ManagedProcess:
+def start(
+    children: Children, folder: Path, name: str, *arguments: str, link: str = "", fresh: bool = False
+) -> ManagedProcess:
     folder.mkdir(exist_ok=True)
     argv = [sys.executable, str(EXAMPLES / name), *arguments]
-    return children.spawn(argv, name=name, env=environment(folder, link), cwd=folder)
+    return children.spawn(argv, name=name, env=environment(folder, link), cwd=folder, fresh=fresh)
 
 
 @pytest.mark.timeout(300)
@@ -41,7 +43,7 @@ async def test_two_plain_loops_train_together(tmp_path: Path, children: Children
 
 @pytest.mark.timeout(300)
 async def test_a_plain_loop_comes_to_its_end(tmp_path: Path, children: Children) -> None:
-    alone = start(children, tmp_path, "plain_loop.py", "--epochs", "10")
+    alone = start(children, tmp_path, "plain_loop.py", "--epochs", "10", fresh=True)
     assert await alone.until_exit(PATIENCE_SECONDS) == 0, alone.tail()
     assert re.search(r"^done at epoch 10: loss [\d.]+$", alone.output(), re.MULTILINE)
 

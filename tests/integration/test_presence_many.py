@@ -19,7 +19,7 @@ PATIENCE_SECONDS = 100.0
 
 async def test_joins_leaves_and_deaths_are_seen_by_all(children: Children) -> None:
     command = [sys.executable, BENCHMARK, "--peers", str(NUM_PEERS), "--idle-seconds", "1", "--json"]
-    benchmark = children.spawn(command, name="benchmark")
+    benchmark = children.spawn(command, name="benchmark", fresh=True)
     figures = json.loads((await benchmark.until_line('"num_peers"', PATIENCE_SECONDS)).string)
     assert await benchmark.until_exit() == (1 if figures["false_doubts"] else 0)
     assert figures["num_peers"] == NUM_PEERS

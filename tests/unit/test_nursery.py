@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,17 +21,13 @@ from potluck.testing.processes import Children, ManagedProcess
 READY_SECONDS = 100.0
 
 
-def with_threads(number: str) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": number} if number else {}
-
-
 @pytest.fixture(scope="module")
 def forking() -> Iterator[Nursery]:
-    """A nursery whose templates are ready, for children without and with a number of threads."""
+    """A nursery whose templates are ready, for children with one and with two threads."""
     own = Nursery()
     own.open()
-    for threads, num_templates in (("", nursery.NUM_TEMPLATES), ("1", 1)):
-        settings = start_settings({**os.environ, "PYTHONUNBUFFERED": "1", **with_threads(threads)})
+    for threads, num_templates in (("1", nursery.NUM_TEMPLATES), ("2", 1)):
+        settings = start_settings({**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads})
         own._templates[settings] = [Template(settings) for _ in range(num_templates)]
         own._asked[settings] = nursery.PLAIN_STARTS
     for templates in own._templates.values():
@@ -50,9 +47,9 @@ def program(tmp_path: Path) -> Path:
     return tmp_path / "program.py"
 
 
-def start(children: Children, program: Path, code: str, *arguments: str, **options: object) -> ManagedProcess:
+def start(children: Children, program: Path, code: str, **options: Any) -> ManagedProcess:
     program.write_text(code)
-    child = children.spawn([sys.executable, program, *arguments], **options)  # type: ignore[arg-type]
+    child = children.spawn([sys.executable, program], env={"OMP_NUM_THREADS": "1"}, **options)
     assert isinstance(child._process, ForkedProcess)
     return child
 
@@ -90,15 +87,15 @@ print(json.dumps(seen))
 """
 
 
-@pytest.mark.parametrize(("way", "threads"), [("script", ""), ("module", "1"), ("package", "")])
+@pytest.mark.parametrize(("way", "threads"), [("script", "1"), ("package", "2")])
 def test_a_forked_child_sees_what_a_fresh_one_sees(children: Children, tmp_path: Path, way: str, threads: str) -> None:
     (tmp_path / "looking").mkdir()
     for path in (tmp_path / "look.py", tmp_path / "looking" / "__main__.py"):
         path.write_text(LOOK)
     (tmp_path / "looking" / "__init__.py").touch()
-    words = {"script": [tmp_path / "look.py"], "module": ["-m", "look"], "package": ["-m", "looking"]}[way]
+    words = {"script": [tmp_path / "look.py"], "package": ["-m", "looking"]}[way]
     command = [sys.executable, *words, "one", "two words"]
-    environment = {"ADDED": "so", **with_threads(threads)}
+    environment = {"ADDED": "so", "OMP_NUM_THREADS": threads}
     seen = []
     for fresh in (False, True):
         child = children.spawn(command, env=environment, cwd=tmp_path, fresh=fresh)
@@ -106,6 +103,16 @@ def test_a_forked_child_sees_what_a_fresh_one_sees(children: Children, tmp_path:
         seen.append(json.loads(child.check(100)))
     for thing, value in seen[1].items():
         assert seen[0][thing] == value, thing
+
+
+def test_a_module_that_is_no_package(children: Children, program: Path) -> None:
+    program.write_text("import sys; print(__name__, __spec__.name, sys.argv[1:])")
+    command = [sys.executable, "-m", "program", "one"]
+    child = children.spawn(command, env={"OMP_NUM_THREADS": "1"}, cwd=program.parent)
+    assert child.check().strip() == "__main__ program ['one']"
+    missing = children.spawn([sys.executable, "-m", "nosuch"], env={"OMP_NUM_THREADS": "1"})
+    assert missing.wait() == 1
+    assert "No module named nosuch" in missing.output()
 
 
 def test_randomness_is_each_childs_own(children: Children, program: Path) -> None:

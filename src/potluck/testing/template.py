@@ -14,6 +14,7 @@ computed. (The seed of hashes is the template's: `nursery.py` keeps several, so 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -32,6 +33,7 @@ import potluck
 
 # What children import sooner or later: `torch.optim` imports the compiler's front end when the first optimizer is made.
 HEAVY = ("numpy.random", "torch", "torch._dynamo", "torch.utils.data", "uvloop", "PIL.Image", "rich.live", "typer")
+OPTIONAL = ("typer._adapters",)  # which newer versions import, with much else, when a command runs
 # Integrations and the dashboard stand on frameworks that few children use; a command's console looks at the environment
 # when it is imported; tests' tools are not the product.
 LEFT_OUT = ("potluck.integrations", "potluck.monitor.dashboard", "potluck.cli", "potluck.testing")
@@ -44,6 +46,9 @@ def import_all() -> None:
     """Import what is heavy, and all of the product that needs nothing optional."""
     for name in HEAVY:
         importlib.import_module(name)
+    for name in OPTIONAL:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     for module in pkgutil.walk_packages(potluck.__path__, "potluck."):
         if not module.name.startswith(LEFT_OUT):
             importlib.import_module(module.name)

@@ -11,7 +11,7 @@ from potluck.hub.joinlink import JoinLink
 from potluck.testing.polling import poll_until_sync
 from potluck.testing.processes import Children, ManagedProcess
 
-PATIENCE_SECONDS = 60.0  # a command that imports little still takes seconds on a machine that is busy
+PATIENCE_SECONDS = 100.0  # a command that imports little still takes seconds on a machine that is busy
 POTLUCK = (sys.executable, "-m", "potluck.cli")
 RUN = "bakery"
 OWN_ENVIRONMENT = ("POTLUCK_LINK", "POTLUCK_NAME", "POTLUCK_IDENTITY", "HF_TOKEN")

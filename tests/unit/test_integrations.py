@@ -229,7 +229,7 @@ def test_nothing_else_imports_the_integrations() -> None:
         for path in source.rglob("*.py")
         if "potluck.integrations" in path.read_text() and path != source / "__init__.py"
     ]
-    assert set(users) <= {"integrations", "peer"}
+    assert set(users) <= {"integrations", "peer", "testing"}  # the last names it, among what it does not import
 
 
 # LAMB

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigurationError
@@ -202,6 +202,15 @@ Steps = st.lists(
 
 
 @given(Steps)
+@example(
+    [
+        ("list", 0, 0, 0, 0.0),
+        ("quiet", 0, 496, 0, 0.0),
+        ("quiet", 0, 399, 0, 1.0),
+        *2 * [("close", 1, 0, 0, 0.0)],
+        ("list", 0, 106, 0, 0.0),
+    ]
+)
 def test_who_stays_within_the_burst_is_never_found(steps: list[tuple[str, int, int, int, float]]):
     """However lists, closings and silences follow each other: counted as a bucket would, exactly, at each message."""
     watched = Watched()

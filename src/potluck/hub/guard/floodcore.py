@@ -81,7 +81,7 @@ class Flood:
 class _Overrun:
     """By how much a peer is beyond what it may publish in the long run."""
 
-    counted_at: float
+    listed_at: float  # what it may publish since then is not taken off yet
     num_messages: float = 0.0
     num_bytes: float = 0.0
 
@@ -106,13 +106,13 @@ class FloodCore:
         by_peer: dict[str, list[Traffic]] = {}
         for connection in connections:
             by_peer.setdefault(connection.peer, []).append(connection)
-        floods = [self._count(peer, of_peer, now) for peer, of_peer in by_peer.items()]
+        floods = [self._count(peer, of_peer, now, is_all=True) for peer, of_peer in by_peer.items()]
         self._forget(now)
         return [flood for flood in floods if flood is not None]
 
     def closed(self, connection: Traffic) -> Flood | None:
         """Take in the last count of a connection that has closed: also one that no list has shown."""
-        flood = self._count(connection.peer, [connection], self._clock.monotonic())
+        flood = self._count(connection.peer, [connection], self._clock.monotonic(), is_all=False)
         del self._counted[connection.id], self._seen_at[connection.id]
         return flood
 
@@ -127,8 +127,11 @@ class FloodCore:
         while len(self._num_sentences) > MAX_OFFENDERS:
             self._num_sentences.popitem(last=False)
 
-    def _count(self, peer: str, connections: list[Traffic], now: float) -> Flood | None:
-        """Add what a peer has published since it was counted last, less what it may in that time."""
+    def _count(self, peer: str, connections: list[Traffic], now: float, *, is_all: bool) -> Flood | None:
+        """Add what a peer has published since it was counted last, less what it may in that time.
+
+        Unless these are all its connections, the time still counts for what the others have published meanwhile.
+        """
         num_messages = num_bytes = 0
         for connection in connections:
             before = self._counted.get(connection.id) or self._could_rightly(connection)
@@ -138,14 +141,18 @@ class FloodCore:
             self._seen_at[connection.id] = now
         limits = self._limits
         overrun = self._overruns.setdefault(peer, _Overrun(now))
-        seconds, overrun.counted_at = now - overrun.counted_at, now
-        overrun.num_messages = max(0.0, overrun.num_messages + num_messages - seconds * limits.messages_per_second)
-        overrun.num_bytes = max(0.0, overrun.num_bytes + num_bytes - seconds * limits.bytes_per_second)
-        if overrun.num_messages <= limits.burst_messages and overrun.num_bytes <= limits.burst_bytes:
+        overrun.num_messages += num_messages
+        overrun.num_bytes += num_bytes
+        seconds = now - overrun.listed_at
+        messages_beyond = max(0.0, overrun.num_messages - seconds * limits.messages_per_second)
+        bytes_beyond = max(0.0, overrun.num_bytes - seconds * limits.bytes_per_second)
+        if is_all:
+            self._overruns[peer] = _Overrun(now, messages_beyond, bytes_beyond)
+        if messages_beyond <= limits.burst_messages and bytes_beyond <= limits.burst_bytes:
             return None
         del self._overruns[peer]  # it begins anew when it comes back
         reason = (
-            f"it flooded the run: {overrun.num_messages:.0f} messages and {overrun.num_bytes / 1e6:.0f} MB more "
+            f"it flooded the run: {messages_beyond:.0f} messages and {bytes_beyond / 1e6:.0f} MB more "
             f"than {limits.messages_per_second:.0f} messages and {limits.bytes_per_second / 1e6:.1f} MB a second"
         )
         return Flood(peer=peer, reason=reason)
@@ -163,5 +170,5 @@ class FloodCore:
         """Forget connections and peers that no list has named for a while."""
         for connection in [each for each, at in self._seen_at.items() if now - at > UNSEEN_SECONDS]:
             del self._counted[connection], self._seen_at[connection]
-        for peer in [each for each, overrun in self._overruns.items() if now - overrun.counted_at > UNSEEN_SECONDS]:
+        for peer in [each for each, overrun in self._overruns.items() if now - overrun.listed_at > UNSEEN_SECONDS]:
             del self._overruns[peer]

@@ -65,12 +65,12 @@ class Options:
 
 
 class SmallTransformer(nn.Module):
-    """One layer over the features of a sample."""
+    """One layer over the features of a sample; smooth, or two equal runs part where a unit is near its kink."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(1, 16)
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, activation="gelu", batch_first=True)
         self.head = nn.Linear(16, 1)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

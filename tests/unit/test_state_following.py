@@ -45,6 +45,34 @@ async def test_it_takes_over_a_state_every_so_many_epochs_and_saves_it(tmp_path:
 
 
 @in_virtual_time
+async def test_it_takes_over_what_only_who_leaves_has(tmp_path: Path) -> None:
+    async with state_lab() as lab:
+        aux = await lab.join("aux", role="aux", folder=tmp_path, backups=BackupConfig(every_epochs=10))
+        trainer = await lab.join("trainer", coordinates=False)
+        async with following(lab, aux, num_training=1):
+            for epoch in range(1, 6):
+                lab.commit(epoch, trainer)
+                await trainer.publish(model(epoch, 2), epoch)
+                await asyncio.sleep(30.0)
+            assert aux.keeper.kept_epoch == 1
+            assert await trainer.keeper.hand_over(timeout_seconds=10.0)
+            assert aux.keeper.kept_epoch == 5
+
+
+@in_virtual_time
+async def test_who_leaves_waits_for_nobody_where_another_trains_on_and_in_vain_where_nobody_keeps() -> None:
+    async with state_lab() as lab:
+        ada, grace = [await lab.join(name, coordinates=False) for name in ("Ada", "Grace")]
+        lab.commit(1, ada, grace)
+        for each in (ada, grace):
+            await each.publish(model(1, 1), 1)
+        assert await ada.keeper.hand_over(timeout_seconds=10.0), "nobody is there to keep it"
+        await lab.join("aux", role="aux", coordinates=False)  # which follows nobody
+        assert await ada.keeper.hand_over(timeout_seconds=10.0), "Grace trains on"
+        assert not await grace.keeper.hand_over(timeout_seconds=10.0), "Ada has said that she leaves"
+
+
+@in_virtual_time
 async def test_it_chooses_what_to_go_on_from_when_nobody_trains(tmp_path: Path) -> None:
     async with state_lab(backups=EVERY) as lab:
         trainer = await lab.join("trainer", folder=tmp_path)

@@ -19,6 +19,8 @@ from potluck.state.keeper import StateConfig, StateKeeper
 
 logger = logging.getLogger(__name__)
 
+HAND_OVER_SECONDS = 10.0  # for an aux peer to fetch what only a leaving trainer has
+
 Source = StateSource | Literal["keepers"] | None
 """Where states come from: the run's keepers, somewhere else, or nowhere (then who falls behind has to stop)."""
 
@@ -101,5 +103,11 @@ def source_of_states(
         return keeper
 
     keeper = run.call(start())
-    run.attach(keeper.close)
+
+    async def leave() -> None:
+        if not (run.is_interrupted or run.peer.session.ended.done()):
+            await keeper.hand_over(timeout_seconds=HAND_OVER_SECONDS)
+        await keeper.close()
+
+    run.attach(leave)
     return KeptStates(keeper)

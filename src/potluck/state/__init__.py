@@ -33,7 +33,7 @@ Among peers:
     shelf.py         what this peer holds                    serving.py   gives it to others, within limits
     schedule.py      which chunk to ask of whom (pure)       fetcher.py, source.py   asks    assembly.py   puts together
     resume.py        which state to go on from (pure)        resuming.py  does so
-    restoring.py     an earlier state as that of a new epoch, on purpose
+    restoring.py     an earlier state as that of a new epoch, on purpose     handingover.py   who leaves last
 
 On disk:
     backupfile.py    one backup                              saving.py    written off the event loop

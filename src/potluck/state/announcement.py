@@ -59,6 +59,7 @@ class Kept(Message, frozen=True, kw_only=True):
 
     session: Annotated[str, msgspec.Meta(max_length=128)]
     states: Annotated[tuple[KeptState, ...], msgspec.Meta(max_length=MAX_KEPT)] = ()
+    leaving: bool = False  # who wants to have one of them should fetch it now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +110,11 @@ class Announcements:
     def forget(self, peer: str) -> None:
         """A peer is gone."""
         self._kept.pop(peer, None)
+
+    def is_leaving(self, peer: str) -> bool:
+        """Whether a peer has said that it is about to be gone."""
+        kept = self._kept.get(peer)
+        return kept is not None and kept.leaving
 
     def epochs(self, roster: Roster, *, backups: bool = False) -> list[int]:
         """The epochs that somebody serves a state of, the newest first."""

@@ -1,7 +1,8 @@
 """Keeping without training: an aux peer takes over the trainers' state now and then, and sees that the run goes on.
 
-It has no model, so it fetches as a newcomer would: every so many epochs, and for a tenth of the time at most. What it
-has it serves and saves, so that a run survives though all trainers are gone. And where the trainers have all come back
+It has no model, so it fetches as a newcomer would: every so many epochs, and for a tenth of the time at most; and what
+only those have who are about to leave (handingover.py). What it has it serves and saves, so that a run survives though
+all trainers are gone. And where the trainers have all come back
 from disk, and nobody has the state of the present epoch, it chooses with them what to go on from, as the coordinator
 that it often is.
 """
@@ -69,13 +70,13 @@ class Follower:
             if self._is_run_down():
                 await tasks.end(self._fetching)  # nobody will give it any more
                 await self._take(self._keeper.resume(timeout_seconds=FETCH_SECONDS))
-            elif self._is_due() and (self._fetching is None or self._fetching.done()):
-                self._fetching = asyncio.create_task(self._fetch(), name="state: following, fetch")
+            elif (epoch := self._wanted()) is not None and (self._fetching is None or self._fetching.done()):
+                self._fetching = asyncio.create_task(self._fetch(epoch), name="state: following, fetch")
             await asyncio.sleep(LOOK_EVERY_SECONDS)
 
-    async def _fetch(self) -> None:
+    async def _fetch(self, at_least_epoch: int) -> None:
         began = self._clock.monotonic()
-        await self._take(self._keeper.fetch(at_least_epoch=self._next_epoch, timeout_seconds=FETCH_SECONDS))
+        await self._take(self._keeper.fetch(at_least_epoch=at_least_epoch, timeout_seconds=FETCH_SECONDS))
         now = self._clock.monotonic()
         self._next_at = now + PAUSE_FACTOR * (now - began)
 
@@ -110,7 +111,15 @@ class Follower:
         every = backups.config.every_epochs if backups is not None else EPOCHS_WITHOUT_BACKUPS
         return 1 if self._epoch is None else self._epoch + every
 
-    def _is_due(self) -> bool:
-        if not self._keeper.keeps or self._clock.monotonic() < self._next_at:
-            return False
-        return self._keeper.herald.newest(self._averager.lineage.epoch, at_least=self._next_epoch) is not None
+    def _wanted(self) -> int | None:
+        """From which epoch on a state should be fetched now; None: none is due."""
+        if not self._keeper.keeps:
+            return None
+        herald, least = self._keeper.herald, 1 if self._epoch is None else self._epoch + 1
+        newest = herald.newest(self._averager.lineage.epoch, at_least=least)
+        if newest is None:
+            return None
+        if herald.is_parting(newest):
+            return newest.epoch
+        is_due = newest.epoch >= self._next_epoch and self._clock.monotonic() >= self._next_at
+        return self._next_epoch if is_due else None

@@ -62,6 +62,7 @@ class Herald:
         self._stop_listening: Callable[[], None] = lambda: None
         self._task: asyncio.Task[None] | None = None
         self._has_spoken = False
+        self._is_leaving = False
 
     async def start(self) -> None:
         """Listen, and speak when there is something to say."""
@@ -86,6 +87,11 @@ class Herald:
         """The shelf has changed: say so soon. We ourselves know it at once."""
         self.announcements.take(self._session.peer_id, self._kept())
         self._speak.set()
+
+    def part(self) -> None:
+        """Say that this peer is about to leave, so that others take over what it alone has."""
+        self._is_leaving = True
+        self.announce()
 
     async def ask(self) -> None:
         """Have everybody say what they keep."""
@@ -131,6 +137,10 @@ class Herald:
         claims = [*self.claims(epoch), *self.claims(epoch, backups=True)]
         serving = [c.peer for c in claims if c.state is not None and c.state.digest == digest and c.state.is_served]
         return [peer for peer in dict.fromkeys(serving) if peer != self._session.peer_id]
+
+    def is_parting(self, verdict: Verdict) -> bool:
+        """Whether all who serve a state are about to leave."""
+        return bool(verdict.keepers) and all(self.announcements.is_leaving(peer) for peer in verdict.keepers)
 
     async def until_verdict(
         self, epoch: int | None, lineage: Lineage, until: float, *, at_least: int = 0, settle_seconds: float = 0.0
@@ -211,7 +221,8 @@ class Herald:
         held = tuple(held.announced() for held in self._shelf)
         epochs = {state.epoch for state in held if not state.is_backup}
         past = tuple(state for state in self._past() if held and state.epoch not in epochs)
-        return Kept(session=self._session.card.session, states=(*past, *held)[-MAX_KEPT:])
+        states = (*past, *held)[-MAX_KEPT:]
+        return Kept(session=self._session.card.session, states=states, leaving=self._is_leaving)
 
     async def _publish(self, topic: str, payload: bytes) -> None:
         session = self._session

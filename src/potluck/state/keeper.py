@@ -33,6 +33,7 @@ from potluck.state.chunkpool import ChunkPool
 from potluck.state.comparing import Comparison
 from potluck.state.fetched import FetchedState
 from potluck.state.fetcher import FetchConfig, Fetcher, FetchReport, MovedOnError, Progress
+from potluck.state.handingover import hand_over
 from potluck.state.herald import Herald
 from potluck.state.inventory import Metadata
 from potluck.state.publishing import Publisher
@@ -192,6 +193,11 @@ class StateKeeper:
         self.herald.announce()
         await self._serving.make_room()
         self._comparison.compare()
+
+    async def hand_over(self, *, timeout_seconds: float) -> bool:
+        """Before leaving: wait until somebody who stays has the newest state, or trains on; False: not in time."""
+        await self._publisher.until_idle()
+        return await hand_over(self._session, self.herald, self._shelf, timeout_seconds)
 
     @property
     def kept_epoch(self) -> int | None:

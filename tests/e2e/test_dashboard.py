@@ -179,7 +179,8 @@ def test_an_organiser_has_the_run_go_back(bakery: Bakery) -> None:
 
         def ask() -> str:
             page.locator(".q-select").click()
-            oldest = page.locator(".q-menu .q-item").last
+            oldest = page.locator(".q-menu .q-item", has_text="epoch").last
+            oldest.wait_for()
             found = re.search(r"epoch (\d+(?:,\d{3})*)", oldest.inner_text())
             assert found is not None
             oldest.click()

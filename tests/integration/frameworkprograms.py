@@ -84,6 +84,12 @@ def digests(*programs: ManagedProcess) -> dict[int, set[str]]:
     return found
 
 
+def num_left_behind(*programs: ManagedProcess) -> int:
+    """How often a round began without one of them: it was silent for seconds, on a machine that was busy."""
+    told_in_the_end = [line["statistics"] for program in programs for line in told(program, "finished")]
+    return sum(counts.get("left_behind", 0) + counts.get("caught_up", 0) for counts in told_in_the_end)
+
+
 def assert_as_one_process(values: list[float], num_epochs: int, *programs: ManagedProcess) -> None:
     """The parameters are what a plain loop makes of the same batches, with the weights of whoever came first."""
     batches: dict[int, list[int]] = {}

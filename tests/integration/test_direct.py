@@ -409,7 +409,8 @@ async def test_closing_in_the_middle_of_dialling_is_quiet(unused_tcp_port):
 
 
 async def test_two_hundred_carriers_in_four_processes(children: Children):
-    processes = [children.spawn([sys.executable, CHILD, "many", "50"], name=f"many-{number}") for number in range(4)]
+    program = [sys.executable, CHILD, "many", "50"]
+    processes = [children.spawn(program, name=f"many-{number}", fresh=True) for number in range(4)]
     for process in processes:
         found = await process.until_line(r"threads=(\d+) rss_mib=(\d+) descriptors=(\d+)", DEADLINE_SECONDS)
         threads, rss_mib, descriptors = map(int, found.groups())

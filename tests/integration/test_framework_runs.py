@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from frameworkprograms import Programs, assert_as_one_process, digests, finish, printed_link, told, until_in
+from frameworkprograms import (
+    Programs,
+    assert_as_one_process,
+    digests,
+    finish,
+    num_left_behind,
+    printed_link,
+    told,
+    until_in,
+)
 from traincompany import PATIENCE_SECONDS, house_with_link
 
 from potluck.testing.processes import Children, ManagedProcess
@@ -32,6 +41,7 @@ trainer = Trainer(
     devices=1,
 )
 """
+ATTEMPTS = 3
 OPTIONS = {"target_batch_size": 48, "matchmaking_time": 20.0}  # nobody is left behind because this machine is busy
 
 
@@ -78,16 +88,22 @@ async def test_three_lightning_peers_equal_one_process_and_leave_when_they_are_d
 
 async def equal_one_process(tmp_path: Path, children: Children, *peers: dict[str, Any]) -> None:
     num_epochs = 5
-    async with house_with_link(tmp_path) as (_, link):
-        programs = Programs(children, tmp_path, "lightningchild.py")
-        running = [
-            programs.start(number, str(num_epochs), json.dumps({**OPTIONS, **options}), link=str(link))
-            for number, options in enumerate(peers)
-        ]
-        await until_in(*running)
-        values = await finish(*running)
-    assert all(each == values[0] for each in values)
-    assert_as_one_process(values[0], num_epochs, *running)
+    for attempt in range(ATTEMPTS):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        async with house_with_link(folder) as (_, link):
+            programs = Programs(children, folder, "lightningchild.py")
+            running = [
+                programs.start(number, str(num_epochs), json.dumps({**OPTIONS, **options}), link=str(link))
+                for number, options in enumerate(peers)
+            ]
+            await until_in(*running)
+            values = await finish(*running)
+        assert all(each == values[0] for each in values)
+        if not num_left_behind(*running):  # else not all batches count that were told
+            assert_as_one_process(values[0], num_epochs, *running)
+            return
+    pytest.fail(f"somebody was left behind in each of {ATTEMPTS} attempts")
 
 
 @pytest.mark.timeout(480)

@@ -127,6 +127,7 @@ REFUSALS: list[tuple[RefusalCode, dict[str, Any], type[PotluckError]]] = [
     ("revoked", {}, NotAdmittedError),
     ("used_up", {}, NotAdmittedError),
     ("denied", {}, NotAdmittedError),
+    ("kept_out", {"retry_after_seconds": 60.0}, HubUnavailableError),
     ("bad_token", {}, NotAdmittedError),
     ("not_listed", {}, NotAdmittedError),
     ("malformed", {}, NotAdmittedError),

@@ -95,7 +95,8 @@ def test_our_fixtures_fail_each_test_that_leaves_something(children: Children, t
         "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n"
     )
     (tmp_path / "test_leaky.py").write_text(LEAKY_TESTS)
-    run = children.spawn([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", str(tmp_path)], cwd=tmp_path)
+    argv = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", str(tmp_path)]
+    run = children.spawn(argv, cwd=tmp_path, fresh=True)
     assert run.wait(90) == 1
     report = run.output()
     assert "5 passed, 1 failed, 3 errors" in report.replace("1 failed, 5 passed", "5 passed, 1 failed"), report

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from potluck.run.joined import Joined
 EXACT = CodecChoice.everything("float32")
 BATCH_SIZE = 4
 NUM_STEPS = 6
-ONE_AT_A_TIME = threading.Lock()  # accelerate has one state for the process, which two threads cannot make at once
 
 
 class Regression(nn.Module):
@@ -48,10 +46,6 @@ def samples(num_batches: int, first: int = 0) -> list[dict[str, Tensor]]:
 class InOrder(Trainer):
     """The same batches in the same order for everybody."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        with ONE_AT_A_TIME:
-            super().__init__(*arguments, **options)
-
     def _get_train_sampler(self, *_: Any) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
@@ -69,8 +63,7 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
         "logging_steps": 1,
         "remove_unused_columns": False,
     }
-    with ONE_AT_A_TIME:
-        return TrainingArguments(**{**defaults, **options})
+    return TrainingArguments(**{**defaults, **options})
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -160,22 +153,24 @@ def test_two_trainers_make_one_large_batch(tmp_path: Path) -> None:
     with train_lab() as lab:
         runs = [lab.join(f"trainer {number}") for number in range(2)]
 
-        def train(number: int) -> None:
+        def trainer(number: int) -> Trainer:
             together = callback(lab, runs[number], target_batch_size=4 * BATCH_SIZE, matchmaking_time=20.0)
-            InOrder(
+            return InOrder(
                 models[number],
                 arguments(tmp_path / str(number), max_steps=1000),
                 train_dataset=samples(50, first=1000 * number),  # type: ignore[arg-type]
                 callbacks=[together, Stop(together)],
                 optimizers=together.optimizers(sgd(models[number])),  # type: ignore[arg-type]
-            ).train()
+            )
 
-        together_(partial(train, 0), partial(train, 1))
+        train_all(trainer(0), trainer(1))
     assert_same(*models)
     assert not torch.equal(parameters_of(models[0])[0], parameters_of(make_model())[0])
 
 
-together_ = together
+def train_all(*trainers: Trainer) -> None:
+    """Each in a thread. All are made before the first begins: accelerate's state is one for the whole process."""
+    together(*(trainer.train for trainer in trainers))
 
 
 class Moody(InOrder):
@@ -201,10 +196,10 @@ def test_peers_whose_metrics_differ_have_the_same_rates(tmp_path: Path) -> None:
     with train_lab() as lab:
         runs = [lab.join(f"trainer {number}") for number in range(2)]
 
-        def train(number: int) -> None:
+        def trainer(number: int) -> Moody:
             model = Regression()
             ours = callback(lab, runs[number], target_batch_size=2 * BATCH_SIZE, matchmaking_time=20.0)
-            trainer = Moody(
+            moody = Moody(
                 model,
                 arguments(
                     tmp_path / str(number),
@@ -219,10 +214,10 @@ def test_peers_whose_metrics_differ_have_the_same_rates(tmp_path: Path) -> None:
                 callbacks=[ours, Note(ours, rates[number])],
                 optimizers=ours.optimizers(sgd(model), partial(ReduceLROnPlateau, factor=0.5, patience=0)),  # type: ignore[arg-type]
             )
-            trainer.change = (-2.0, 3.0)[number]
-            trainer.train()
+            moody.change = (-2.0, 3.0)[number]
+            return moody
 
-        together_(partial(train, 0), partial(train, 1))
+        train_all(trainer(0), trainer(1))
     one, other = rates
     common = sorted(one.keys() & other.keys())
     assert len(common) >= 5

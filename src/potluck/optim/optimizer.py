@@ -68,6 +68,7 @@ class Optimizer(torch.optim.Optimizer):
         self.run = run
         self._pace = Pace(config.performance_ema_alpha)
         self._unconfirmed: object = None  # the word of the coordinator that we waited for in vain
+        self._vain_epoch = -1  # whose predicted end did not come
         self._helper: Helper | None = None
         if config.auxiliary:
             self.collaboration = join_collaboration(run, config)
@@ -297,10 +298,13 @@ class Optimizer(torch.optim.Optimizer):
             self._unconfirmed = progress.latest
             return False
         due_in_seconds, step_seconds = progress.due_in_seconds(epoch), self._pace.seconds_per_step
-        if due_in_seconds is None or is_worth_another_step(due_in_seconds, step_seconds):
+        if due_in_seconds is None or epoch == self._vain_epoch or is_worth_another_step(due_in_seconds, step_seconds):
             return False
         wait_seconds = patience_seconds(due_in_seconds, step_seconds, self.config.matchmaking_seconds)
-        return self.run.call(self.collaboration.until_due(epoch, wait_seconds))
+        if self.run.call(self.collaboration.until_due(epoch, wait_seconds)):
+            return True
+        self._vain_epoch = epoch
+        return False
 
     def _round(self) -> None:
         """The run has its batch: average, and step, as far as the delays say."""

@@ -88,7 +88,7 @@ def _checkpoint_is_there(record: Record) -> Promise:
     epoch = record.checkpoint_epoch
     return Promise(
         promise="the run's state is on disk, whole",
-        kept=epoch is not None and 0 < epoch <= record.epoch,
+        kept=bool(epoch),  # which may be after the last that was seen: those who leave hand in their work
         found="none" if epoch is None else f"epoch {epoch}",
     )
 

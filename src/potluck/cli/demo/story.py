@@ -40,7 +40,7 @@ heads = 4
 context = 64
 [training]
 algorithm = "sync"
-target_batch_size = 192
+target_batch_size = 384
 matchmaking_seconds = 1.0
 [optimizer]
 learning_rate = 4e-3

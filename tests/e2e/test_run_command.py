@@ -28,15 +28,17 @@ def test_pause_roll_back_change_and_resume(terminal: Terminal) -> None:
     host, link = organiser.host()
     place = ("--run", "waves", "--folder", terminal.folder / "hub")
     ada = organiser.join(link, "Ada", "--batch-size", "64")
-    until_epoch(ada, 12)  # the host takes a state over every ten epochs
+    until_epoch(ada, 12)
+    hub = terminal.folder / "hub"
+    poll_until_sync(lambda: list(hub.rglob("epoch-*.json")) or None, LONG_SECONDS, "the host to keep states")
 
     def steer(*arguments: str | Path) -> Any:
         return terminal.ask("run", *arguments, *place, patience_seconds=LONG_SECONDS)
 
     assert steer("pause", "--by", "Grace", "--reason", "to look at it")["paused"]
     until_progress(ada, paused=True)
-    backups = (terminal.folder / "hub").rglob("epoch-*.json")
-    newest = max(int(path.stem.removeprefix("epoch-")) for path in backups)  # older ones make room for newer
+    epochs = [int(path.stem.removeprefix("epoch-")) for path in hub.rglob("epoch-*.json")]
+    newest = max(epochs)  # older ones make room for newer
     listed = {state["epoch"]: state for state in steer("rollback")}
     assert "this host" in listed[newest]["keepers"]
     assert "Ada" in max(listed.values(), key=lambda state: int(state["epoch"]))["keepers"], "she holds the newest"

@@ -6,7 +6,7 @@ import random
 from collections import deque
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigurationError
@@ -259,6 +259,7 @@ def test_many_paths_share_the_reserve() -> None:
     loss=st.sampled_from([0.0, 0.0, 0.1]),
     packet_bytes=st.sampled_from([1000, 100 * KIB, PACKET_BYTES, MIB + 1000]),
 )
+@example(seed=2080, num_senders=5, loss=0.0, packet_bytes=MIB + 1000)  # all hold some credit, and none enough
 def test_the_budget_holds_and_everything_arrives(seed: int, num_senders: int, loss: float, packet_bytes: int) -> None:
     """Senders that start, stop, yield and ask in any order; messages each way take their time."""
     chance = random.Random(seed)

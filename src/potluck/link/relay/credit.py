@@ -210,8 +210,9 @@ class InboundBudget:
             free = self.budget_bytes - self.charged_bytes
             left = account.limit_bytes - account.received_bytes
             needed = account.wanted_bytes - left
-            # With nothing on its way at all the first one gets through, whatever the sums say.
-            if needed > free and self.charged_bytes:
+            # Who waits holds credit too, less than it needs for a packet. If nobody else has any, nothing is on its
+            # way that could free the rest: then the first one gets through, whatever the sums say.
+            if needed > free and self.charged_bytes > sum(waiting.charged_bytes for waiting in self._waiting):
                 return
             self._waiting.popleft()
             account.wanted_bytes = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from trainlab import train_lab
 
 from potluck.errors import BannedError, ConfigurationError
 from potluck.run.joined import Joined, join
-from potluck.run.loopthread import SWITCH_SECONDS, LoopThread
+from potluck.run.loopthread import SWITCH_SECONDS, LoopThread, RunningLoop
 
 
 async def answer(value: int) -> int:
@@ -139,3 +140,13 @@ def test_join_wants_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
         join()
     with pytest.raises(ConfigurationError):
         join("http://example.org")
+
+
+def test_who_waits_for_a_loop_that_is_closed_is_let_go() -> None:
+    loop = asyncio.new_event_loop()  # which never runs, so that nothing it is given ever begins
+    call = RunningLoop(loop, threading.Thread())
+    work = asyncio.sleep(0)
+    threading.Timer(0.1, loop.close).start()
+    with pytest.raises(concurrent.futures.CancelledError, match="has ended"):
+        call.call(work)
+    work.close()

@@ -104,8 +104,9 @@ class _Call(Generic[T]):
 
     def result(self) -> T:
         """Wait for the end, and return or raise what came of it."""
-        while not self._is_going_on.acquire(timeout=LOOK_UP_SECONDS):
-            pass  # here Python sees to signals
+        while not self._is_going_on.acquire(timeout=LOOK_UP_SECONDS):  # between two of these Python sees to signals
+            if self._loop.is_closed():
+                raise concurrent.futures.CancelledError("the event loop has ended")
         assert self._task is not None
         if self._task.cancelled():
             raise concurrent.futures.CancelledError("the event loop has ended")
@@ -113,7 +114,7 @@ class _Call(Generic[T]):
 
     def end(self, timeout_seconds: float) -> None:
         """Cancel the work if it still goes on, and wait for its end for so long."""
-        if self._task is None or not self._task.done():
+        if not self._loop.is_closed() and (self._task is None or not self._task.done()):
             self._loop.call_soon_threadsafe(self._cancel)
             self._is_going_on.acquire(timeout=timeout_seconds)
 

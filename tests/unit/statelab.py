@@ -14,6 +14,7 @@ from torch import Tensor
 
 from potluck.hub.presence import Role
 from potluck.peer.identity import Identity
+from potluck.peer.lease import LeaseView
 from potluck.state.keeper import StateConfig, StateKeeper
 from potluck.testing.inlineworkers import InlineWorkers
 from potluck.testing.memoryrun import MemoryPeer, MemoryRun
@@ -60,6 +61,7 @@ class Right:
     """As much of a lease."""
 
     is_held: bool = False
+    view: LeaseView = field(default_factory=LeaseView)
 
 
 @dataclass
@@ -122,6 +124,12 @@ class StateLab:
         keeping = Keeping(peer, keeper, epochs)
         self.there.append(keeping)
         return keeping
+
+    def elect(self, leader: Keeping) -> None:
+        """From now on this peer coordinates, and all who are there know it."""
+        for keeping in self.there:
+            keeping.epochs.lease.is_held = keeping is leader
+            keeping.epochs.lease.view.holder = leader.id
 
     def commit(self, epoch: int, *holders: Keeping) -> None:
         """From now on the run is at this epoch."""

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from roundlab import lab
-from statelab import MIB, StateLab, model, same, state_lab
+from statelab import MIB, Keeping, StateLab, model, same, state_lab
 
 from potluck.errors import StateUnavailableError
 from potluck.round.averager import Averager
 from potluck.state.announcement import Verdict
 from potluck.state.backups import BackupConfig
 from potluck.state.keeper import StateConfig, StateKeeper
-from potluck.state.resume import Situation, next_step
+from potluck.state.resume import BEGINNER_SECONDS, Beginner, Situation, next_step
 from potluck.testing.inlineworkers import InlineWorkers
 from potluck.testing.memoryrun import MemoryPeer
 from potluck.testing.virtualloop import in_virtual_time
@@ -34,6 +34,7 @@ def step(
     present: Verdict | None = None,
     live: Verdict | None = None,
     alone: bool = False,
+    begins: bool | None = None,
     leads: bool = True,
     waited: float = 0.0,
 ) -> str:
@@ -43,6 +44,7 @@ def step(
         offers=offers,
         live=live,
         is_alone=alone,
+        begins=begins,
         is_coordinator=leads,
         waited_seconds=waited,
     )
@@ -55,10 +57,56 @@ def test_the_state_of_the_present_epoch_is_taken_at_once() -> None:
 
 
 def test_a_new_run_begins_at_once_where_nobody_else_trains() -> None:
-    assert step(0, alone=True, leads=False) == "begin"
-    assert step(0) == "wait"
-    assert step(0, waited=1.0) == "begin"
-    assert step(3, alone=True, waited=100.0) == "wait"
+    assert step(0, alone=True, begins=True, leads=False) == "begin"
+    assert step(0, begins=True) == "wait"
+    assert step(0, begins=True, waited=1.0) == "begin"
+    assert step(3, alone=True, begins=True, waited=100.0) == "wait"
+
+
+def test_who_is_not_chosen_to_begin_waits_for_the_state_of_whoever_is() -> None:
+    assert step(0, begins=False, alone=True, waited=100.0) == "wait"
+    assert step(0, begins=False, present=offer(0)) == "fetch"
+
+
+def test_where_nobody_coordinates_a_run_is_begun_in_the_end() -> None:
+    assert step(0, alone=True, waited=9.9) == "wait"
+    assert step(0, waited=10.0) == "begin"
+
+
+def test_the_first_who_asks_begins_and_another_when_it_is_gone_or_does_not() -> None:
+    present = {"ann", "bob"}
+    beginner = Beginner()
+    assert beginner.asked_by("ann", 0.0, present.__contains__)
+    assert not beginner.asked_by("bob", 1.0, present.__contains__)
+    assert not beginner.asked_by("ann", 2.0, present.__contains__)
+    assert beginner.peer == "ann"
+    present.remove("ann")
+    assert beginner.asked_by("bob", 3.0, present.__contains__)
+    present.add("ann")
+    assert not beginner.asked_by("bob", 3.0 + BEGINNER_SECONDS, present.__contains__)
+    assert beginner.asked_by("ann", 3.0 + BEGINNER_SECONDS, present.__contains__)
+
+
+@in_virtual_time
+@pytest.mark.parametrize("leader", ["aux", "first", "last"])
+async def test_trainers_that_start_at_the_same_moment_take_the_state_of_one(leader: str) -> None:
+    async with state_lab() as there:
+        trainers = [await there.join(f"t{number}") for number in range(4)]
+        aux = await there.join("aux", role="aux", keep="never")
+        there.elect({"aux": aux, "first": trainers[0], "last": trainers[-1]}[leader])
+
+        async def start(trainer: Keeping, number: int) -> int:
+            """With weights of its own; which of them it goes on with."""
+            fetched = await trainer.keeper.resume(timeout_seconds=TIMEOUT_SECONDS)
+            if fetched is None:
+                await asyncio.sleep(5.0)  # hashing takes its time
+                await trainer.publish(model(number, 2), 0)
+                return number
+            with fetched:
+                return next(n for n in range(4) if same(fetched.tensors(), model(n, 2)))
+
+        begun = await asyncio.gather(*(start(trainer, number) for number, trainer in enumerate(trainers)))
+        assert len(set(begun)) == 1, begun
 
 
 def test_who_joins_a_run_that_moves_on_takes_what_it_gets() -> None:
@@ -85,7 +133,7 @@ def test_an_older_state_is_taken_only_when_nobody_brought_a_newer_one() -> None:
 
 def test_that_the_hub_forgot_is_believed_of_trusted_peers_only() -> None:
     assert step(0, offer(120), waited=10.0) == "adopt"
-    assert step(0, offer(120, is_trusted=False), alone=True) == "begin"
+    assert step(0, offer(120, is_trusted=False), alone=True, begins=True) == "begin"
     assert step(3, offer(120, is_trusted=False), waited=100.0) == "wait"
 
 

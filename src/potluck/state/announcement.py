@@ -60,6 +60,12 @@ class Kept(Message, frozen=True, kw_only=True):
     session: Annotated[str, msgspec.Meta(max_length=128)]
     states: Annotated[tuple[KeptState, ...], msgspec.Meta(max_length=MAX_KEPT)] = ()
     leaving: bool = False  # who wants to have one of them should fetch it now
+    beginner: Annotated[str, msgspec.Meta(max_length=128)] = ""  # by a coordinator: who begins a run that has nothing
+
+    @property
+    def says_anything(self) -> bool:
+        """Whether others need to hear it."""
+        return bool(self.states or self.beginner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +121,12 @@ class Announcements:
         """Whether a peer has said that it is about to be gone."""
         kept = self._kept.get(peer)
         return kept is not None and kept.leaving
+
+    def beginner(self, coordinator: str, roster: Roster) -> str:
+        """Whom a coordinator has chosen to begin the run; empty: nobody."""
+        kept, presence = self._kept.get(coordinator), roster.get(coordinator)
+        is_believed = kept is not None and presence is not None and presence.card.session == kept.session
+        return kept.beginner if kept is not None and is_believed else ""
 
     def epochs(self, roster: Roster, *, backups: bool = False) -> list[int]:
         """The epochs that somebody serves a state of, the newest first."""

@@ -51,6 +51,10 @@ class Herald:
         """`holders` tells who has the averages of an epoch, by its commit; `past` which states this peer had before."""
         self.announcements = Announcements()
         self.counts: Counter[str] = Counter()
+        self.on_asked: Callable[[str], None] = lambda _peer: None
+        """Is told who asks."""
+        self.beginner = ""
+        """Whom this peer, as the coordinator, has chosen to begin the run."""
         self._session = session
         self._shelf = shelf
         self._holders = holders
@@ -178,7 +182,7 @@ class Herald:
     # What happens
 
     def _heard(self, delivery: Delivery) -> None:
-        peer = delivery.subject.rsplit(".", 2)[-2]
+        peer = _speaker(delivery)
         try:
             self.announcements.take(peer, decode(Kept, delivery.payload))
         except ProtocolError as error:
@@ -188,7 +192,8 @@ class Herald:
         self._tell()
 
     def _asked(self, delivery: Delivery) -> None:
-        if any(True for _ in self._shelf):
+        self.on_asked(_speaker(delivery))
+        if self._kept().says_anything:
             self._speak.set()
 
     def _roster_changed(self, event: RosterEvent) -> None:
@@ -206,12 +211,12 @@ class Herald:
         while True:
             self._speak.clear()
             kept = self._kept()
-            if kept.states or self._has_spoken:
-                self._has_spoken = bool(kept.states)
+            if kept.says_anything or self._has_spoken:
+                self._has_spoken = kept.says_anything
                 await self._publish(KEPT, encode(kept))
                 self.counts["announcements"] += 1
             try:
-                async with asyncio.timeout(SPEAK_EVERY_SECONDS if kept.states else None):
+                async with asyncio.timeout(SPEAK_EVERY_SECONDS if kept.says_anything else None):
                     await self._speak.wait()
             except TimeoutError:
                 continue
@@ -222,7 +227,8 @@ class Herald:
         epochs = {state.epoch for state in held if not state.is_backup}
         past = tuple(state for state in self._past() if held and state.epoch not in epochs)
         states = (*past, *held)[-MAX_KEPT:]
-        return Kept(session=self._session.card.session, states=states, leaving=self._is_leaving)
+        session = self._session.card.session
+        return Kept(session=session, states=states, leaving=self._is_leaving, beginner=self.beginner)
 
     async def _publish(self, topic: str, payload: bytes) -> None:
         session = self._session
@@ -231,3 +237,7 @@ class Herald:
         except RetryableError as error:  # said again in a few seconds
             self.counts["unsaid"] += 1
             logger.debug("%s could not be told: %s", topic, error)
+
+
+def _speaker(delivery: Delivery) -> str:
+    return delivery.subject.rsplit(".", 2)[-2]

@@ -8,17 +8,21 @@ So the lineage is never broken or turned back, epochs are never used twice, and 
     offered < lineage   the updates in between are lost, and that is said
     offered = lineage   nothing is lost
     offered > lineage   the hub has lost its memory: the lineage goes on where it is, with the newer state
+
+A run that has nothing yet is begun by one trainer, with its own state, and the others take that. The coordinator says
+who it is, since those who start at the same moment would each take themselves for the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from potluck.state.announcement import Verdict
 
 BEGIN_SECONDS = 1.0  # for others to say that they have a state of epoch 0; they are asked
+BEGINNER_SECONDS = 30.0  # for whoever was chosen to begin, to have a state for the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,9 @@ class Situation:
 
     is_alone: bool = False
     """Whether no other trainer is there."""
+
+    begins: bool | None = None
+    """Whether the coordinator has chosen this peer to begin a run that has nothing; None: it has not chosen."""
 
     is_coordinator: bool
     waited_seconds: float
@@ -68,16 +75,41 @@ def next_step(situation: Situation, grace_seconds: float) -> Step:
     # That the hub has forgotten epochs is believed of nobody but those who could have committed them.
     offers = [offer for offer in situation.offers if offer.is_trusted or offer.made_at <= head]
     if not offers:
-        # Who comes to a run that has begun takes its state; if nobody speaks of one, this peer's is as good as any.
-        if head == 0 and (situation.is_alone or situation.waited_seconds >= min(BEGIN_SECONDS, grace_seconds)):
-            return Step("begin", reason="nothing is committed, and nobody has a state")
-        return Step("wait", reason=f"nobody offers a state, and the run is at epoch {head}")
+        return _next_without_offers(situation, grace_seconds)
     if not situation.is_coordinator:
         return Step("wait", reason=f"the coordinator has yet to choose the state to go on from at epoch {head}")
     best = max(offers, key=lambda offer: offer.made_at)
     if best.made_at != head and not is_late:
         return Step("wait", reason=f"others may have a state nearer to epoch {head} than that of {best.made_at}")
     return Step("adopt", best, _describe(best, head))
+
+
+def _next_without_offers(situation: Situation, grace_seconds: float) -> Step:
+    head, waited_seconds = situation.head_epoch, situation.waited_seconds
+    if head:
+        return Step("wait", reason=f"nobody offers a state, and the run is at epoch {head}")
+    if situation.begins is False:
+        return Step("wait", reason="another trainer was chosen to begin the run, and has no state to give yet")
+    # Without a coordinator nothing would be committed; when one comes, those who differ agree on one state.
+    patience_seconds = BEGIN_SECONDS if situation.begins else grace_seconds
+    if (situation.begins and situation.is_alone) or waited_seconds >= min(patience_seconds, grace_seconds):
+        return Step("begin", reason="nothing is committed, and nobody has a state")
+    return Step("wait", reason="nobody offers a state, and the coordinator has yet to choose who begins the run")
+
+
+class Beginner:
+    """The coordinator's choice of who begins."""
+
+    def __init__(self) -> None:
+        self.peer = ""
+        self._since = 0.0
+
+    def asked_by(self, peer: str, now: float, is_present: Callable[[str], bool]) -> bool:
+        """A trainer asks for a state: it begins if it is the first, or the first has not done so; whether it is new."""
+        if self.peer and is_present(self.peer) and (peer == self.peer or now < self._since + BEGINNER_SECONDS):
+            return False
+        self.peer, self._since = peer, now
+        return True
 
 
 def _describe(best: Verdict, head: int) -> str:

@@ -19,7 +19,7 @@ from potluck.state.backups import Backups
 from potluck.state.fetched import FetchedState
 from potluck.state.fetcher import FetchReport, MovedOnError, Progress
 from potluck.state.herald import ASK_EVERY_SECONDS, Herald
-from potluck.state.resume import BEGIN_SECONDS, Situation, Step, next_step
+from potluck.state.resume import BEGIN_SECONDS, Beginner, Situation, Step, next_step
 from potluck.state.shelf import Held, Shelf
 from potluck.state.snapshot import Snapshot
 
@@ -80,6 +80,8 @@ class Resuming:
         self._backups = backups
         self._workers = workers
         self._grace_seconds = grace_seconds
+        self._beginner = Beginner()
+        herald.on_asked = self._asked
 
     async def resume(
         self, base: Mapping[str, Tensor] | None, *, progress: Progress | None, timeout_seconds: float
@@ -92,6 +94,7 @@ class Resuming:
         since = clock.monotonic()
         while True:
             await herald.ask()
+            self._asked(self._session.peer_id)
             if lineage.epoch != head:
                 head, since = lineage.epoch, clock.monotonic()
             waited = clock.monotonic() - since
@@ -108,7 +111,7 @@ class Resuming:
                 raise StateUnavailableError(
                     f"the run cannot go on yet: {step.reason}. Start a peer that has a newer backup, or a coordinator"
                 )
-            pause = ASK_EVERY_SECONDS if head else BEGIN_SECONDS / 2
+            pause = ASK_EVERY_SECONDS if head else BEGIN_SECONDS / 4
             await herald.until_changed(min(max(until - clock.monotonic(), 0.0), pause))
 
     async def _offer_backup(self) -> None:
@@ -119,6 +122,23 @@ class Resuming:
             self._shelf.put(restored.info.epoch, restored.snapshot, made_at=restored.info.made_at, is_backup=True)
             restored.snapshot.release()
             self._herald.announce()
+
+    def _asked(self, peer: str) -> None:
+        """As the coordinator of a run that has nothing: choose who begins it."""
+        roster = self._session.roster
+        presence = roster.get(peer)
+        is_trainer = presence is not None and presence.card.role == "trainer"
+        if not (self._averager.lease.is_held and self._averager.lineage.epoch == 0 and is_trainer):
+            return
+        if self._beginner.asked_by(peer, self._session.clock.monotonic(), roster.__contains__):
+            self._herald.beginner = peer
+            self._herald.announce()
+
+    def _begins(self) -> bool | None:
+        """Whether the coordinator has chosen this peer to begin; None: it has chosen nobody."""
+        coordinator = self._averager.lease.view.holder or ""
+        chosen = self._herald.announcements.beginner(coordinator, self._session.roster)
+        return chosen == self._session.peer_id if chosen else None
 
     def _situation(self, head: int, waited_seconds: float, *, has_moved: bool) -> Situation:
         herald, own = self._herald, self._session.peer_id
@@ -131,6 +151,7 @@ class Resuming:
             offers=[offer for offer in offers if offer is not None],
             is_coordinator=self._averager.lease.is_held,
             is_alone="trainer" not in others,
+            begins=self._begins(),
             waited_seconds=waited_seconds,
         )
 

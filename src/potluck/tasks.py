@@ -25,6 +25,12 @@ async def end(*tasks: asyncio.Task[Any] | None, every_seconds: float = 0.2) -> N
     log_failures(ours)
 
 
+def forgive(task: asyncio.Task[Any]) -> None:
+    """A done callback: the task's error, which whoever waits for it gets, counts as seen where nobody does any more."""
+    if not task.cancelled():
+        task.exception()
+
+
 def log_failures(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Say which of the finished tasks ended with an error."""
     for task in tasks:

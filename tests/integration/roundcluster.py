@@ -150,7 +150,7 @@ class Cluster:
             self.members.append(ChildMember(self, number, is_client=is_client, is_stranger=is_stranger))
         await self.repair()
 
-    async def repair(self) -> None:
+    async def repair(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
         """Everybody runs again, sees everybody, and is linked to everybody."""
         for member in self.members:
             if not member.is_running:
@@ -158,14 +158,18 @@ class Cluster:
         for member in self.members:
             await member.until_joined()
             await member.ask("mend")
-        await poll_until(self._is_whole, PATIENCE_SECONDS, "the cluster to be whole")
+        lacking: list[str] = []
+        await poll_until(
+            lambda: self._is_whole(lacking), patience_seconds, lambda: f"the cluster to be whole: {lacking[-1]}"
+        )
 
-    async def _is_whole(self) -> bool:
+    async def _is_whole(self, lacking: list[str]) -> bool:
         everybody = sorted(member.id for member in self.members)
         full = sorted(member.id for member in self.members if not member.is_client)
         for member in self.members:
             status = await member.ask("status")
             if (status["alive"], status["full"]) != (everybody, full) or status["linked"] != everybody:
+                lacking.append(f"member {member.number} says {status}; {everybody=}, {full=}")
                 return False
             self.epoch = max(self.epoch, status["epoch"])
         return True

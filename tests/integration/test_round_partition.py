@@ -36,6 +36,9 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(400)]
 
 HOST_PROGRAM = Path(__file__).with_name("clusterhost.py")
 ROUTE_PORT = 6222
+HEALING_SECONDS = (
+    150.0  # routes are retried, missed changes looked for every half minute, links dialled; all one by one
+)
 MEMBERS_AT = (0, 0, 1, 2)  # the site of each
 
 Delay = Literal["in the network", "in the process"]
@@ -155,7 +158,7 @@ async def test_of_two_sides_one_commits(lab: NatLab, tmp_path: Path, children: C
         for answer in here:  # ann's side had the same averages; the epoch counts as the others committed it
             if answer["head"] == cluster.epoch - 1:
                 assert (answer["commit"], answer["term"]) == (there[0]["commit"], there[0]["term"])
-        await cluster.repair()
+        await cluster.repair(HEALING_SECONDS)
         assert cluster.epoch == 3
         await cluster.round()
         statuses = [await cluster.status(member) for member in cluster.members]

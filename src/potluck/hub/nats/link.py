@@ -112,6 +112,7 @@ class NatsLink:
         link = cls(server, make_wire(server), on_error)
         # In a task of its own, since nats-py's wait_for may lose a cancellation, ours or our caller's.
         attempt = asyncio.create_task(link._connect(credentials, ssl_context), name=f"connect to {server}")
+        attempt.add_done_callback(tasks.forgive)  # we may be cancelled at the moment when it fails
         try:
             await asyncio.wait({attempt}, timeout=timeout_seconds)
             if not attempt.done():
@@ -191,7 +192,8 @@ class NatsLink:
         flush = asyncio.create_task(self._client.flush(timeout=NEVER_SECONDS), name="hub round trip")
         # Whether we wait to the end or not, this one does: nats-py stops reading when an answer finds nobody waiting.
         self._round_trips.add(flush)
-        flush.add_done_callback(self._round_trip_ended)
+        flush.add_done_callback(self._round_trips.discard)
+        flush.add_done_callback(tasks.forgive)
         either: set[asyncio.Future[Any]] = {flush, self.ended}
         try:
             await asyncio.wait(either, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -222,11 +224,6 @@ class NatsLink:
         await tasks.end(client._reading_task, client._ping_interval_task, client._flusher_task, *workers)
         await tasks.end(*self._round_trips)
         self._subscriptions.clear()
-
-    def _round_trip_ended(self, flush: asyncio.Task[None]) -> None:
-        self._round_trips.discard(flush)
-        if not flush.cancelled():
-            flush.exception()  # told to whoever waited; it counts as seen where nobody does any more
 
     def _check_open(self) -> None:
         if self.ended.done():

@@ -85,6 +85,27 @@ def test_what_is_misspelt_is_the_users_mistake(terminal: Terminal) -> None:
     assert "--role" in terminal.run("join", "potluck://x", "--role", "king", code=2)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b'name = "bakery"\nrecipe = [oven', "line 2"),
+        (b'name = "bakery"\noven = 3', "unknown field `oven`"),
+        (b'name = "bakery"\n[exchange]\ncodec = "morse"', "float16"),
+        (b"\xff\xfe", "utf-8"),
+        (None, "potluck init"),
+    ],
+)
+def test_a_run_file_that_is_wrong_opens_no_hub(terminal: Terminal, text: bytes | None, words: str) -> None:
+    path = terminal.folder / "run.toml"
+    if text is not None:
+        path.write_bytes(text)
+    hub = terminal.folder / "hub"
+    said = terminal.refuse("host", path, "--folder", hub, "--listen", "127.0.0.1", "--no-dashboard", code=2)
+    assert words in said
+    assert "potluck init" in said
+    assert not hub.exists()
+
+
 # Links that do not work
 
 

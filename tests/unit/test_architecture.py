@@ -104,6 +104,7 @@ def test_importing_potluck_is_light() -> None:
         "potluck.training.organising",
         "potluck.training.receipts",
         "potluck.training.restoring",
+        "potluck.training.runfile",
     ],
 )
 def test_who_only_looks_at_a_run_or_steers_it_needs_no_torch(module: str) -> None:

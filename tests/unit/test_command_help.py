@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
@@ -34,3 +37,36 @@ def test_a_group_lists_its_commands(group: str) -> None:
     assert result.exit_code == 0
     for command in (command for command in COMMANDS if command[0] == group):
         assert command[1] in result.output
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--batch-size", "0"],
+        ["--n-workers", "0"],
+        ["--threads", "0"],
+        ["--max-steps", "0"],
+        ["--hand-in-seconds", "-1"],
+        ["--recipe", "nowhere.py"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_option_is_told_before_anybody_is_looked_for(option: list[str]) -> None:
+    link = "potluck://127.0.0.1:4/bakery?ca=abcdefghijklmnopqrstuvwxyz234567#ask"
+    result = CliRunner().invoke(app, ["train", link, *option], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == 2
+    assert option[0] in result.output
+
+
+def test_ctrl_c_right_after_the_start_shows_no_traceback() -> None:
+    code = """
+import runpy, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+runpy.run_module("potluck.cli", run_name="__main__")
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (out.returncode, out.stdout, out.stderr) == (130, "", "")

@@ -1,6 +1,6 @@
 """The `potluck` command: one file per group of commands.
 
-    main.py      the frame: help, version, exit codes, errors in plain words
+    __main__.py  where it begins     main.py      the frame: help, version, exit codes, errors in plain words
     console.py   how answers look: tables for people, JSON for programs, Ctrl-C that leaves cleanly
     host.py      start a run        join.py     join, train, aux: take part in one (takingpart.py, training.py)
     options.py   what several commands can be told; optiongroups.py: those that belong together

@@ -40,7 +40,7 @@ def recipe_of_this_folder() -> str:
 
 
 def said_in(run_file: Path, key: str) -> str:
-    """What a run.toml says, without the checks of training/runfile.py, which need torch; empty where it does not."""
+    """What a run.toml says, without the checks of training/runfile.py; empty where it does not."""
     try:
         said = tomllib.loads(run_file.read_text(encoding="utf-8")).get(key, "")
     except (OSError, ValueError):  # `potluck host` says what is wrong with it

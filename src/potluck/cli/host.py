@@ -27,7 +27,7 @@ ALARMS_EVERY_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backing:
-    """How the host saves the run's state; checked when it is used, since that needs torch."""
+    """How the host saves the run's state: a BackupConfig before torch is there."""
 
     every_epochs: int
     keep_last: int
@@ -92,10 +92,11 @@ def host(
         list[str] | None,
         typer.Option("--organisation", help="Hugging Face organisation to let in; may be repeated."),
     ] = None,
-    backup_every: Annotated[int, typer.Option(help="Save the run's state every so many epochs.")] = 10,
-    keep_last: Annotated[int, typer.Option(help="The newest so many backups stay.")] = 3,
+    backup_every: Annotated[int, typer.Option(min=1, help="Save the run's state every so many epochs.")] = 10,
+    keep_last: Annotated[int, typer.Option(min=1, help="The newest so many backups stay.")] = 3,
     keep_every: Annotated[
-        int, typer.Option(help="Of those before, each of such a multiple of epochs stays for good; 0: none does.")
+        int,
+        typer.Option(min=0, help="Of those before, each of such a multiple of epochs stays for good; 0: none does."),
     ] = 0,
     dashboard: Annotated[bool, typer.Option(help="Serve the live dashboard, where it is installed.")] = True,
     dashboard_port: Annotated[
@@ -123,10 +124,11 @@ def host(
     from potluck.link.direct.addresses import announced_hosts
     from potluck.peer import environment
     from potluck.run.host import Host, HostConfig
+    from potluck.training.runfile import read_run_file
 
     console.set_up_logging(verbose)
     file = _run_file(run_file)
-    run = _name_in(file) if file is not None else run
+    run = read_run_file(file).name if file is not None else run
     where = run_folder(check_run_name(run), folder)
     if print_hub_config:
         typer.echo("# For the configuration of a nats-server that has JetStream; restart it afterwards.")
@@ -191,18 +193,6 @@ def _run_file(given: Path | None) -> Path | None:
     if given is None and not path.exists():
         return None
     return path / "run.toml" if path.is_dir() else path
-
-
-def _name_in(file: Path) -> str:
-    """The run's name, read without torch, so that the hub opens at once; the rest is looked at once it is open."""
-    from potluck.cli.folders import said_in
-
-    name = said_in(file, "name")
-    if not name:
-        from potluck.training.runfile import read_run_file
-
-        return read_run_file(file).name  # which says what is wrong with it
-    return name
 
 
 async def _serve(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> None:

@@ -33,7 +33,7 @@ def init(
         for file, text in files.items():
             (folder / file).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigurationError(f"{folder} cannot be written: {error.strerror}") from error
+        raise ConfigurationError(f"{folder} cannot be written ({error.strerror}): choose another folder") from error
     typer.echo(f"Wrote {', '.join(str(folder / file) for file in files)}.")
     if RECIPE_FILE in files:
         typer.echo(f"Change {folder / RECIPE_FILE} as you like; whoever joins needs the same file, by --recipe.")

@@ -44,22 +44,26 @@ Bandwidth = Annotated[
 ]
 
 # Training
-RecipeFile = Annotated[Path | None, typer.Option(help="Your copy of the run's recipe, where the organiser wrote one.")]
-BatchSize = Annotated[int | None, typer.Option(help="Samples per step; found by trial unless given.")]
-NumWorkers = Annotated[int, typer.Option("--n-workers", help="Threads that read data.")]
+RecipeFile = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="Your copy of the run's recipe, where the organiser wrote one."),
+]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples per step; found by trial unless given.")]
+NumWorkers = Annotated[int, typer.Option("--n-workers", min=1, help="Threads that read data.")]
 Device = Annotated[str, typer.Option(help="Where to compute, as in cpu or cuda:1; the fastest unless given.")]
 Threads = Annotated[
-    int | None, typer.Option(help="Threads to compute with; unless given, your cores, shared by this machine's peers.")
+    int | None,
+    typer.Option(min=1, help="Threads to compute with; unless given, your cores, shared by this machine's peers."),
 ]
 MaxMemory = Annotated[str, typer.Option(help="The most memory to use, as in 4GB: batches are chosen by it.")]
-MaxSteps = Annotated[int | None, typer.Option(help="Leave after so many steps.")]
+MaxSteps = Annotated[int | None, typer.Option(min=1, help="Leave after so many steps.")]
 Schedule = Annotated[str, typer.Option(help="Train only at these hours of your clock, as in 22:00-07:00.")]
 BackupEveryStep = Annotated[
     int, typer.Option("--backup-every-step", help="Write a backup every so many epochs of the run; 0: never.")
 ]
 StatePath = Annotated[Path | None, typer.Option(help="Where backups go; unless given, in your data folder.")]
 HandInSeconds = Annotated[
-    float, typer.Option(help="On leaving, wait so long for the next epoch, to hand in what you have done.")
+    float, typer.Option(min=0, help="On leaving, wait so long for the next epoch, to hand in what you have done.")
 ]
 
 # How it talks

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from potluck.recipes.downloads import Download
-
 if TYPE_CHECKING:
+    from potluck.recipes.downloads import Download
     from potluck.recipes.recipe import Recipe, RecipeConfig, Sample
 
 __all__ = ["Download", "Recipe", "RecipeConfig", "Sample"]
@@ -23,6 +22,6 @@ def __getattr__(name: str) -> Any:
     """Import what needs torch when it is first asked for: who only watches a run has no use for it."""
     if name not in __all__:
         raise AttributeError(f"module 'potluck.recipes' has no attribute {name!r}")
-    from potluck.recipes import recipe
+    from potluck.recipes import downloads, recipe
 
-    return getattr(recipe, name)
+    return getattr(downloads if name == "Download" else recipe, name)

@@ -9,7 +9,6 @@ import msgspec
 from potluck.errors import ConfigurationError
 from potluck.hub.subjects import check_run_name
 from potluck.messages import Message
-from potluck.recipes.catalogue import open_recipe, refer_to
 from potluck.training.manifest import DiLoCo, Exchange, Manifest, OptimizerSpec, ScheduleSpec, Settings, Sync
 
 FILE_NAME = "run.toml"
@@ -42,13 +41,17 @@ def read_run_file(path: Path) -> RunFile:
     try:
         found = msgspec.toml.decode(text, type=RunFile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{file} is wrong: {error}") from error
+        raise ConfigurationError(
+            f"{file} is wrong: {error}. Mend it; `potluck init` writes one that is right, to compare with"
+        ) from error
     check_run_name(found.name)
     return found
 
 
 def manifest_of(found: RunFile, folder: Path) -> Manifest:
     """The first manifest of a run; recipes of one's own are looked for from `folder` on, and tried."""
+    from potluck.recipes.catalogue import open_recipe, refer_to  # needs torch, which reading a run.toml does not
+
     ref = refer_to(found.recipe, folder)
     open_recipe(ref, found.model, folder / found.recipe)
     return Manifest(

@@ -13,13 +13,13 @@ from potluck.training.earlier import HOST, EarlierState, announced, chosen, merg
 
 A, B = "a" * 64, "b" * 64
 SAVED = EarlierState(epoch=20, digest=A, num_bytes=5, keepers=(HOST,), saved_at=1.0)
-IN_MEMORY = EarlierState(epoch=31, digest=B, num_bytes=5, keepers=("Ada",))
+IN_MEMORY = EarlierState(epoch=31, digest=B, num_bytes=5, keepers=("Ada",), is_on_disk=False)
 
 
-async def keeps(run: MemoryRun, peer: MemoryPeer, *states: KeptState) -> None:
+async def keeps(run: MemoryRun, peer: MemoryPeer, *states: KeptState, saved: tuple[KeptState, ...] = ()) -> None:
     """It says what it keeps when it is asked, as a herald does."""
     hub, subjects = peer.session.hub, run.hub.subjects
-    kept = encode(Kept(session=peer.session.card.session, states=states))
+    kept = encode(Kept(session=peer.session.card.session, states=states, saved=saved))
 
     async def asked(_delivery: object) -> None:
         await hub.publish(subjects.news(peer.peer_id, KEPT), kept)
@@ -47,6 +47,22 @@ async def test_whoever_is_there_is_asked_what_it_holds() -> None:
     await run.close()
 
 
+@in_virtual_time
+async def test_what_trusted_peers_have_on_disk_is_found_and_what_strangers_say_to_have_is_not() -> None:
+    run = MemoryRun(clock=LoopClock())
+    await run.open()
+    alan = await run.join("Alan", role="aux")
+    mallory = await run.join("Mallory", coordinates=False, trusted=False)
+    await keeps(run, alan, state(31, A), saved=(state(30, A, is_backup=True), state(20, A, is_backup=True)))
+    await keeps(run, mallory, saved=(state(20, B, is_backup=True), state(10, B, is_backup=True)))
+    listener = run.hub.connect("ORGANISER")
+    found = await announced(listener, run.hub.subjects, "ORGANISER")
+    told = {(each.epoch, each.digest, each.keepers, each.is_on_disk) for each in found}
+    assert told == {(31, A, ("Alan",), False), (30, A, ("Alan",), True), (20, A, ("Alan",), True)}
+    await listener.close()
+    await run.close()
+
+
 def test_the_hosts_own_backup_counts_where_there_is_one() -> None:
     other = EarlierState(epoch=20, digest=B, num_bytes=5, keepers=("Ada",))
     assert merged([SAVED], [other, IN_MEMORY]) == [IN_MEMORY, SAVED]
@@ -56,6 +72,8 @@ def test_what_can_be_gone_back_to() -> None:
     there = [IN_MEMORY, SAVED]
     assert chosen(there, 20, digest="", is_paused=False) == SAVED
     assert chosen(there, 31, digest="", is_paused=True) == IN_MEMORY
+    elsewhere = EarlierState(epoch=12, digest=A, num_bytes=5, keepers=("Alan",))
+    assert chosen([elsewhere], 12, digest="", is_paused=False) == elsewhere
     assert chosen([], 7, digest=B, is_paused=False).digest == B
     with pytest.raises(ConfigurationError, match="pause"):
         chosen(there, 31, digest="", is_paused=False)

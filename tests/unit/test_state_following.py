@@ -42,6 +42,13 @@ async def test_it_takes_over_a_state_every_so_many_epochs_and_saves_it(tmp_path:
         assert aux.keeper.kept_epoch == 11
         assert aux.keeper.backups is not None
         assert aux.keeper.backups.epochs() == [11, 6, 1]
+        heard, roster = trainer.keeper.herald.announcements, trainer.peer.session.roster
+        assert heard.on_disk().epochs(roster, backups=True) == [11, 6, 1]
+        assert heard.epochs(roster, backups=True) == [], "what is on disk is no offer"
+        await lab.kill(aux)
+        await lab.join("aux", role="aux", folder=tmp_path, backups=BackupConfig(every_epochs=5))
+        await asyncio.sleep(30.0)
+        assert heard.on_disk().epochs(roster, backups=True) == [11, 6, 1], "also of one that was started again"
 
 
 @in_virtual_time

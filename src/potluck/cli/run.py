@@ -83,7 +83,8 @@ def rollback(
         int | None, typer.Option(metavar="EPOCH", help="The epoch to go back to; unless given, those are listed.")
     ] = None,
     digest: Annotated[
-        str, typer.Option(help="Of that epoch's state, where only some peer's disk has it: see checkpoint list --json.")
+        str,
+        typer.Option(help="Of that epoch's state, where only a stranger's disk has it: see checkpoint list --json."),
     ] = "",
     run: Run = "",
     folder: Folder = None,
@@ -92,7 +93,7 @@ def rollback(
     wait_seconds: Annotated[float, typer.Option(help="How long to wait until it is carried out.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Have the run go on from the state of an earlier epoch: a backup of the host's, or what others hold.
+    """Have the run go on from the state of an earlier epoch: a backup of the host's, or what others have.
 
     Epochs go on counting: what was epoch 120 becomes, say, epoch 346. All peers drop what they have and take it over.
 
@@ -214,7 +215,7 @@ def _list_earlier(states: list[EarlierState], as_json: bool) -> None:
         {
             "epoch": state.epoch,
             "who has it": ", ".join(state.keepers),
-            "saved": _when(state.saved_at) if state.saved_at is not None else "in memory",
+            "saved": _when(state.saved_at) if state.saved_at else "on disk" if state.is_on_disk else "in memory",
             "megabytes": round(state.num_bytes / 1e6, 1),
             "digest": state.digest[:12],
         }

@@ -39,6 +39,7 @@ from potluck.peer.roster import Roster
 
 KEPT, WANTED = "state", "state-wanted"  # topics of the run's news
 MAX_KEPT = 32
+MAX_SAVED = 16
 
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Counted = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
@@ -60,13 +61,14 @@ class Kept(Message, frozen=True, kw_only=True):
 
     session: Annotated[str, msgspec.Meta(max_length=128)]
     states: Annotated[tuple[KeptState, ...], msgspec.Meta(max_length=MAX_KEPT)] = ()
+    saved: Annotated[tuple[KeptState, ...], msgspec.Meta(max_length=MAX_SAVED)] = ()  # on its disk: no offer yet
     leaving: bool = False  # who wants to have one of them should fetch it now
     beginner: Annotated[str, msgspec.Meta(max_length=128)] = ""  # by a coordinator: who begins a run that has nothing
 
     @property
     def says_anything(self) -> bool:
         """Whether others need to hear it."""
-        return bool(self.states or self.beginner)
+        return bool(self.states or self.saved or self.beginner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,12 @@ class Announcements:
         kept, presence = self._kept.get(coordinator), roster.get(coordinator)
         is_believed = kept is not None and presence is not None and presence.card.session == kept.session
         return kept.beginner if kept is not None and is_believed else ""
+
+    def on_disk(self) -> Announcements:
+        """What peers have saved, as if they offered it: for who asks what the run could go back to."""
+        found = Announcements()
+        found._kept = {peer: Kept(session=kept.session, states=kept.saved) for peer, kept in self._kept.items()}
+        return found
 
     def epochs(self, roster: Roster, *, backups: bool = False) -> list[int]:
         """The epochs that somebody serves a state of, the newest first."""

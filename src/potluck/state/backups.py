@@ -9,6 +9,8 @@ A disk that is full or broken is an error to be told (BackupError), and never a 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import re
 import shutil
@@ -20,6 +22,7 @@ from pathlib import Path
 
 from potluck.errors import BackupError, ConfigurationError
 from potluck.faultpoints import reach
+from potluck.state.announcement import MAX_SAVED, KeptState
 from potluck.state.backupfile import BackupInfo, read_info, read_snapshot, record_path, write_backup
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.snapshot import Snapshot
@@ -141,6 +144,23 @@ class Backups:
             except BackupError as error:
                 self._say_broken(epoch, error)
         return found
+
+    def announced(self) -> tuple[KeptState, ...]:
+        """The newest backups whose records can be read, as others are told of them."""
+        found = []
+        for epoch in itertools.islice(self._newest_first(), MAX_SAVED):
+            with contextlib.suppress(BackupError):  # told when somebody wants to read it
+                info = self._info(epoch)
+                found.append(
+                    KeptState(
+                        epoch=epoch,
+                        digest=info.digest,
+                        num_bytes=info.inventory.num_bytes,
+                        made_at=info.made_at,
+                        is_backup=True,
+                    )
+                )
+        return tuple(found)
 
     def read(self, info: BackupInfo) -> Snapshot:
         """The state of a backup, every byte of it checked; BackupError when something is wrong."""

@@ -48,8 +48,12 @@ class Herald:
         shelf: Shelf,
         holders: Callable[[int], tuple[str, ...]],
         past: Callable[[], Iterable[KeptState]] = tuple,
+        saved: Callable[[], tuple[KeptState, ...]] = tuple,
     ) -> None:
-        """`holders` tells who has the averages of an epoch, by its commit; `past` which states this peer had before."""
+        """`holders` tells who has the averages of an epoch, by its commit.
+
+        `past` tells which states this peer had before, `saved` which it has on disk.
+        """
         self.announcements = Announcements()
         self.counts: Counter[str] = Counter()
         self.on_asked: Callable[[str], None] = lambda _peer: None
@@ -60,6 +64,7 @@ class Herald:
         self._shelf = shelf
         self._holders = holders
         self._past = past
+        self._saved = saved
         self._speak = asyncio.Event()
         self._changed = asyncio.Event()  # set, and replaced by another, when somebody has spoken or gone
         self._listeners: list[Callable[[], None]] = []
@@ -228,8 +233,13 @@ class Herald:
         epochs = {state.epoch for state in held if not state.is_backup}
         past = tuple(state for state in self._past() if held and state.epoch not in epochs)
         states = (*past, *held)[-MAX_KEPT:]
-        session = self._session.card.session
-        return Kept(session=session, states=states, leaving=self._is_leaving, beginner=self.beginner)
+        return Kept(
+            session=self._session.card.session,
+            states=states,
+            saved=self._saved(),
+            leaving=self._is_leaving,
+            beginner=self.beginner,
+        )
 
     async def _publish(self, topic: str, payload: bytes) -> None:
         session = self._session

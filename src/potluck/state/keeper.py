@@ -24,7 +24,7 @@ from torch import Tensor
 from potluck.errors import ConfigurationError
 from potluck.round.averager import RoundPeer
 from potluck.round.workers import Workers
-from potluck.state.announcement import Verdict
+from potluck.state.announcement import KeptState, Verdict
 from potluck.state.assembly import Assembly
 from potluck.state.backupfile import BackupInfo
 from potluck.state.backups import BackupConfig, Backups
@@ -102,11 +102,12 @@ class StateKeeper:
         self._session = session = peer.session
         self._links = peer.links
         self._averager = averager
+        self._on_backup = on_backup or (lambda _info: None)
         self._pool = ChunkPool()
         self._workers = workers or Workers(2)
         self._shelf = Shelf(self.config.num_kept)
         self._comparison = Comparison(lambda epoch: self.herald.verdict(epoch))
-        self.herald = Herald(session, self._shelf, self._holders, self._comparison.past)
+        self.herald = Herald(session, self._shelf, self._holders, self._comparison.past, self._saved)
         self._serving = Serving(
             self._links,
             self._shelf,
@@ -121,7 +122,7 @@ class StateKeeper:
         if self.config.folder is not None and self.config.backups is not None:
             folder = self.config.folder / "backups"
             self.backups = Backups(folder, self.config.backups, run=session.subjects.run, pool=self._pool)
-            self._saver = Saver(self.backups, self._workers, on_backup or (lambda _info: None))
+            self._saver = Saver(self.backups, self._workers, self._backed_up)
         self._resuming = Resuming(
             session,
             averager,
@@ -140,6 +141,8 @@ class StateKeeper:
         self._workers.start()
         try:
             self._publisher.start()
+            if self._saver is not None:
+                await self._saver.look()
             self._stop_listening = self.herald.listen(self._comparison.compare)
             await self.herald.start()
         except BaseException:
@@ -182,6 +185,13 @@ class StateKeeper:
         """Have a state written to disk, if a backup is due."""
         if self._saver is not None:
             self._saver.offer(epoch, snapshot, made_at=made_at)
+
+    def _saved(self) -> tuple[KeptState, ...]:
+        return self._saver.saved if self._saver is not None else ()
+
+    def _backed_up(self, info: BackupInfo) -> None:
+        self.herald.announce()
+        self._on_backup(info)
 
     async def _put(self, held: Held, *, is_common: bool = True, keeps: bool | None = None) -> None:
         if is_common:

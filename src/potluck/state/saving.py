@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from potluck.errors import BackupError
 from potluck.round.workers import Workers
+from potluck.state.announcement import KeptState
 from potluck.state.backupfile import BackupInfo
 from potluck.state.backups import Backups
 from potluck.state.shelf import Held
@@ -27,11 +28,17 @@ class Saver:
     def __init__(self, backups: Backups, workers: Workers, on_backup: Callable[[BackupInfo], None]) -> None:
         """`on_backup` is told of each backup that was written, on the event loop."""
         self.counts: Counter[str] = Counter()
+        self.saved: tuple[KeptState, ...] = ()
+        """What is on disk, as it is announced."""
         self._backups = backups
         self._workers = workers
         self._on_backup = on_backup
         self._task: asyncio.Task[None] | None = None
         self._unsaved: Held | None = None
+
+    async def look(self) -> None:
+        """See what is on disk."""
+        self.saved = await self._workers.run(self._backups.announced)
 
     def offer(self, epoch: int, snapshot: Snapshot, *, made_at: int) -> None:
         """Save this state, if a backup is due and the one before is written."""
@@ -61,6 +68,7 @@ class Saver:
     async def _save(self, epoch: int, snapshot: Snapshot, made_at: int) -> None:
         try:
             info = await self._workers.run(lambda: self._backups.save(snapshot, epoch=epoch, made_at=made_at))
+            await self.look()
             self._on_backup(info)
         except BackupError as error:
             logger.error("%s", error)  # noqa: TRY400 - the disk's fault, and the message says it all

@@ -1,8 +1,8 @@
 """Which earlier states a run could go back to, and who has them.
 
-The host's own backups are on its disk. What others hold they announce (state/announcement.py): an organiser listens for
-a moment, and believes of it what any peer would. What others have on their disks alone nobody announces: whoever has
-it knows its digest, and an order may name that.
+The host's own backups are on its disk. What others hold, in memory or on disk, they announce (state/announcement.py):
+an organiser listens for a moment, and believes of it what any peer would. What only a stranger has, beside peers that
+are trusted, is not believed: whoever has it knows its digest, and an order may name that.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class EarlierState:
     """The names of those who have it."""
 
     saved_at: float | None = None
-    """When the host saved it; None: it is in others' memory, for as long as the newest epochs are."""
+    """When the host saved it; None: others have it."""
+
+    is_on_disk: bool = True
+    """False: it is in others' memory, for as long as the newest epochs are."""
 
 
 def saved(backups: Iterable[BackupInfo]) -> list[EarlierState]:
@@ -95,13 +98,20 @@ async def announced(hub: HubConnection, subjects: Subjects, own_id: str) -> list
 
 def _believed(announcements: Announcements, roster: Roster) -> list[EarlierState]:
     found: list[EarlierState] = []
-    for backups in (False, True):
-        for epoch in announcements.epochs(roster, backups=backups):
-            verdict = judge(epoch, announcements.claims(epoch, roster, backups=backups))
+    on_disk = announcements.on_disk()
+    for told, backups in ((on_disk, True), (announcements, False), (announcements, True)):
+        for epoch in told.epochs(roster, backups=backups):
+            verdict = judge(epoch, told.claims(epoch, roster, backups=backups))
             if verdict is not None and verdict.keepers:
                 keepers = tuple(_name(roster.get(peer), peer) for peer in verdict.keepers)
                 found.append(
-                    EarlierState(epoch=epoch, digest=verdict.digest, num_bytes=verdict.num_bytes, keepers=keepers)
+                    EarlierState(
+                        epoch=epoch,
+                        digest=verdict.digest,
+                        num_bytes=verdict.num_bytes,
+                        keepers=keepers,
+                        is_on_disk=told is on_disk,
+                    )
                 )
     return found
 
@@ -131,7 +141,7 @@ def chosen(there: Sequence[EarlierState], epoch: int, *, digest: str, is_paused:
             f"nobody who is here shows a state of epoch {epoch}. There are: {known}. If a peer has a backup of it, "
             "`potluck checkpoint list --json` there tells its digest: name that by --digest"
         )
-    if found.saved_at is None and not is_paused:
+    if not found.is_on_disk and not is_paused:
         raise ConfigurationError(
             f"the state of epoch {epoch} is only in the memory of {', '.join(found.keepers)}, and not for long while "
             "the run trains: `potluck run pause` first"

@@ -13,11 +13,12 @@ from potluck.errors import ConfigurationError, RetryableError
 from potluck.peer.identity import Identity
 from potluck.round.adoption import Claim, find_adoption, read_claims
 from potluck.round.audit import AuditConfig
-from potluck.round.chunks import ChunkGrid, Run
+from potluck.round.chunks import ChunkGrid
 from potluck.round.codecs import CodecSpec
 from potluck.round.gathering import READY_SECONDS, GatherConfig, alive_trainers, senders
 from potluck.round.plan import Completed, Part, Participant, Plan
 from potluck.round.signing import sign_word
+from potluck.round.specs import Run
 from potluck.round.trigger import Quorum, ReadySender
 
 FAST = 100e6

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from potluck.monitor.alarms import Alarm
     from potluck.monitor.exporters import Exporters
     from potluck.monitor.view import Overview, PeerRow
-    from potluck.monitor.watcher import Watcher
     from potluck.run.peer import Peer
 
 EVERY_SECONDS = 1.0
@@ -46,9 +45,10 @@ def monitor(
     console.set_up_logging(verbose)
 
     async def watch(peer: Peer, stop: asyncio.Event) -> None:
-        module = await console.import_slowly("potluck.monitor.exporters")
+        from potluck.monitor.exporters import open_exporters
+
         run = peer.session.subjects.run
-        exporters: Exporters = module.open_exporters(run, wandb_project=wandb, tensorboard_folder=tensorboard)
+        exporters = open_exporters(run, wandb_project=wandb, tensorboard_folder=tensorboard)
         try:
             await _watch(peer, stop, exporters, once=once, as_json=as_json)
         finally:
@@ -62,9 +62,9 @@ async def _watch(peer: Peer, stop: asyncio.Event, exporters: Exporters, *, once:
     from rich.live import Live
 
     from potluck.cli import console
+    from potluck.monitor.watcher import Watcher
 
-    module = await console.import_slowly("potluck.monitor.watcher")
-    watcher: Watcher = module.Watcher(peer.session)
+    watcher = Watcher(peer.session)
     await watcher.start()
     try:
         with Live(console=console.out, auto_refresh=False, screen=False) as live:

@@ -10,7 +10,6 @@ thread.
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
@@ -23,6 +22,7 @@ from potluck.link.links import Links
 from potluck.peer import environment
 from potluck.peer.identity import Identity
 from potluck.peer.session import Session
+from potluck.run.calls import Call
 from potluck.run.loopthread import LoopThread, RunningLoop
 from potluck.run.peer import Peer, PeerConfig
 
@@ -126,8 +126,8 @@ class Joined:
         """Have a coroutine run on the loop and wait for it."""
         return self._loop.call(work)
 
-    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Have a coroutine run on the loop; the future ends with its result."""
+    def submit(self, work: Coroutine[Any, Any, T]) -> Call[T]:
+        """Have a coroutine run on the loop, and do not wait; the call knows what comes of it."""
         return self._loop.submit(work)
 
     def soon(self, function: Callable[[], object]) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import math
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from potluck.errors import ConfigurationError
-from potluck.monitor.view import Overview
+
+if TYPE_CHECKING:  # else torch is imported before it is known that a package is missing
+    from potluck.monitor.view import Overview
 
 
 class Exporter(Protocol):

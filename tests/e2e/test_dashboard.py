@@ -323,3 +323,28 @@ def _take(bakery: Bakery, path: str, file: Path, **options: object) -> None:
 def _epoch(bakery: Bakery) -> int:
     found = re.search(r'^potluck_epoch{run="bakery"} (\S+)', _get(f"{bakery.url}/metrics")[1], re.MULTILINE)
     return int(float(found.group(1))) if found is not None else 0
+
+
+def test_a_host_without_a_dashboard_has_the_model_speak_all_the_same(bakery: Bakery) -> None:
+    """The last test: the run goes on without the dashboard that the others look at."""
+    elsewhere = bakery.terminal.start("dashboard", str(bakery.link), "--port", "0", "--json", name="onlooker")
+    url = until_event(elsewhere, "dashboard")["url"]
+    bakery.host.interrupt()
+    assert bakery.host.wait(PATIENCE_SECONDS) == 0, bakery.host.tail()
+    folder = bakery.terminal.folder
+    where = ("--folder", folder / "run", "--listen", "127.0.0.1", "--no-dashboard", "--backup-every", "1", "--json")
+    bakery.host = bakery.terminal.start("host", folder / "bakery", *where, name="host-again", OMP_NUM_THREADS="1")
+    until_event(bakery.host, "ready")
+    before = max(each["epoch"] for each in events(bakery.trainers["Ada"]) if each["event"] == "progress")
+    with Visit(bakery.browser, url) as visit:
+        note = visit.see("/preview").locator(".card", has_text="What the model says").locator(".card-note")
+
+        def spoken_at() -> int:
+            found = re.search(r"at epoch ([\d,]+)", note.inner_text())
+            return int(found.group(1).replace(",", "")) if found is not None else 0
+
+        long_seconds = 2 * PATIENCE_SECONDS  # the host looks for backups every quarter of a minute
+        poll_until_sync(lambda: spoken_at() > before or None, long_seconds, lambda: f"a preview: {spoken_at()}")
+        assert "seen" in visit.page.locator(".preview").inner_text()
+        assert visit.complaints == []
+    assert not [each for each in events(bakery.host) if each["event"] == "dashboard"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 from pathlib import Path
@@ -40,6 +41,7 @@ def test_a_trainer_an_aux_peer_and_what_comes_of_it(fresh_terminal: Terminal) ->
     assert shown["epoch"] >= 1
     assert "truth" in shown["text"]
     assert shown["evaluation_loss"] > 0
+    look_without_torch(terminal, link)
     folder = terminal.folder / "saved"
     saved = terminal.ask("checkpoint", "save", link, "--to", folder, patience_seconds=LONG_SECONDS)
     [row] = terminal.ask("checkpoint", "verify", "--path", folder, patience_seconds=LONG_SECONDS)
@@ -63,6 +65,20 @@ def test_a_trainer_an_aux_peer_and_what_comes_of_it(fresh_terminal: Terminal) ->
     assert list((terminal.folder / "ada" / "backups").glob("epoch-*.json"))
     end(helper)
     end(host)
+
+
+def look_without_torch(terminal: Terminal, link: str) -> None:
+    """Whoever only looks need not wait for its import: here it cannot be imported at all."""
+    absent = terminal.folder / "absent"
+    absent.mkdir()
+    (absent / "torch.py").write_text("raise ImportError('torch is not here')\n")
+    without = {"PYTHONPATH": os.pathsep.join([str(absent), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    place = ("--run", "waves", "--folder", terminal.folder / "hub")
+    seen = json.loads(terminal.run("monitor", link, "--once", "--json", **without))
+    assert "Ada" in {peer["name"] for peer in seen["peers"]}
+    assert "Ada" in terminal.run("leaderboard", link, **without)
+    assert "learning_rate" in terminal.run("run", "show", *place, **without)
+    assert "Ada" in terminal.run("members", "list", *place, **without)
 
 
 def test_download_data(fresh_terminal: Terminal) -> None:

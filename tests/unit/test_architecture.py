@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import potluck
 
 SOURCE = Path(potluck.__file__).parent
@@ -88,6 +90,26 @@ def test_importing_potluck_is_light() -> None:
     code = "import sys, potluck; print([m for m in ('torch', 'scipy', 'nats', 'typer') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "potluck.monitor.exporters",
+        "potluck.monitor.follower",
+        "potluck.monitor.watcher",
+        "potluck.run.preflight",
+        "potluck.training.ballot",
+        "potluck.training.contributions",
+        "potluck.training.organising",
+        "potluck.training.receipts",
+        "potluck.training.restoring",
+    ],
+)
+def test_who_only_looks_at_a_run_or_steers_it_needs_no_torch(module: str) -> None:
+    code = f"import sys; sys.modules['torch'] = None; import {module}"  # so that `import torch` raises
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert out.returncode == 0, out.stderr
 
 
 def test_the_public_surface_is_what_we_say() -> None:

@@ -6,8 +6,7 @@ import pytest
 
 from potluck.errors import ConfigurationError
 from potluck.messages import encode
-from potluck.state.announcement import Kept, KeptState
-from potluck.state.herald import KEPT, WANTED
+from potluck.state.announcement import KEPT, WANTED, Kept, KeptState
 from potluck.testing.memoryrun import MemoryPeer, MemoryRun
 from potluck.testing.virtualloop import LoopClock, in_virtual_time
 from potluck.training.earlier import HOST, EarlierState, announced, chosen, merged

@@ -14,18 +14,16 @@ from hypothesis import strategies as st
 from potluck import messages
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.round.chunks import (
-    DEFAULT_CHUNK_BYTES,
     MAX_CHUNK_ELEMENTS,
-    MAX_ELEMENTS,
     SMALLEST_CHUNK_BYTES,
     ChunkGrid,
-    Run,
     elements_per_chunk,
     encoded_bytes,
     fitting_chunk_bytes,
 )
 from potluck.round.codecs import CODEC_NAMES, CodecChoice, CodecRule, CodecSpec, codec_for
 from potluck.round.layout import Layout
+from potluck.round.specs import DEFAULT_CHUNK_BYTES, MAX_ELEMENTS, Run
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]

@@ -8,12 +8,14 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 from trainlab import train_lab
 
 from potluck.errors import BannedError, ConfigurationError
+from potluck.run.calls import Outcome
 from potluck.run.joined import Joined, join
 from potluck.run.loopthread import SWITCH_SECONDS, LoopThread, RunningLoop
 
@@ -30,7 +32,7 @@ async def fail() -> None:
 def test_coroutines_run_on_the_loop_and_results_come_back() -> None:
     with LoopThread() as loop:
         assert loop.call(answer(3)) == 3
-        assert loop.submit(answer(4)).result(10) == 4
+        assert loop.submit(answer(4)).result() == 4
         seen: list[str] = []
         done = threading.Event()
         loop.soon(lambda: (seen.append(threading.current_thread().name), done.set()))
@@ -50,7 +52,18 @@ def test_threads_give_way_quickly_while_a_loop_runs_and_not_after() -> None:
     assert sys.getswitchinterval() == pytest.approx(before)
 
 
-def test_ctrl_c_ends_the_work_on_the_loop_and_goes_on_here_whenever_it_comes() -> None:
+def wait_in_two_steps(loop: LoopThread, work: Coroutine[Any, Any, Any]) -> None:
+    """As the driver of a training does: it begins a round, and waits for it later."""
+    call = loop.submit(work)
+    try:
+        call.wait()
+    finally:
+        call.end(10)
+        assert call.is_known
+
+
+@pytest.mark.parametrize("wait", [LoopThread.call, wait_in_two_steps])
+def test_ctrl_c_ends_the_work_on_the_loop_and_goes_on_here_whenever_it_comes(wait: Callable[..., Any]) -> None:
     """Again and again: the signal meets the waiting thread at other places, also where it only begins to wait."""
 
     async def wait_for_ever(started: threading.Event, ended: threading.Event) -> None:
@@ -70,10 +83,44 @@ def test_ctrl_c_ends_the_work_on_the_loop_and_goes_on_here_whenever_it_comes() -
             interrupter = threading.Thread(target=interrupt, args=(started,))
             interrupter.start()
             with pytest.raises(KeyboardInterrupt):
-                loop.call(wait_for_ever(started, ended))
+                wait(loop, wait_for_ever(started, ended))
             interrupter.join()
             assert ended.is_set()
             assert loop.call(answer(number)) == number
+
+
+def test_ctrl_c_while_waiting_for_a_thread_does_not_hold_it_up() -> None:
+    for _ in range(100):
+        outcome, waiting = Outcome[int](), threading.Event()
+
+        def work(outcome: Outcome[int] = outcome, waiting: threading.Event = waiting) -> None:
+            waiting.wait(10)
+            os.kill(os.getpid(), signal.SIGINT)
+            outcome.settle(3)
+
+        def wait(outcome: Outcome[int] = outcome, waiting: threading.Event = waiting) -> None:
+            waiting.set()
+            outcome.wait()
+            threading.Event().wait(10)  # the outcome came first: the signal meets us here
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+        worker.join(10)
+        assert not worker.is_alive()
+        assert outcome.wait(10)
+        assert outcome.result() == 3
+
+
+def test_what_does_not_come_in_time_is_not_waited_for() -> None:
+    outcome = Outcome[int]()
+    assert not outcome.wait(0)
+    assert not outcome.wait(0.01)
+    outcome.settle(error=ValueError("on purpose"))
+    assert outcome.wait(0)
+    with pytest.raises(ValueError, match="on purpose"):
+        outcome.result()
 
 
 def test_closing_ends_what_is_left() -> None:
@@ -83,7 +130,8 @@ def test_closing_ends_what_is_left() -> None:
     future = loop.submit(asyncio.Event().wait())
     loop.close()
     loop.close()
-    assert future.cancelled()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result()
     with pytest.raises(ConfigurationError, match="left already"):
         loop.call(answer(1))
 
@@ -131,6 +179,34 @@ def test_a_failed_start_leaves_nothing_behind() -> None:
     run = Joined(start)
     with pytest.raises(ConfigurationError, match="no such run"):
         run.open()
+    assert not run._loop.is_running
+
+
+def test_ctrl_c_that_comes_when_one_is_in_already_leaves_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Peer:
+        closed = False
+
+        async def close(self) -> None:
+            self.closed = True
+
+    peer, calls = Peer(), iter([True, False])
+
+    async def start() -> Any:
+        return peer
+
+    run = Joined(start)
+    call = run._loop.call
+
+    def interrupted(work: Any) -> Any:
+        result = call(work)
+        if next(calls):
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(run._loop, "call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.open()
+    assert peer.closed
     assert not run._loop.is_running
 
 

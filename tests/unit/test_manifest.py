@@ -15,7 +15,7 @@ from potluck.hub.stores import MANIFEST_KEY
 from potluck.messages import decode, encode
 from potluck.optim.diloco import DiLoCoConfig
 from potluck.optim.options import OptimizerConfig
-from potluck.recipes.catalogue import RecipeRef
+from potluck.recipes.reference import RecipeRef
 from potluck.testing.memoryhub import MemoryHub
 from potluck.testing.polling import poll_until
 from potluck.training import notice

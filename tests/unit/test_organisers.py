@@ -14,7 +14,7 @@ from potluck.hub.keys import Signer, new_seed
 from potluck.hub.stores import MANIFEST_KEY
 from potluck.peer.identity import Identity
 from potluck.peer.organisers import KnownOrganisers
-from potluck.recipes.catalogue import RecipeRef
+from potluck.recipes.reference import RecipeRef
 from potluck.run.peer import Peer, PeerConfig
 from potluck.testing.memoryhub import MemoryHub
 from potluck.testing.memoryrun import MemoryRun

@@ -18,7 +18,8 @@ from potluck.monitor.past import Past
 from potluck.monitor.previews import Previewer
 from potluck.optim.parameters import PARAMETER, prefixed
 from potluck.peer.identity import Identity
-from potluck.recipes.catalogue import RecipeRef, open_recipe
+from potluck.recipes.catalogue import open_recipe
+from potluck.recipes.reference import RecipeRef
 from potluck.state.backups import Backups
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.snapshot import stage

@@ -10,7 +10,7 @@ import torch
 from potluck.errors import NotFiniteError
 from potluck.peer.identity import Identity
 from potluck.round.aggregators import AggregatorSpec, aggregator_for
-from potluck.round.chunks import Chunk, ChunkGrid, Run
+from potluck.round.chunks import Chunk, ChunkGrid
 from potluck.round.codecs import CODEC_NAMES, CodecChoice, CodecSpec
 from potluck.round.held import hash_of
 from potluck.round.lane import Letter
@@ -19,6 +19,7 @@ from potluck.round.merkle import NOTHING, is_under
 from potluck.round.plan import RoundKey
 from potluck.round.reduction import Own, encode_values, reduce_chunk
 from potluck.round.seals import Notary, Sealer, sealed_hash
+from potluck.round.specs import Run
 from potluck.round.tensorwork import SealedWork
 
 MEAN = aggregator_for(AggregatorSpec())

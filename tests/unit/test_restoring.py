@@ -16,7 +16,7 @@ from trainlab import PATIENCE_SECONDS, TrainLab, train_lab
 from potluck.errors import StateUnavailableError
 from potluck.optim.diloco import DiLoCo
 from potluck.optim.optimizer import Optimizer
-from potluck.recipes.catalogue import RecipeRef
+from potluck.recipes.reference import RecipeRef
 from potluck.round.plan import Commit
 from potluck.state.backups import BackupConfig
 from potluck.state.keeper import StateConfig

@@ -17,7 +17,7 @@ from potluck.hub.guard.organise import Done, Failure, PutUpManifest
 from potluck.hub.keys import Signer, new_seed
 from potluck.hub.stores import MANIFEST_KEY
 from potluck.messages import decode, encode
-from potluck.recipes.catalogue import RecipeRef
+from potluck.recipes.reference import RecipeRef
 from potluck.round.plan import Commit, Restoration, RoundKey
 from potluck.testing.memoryhub import MemoryHub
 from potluck.training import notice, steering

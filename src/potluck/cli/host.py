@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from potluck.cli.dashboardchild import DashboardOptions
     from potluck.monitor.alarms import Alarm, Kind
     from potluck.monitor.previews import Previewer
-    from potluck.monitor.watcher import Watcher
     from potluck.run.host import Host, HostConfig
     from potluck.run.peer import Peer
     from potluck.state.keeper import StateConfig
@@ -284,9 +283,9 @@ def _state_config(host: Host, backups: Backing) -> StateConfig:
 async def _tell_alarms(peer: Peer, as_json: bool) -> None:
     """Say what is wrong with the run, when it begins and when it is over."""
     from potluck.cli import console
+    from potluck.monitor.watcher import Watcher
 
-    module = await console.import_slowly("potluck.monitor.watcher")
-    watcher: Watcher = await module.Watcher.started(peer.session)
+    watcher = await Watcher.started(peer.session)
     told: dict[tuple[Kind, str], Alarm] = {}
     try:
         while True:

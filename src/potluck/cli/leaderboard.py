@@ -38,8 +38,9 @@ def leaderboard(
     parsed = parse_link(link, "potluck leaderboard")
 
     async def look(peer: Peer, _stop: asyncio.Event) -> None:
-        module = await console.import_slowly("potluck.training.contributions")
-        book, _revision = await module.read_book(peer.session)
+        from potluck.training.contributions import read_book
+
+        book, _revision = await read_book(peer.session)
         _show(book, top, _own_receipts(parsed.run) if receipts else None, as_json)
 
     observe(parsed, "leaderboard", identity_path, as_json, look)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from potluck.monitor.alarms import Alarm
     from potluck.monitor.exporters import Exporters
     from potluck.monitor.view import Overview, PeerRow
-    from potluck.monitor.watcher import Watcher
     from potluck.run.peer import Peer
 
 EVERY_SECONDS = 1.0
@@ -63,9 +62,9 @@ async def _watch(peer: Peer, stop: asyncio.Event, exporters: Exporters, *, once:
     from rich.live import Live
 
     from potluck.cli import console
+    from potluck.monitor.watcher import Watcher
 
-    module = await console.import_slowly("potluck.monitor.watcher")
-    watcher: Watcher = module.Watcher(peer.session)
+    watcher = Watcher(peer.session)
     await watcher.start()
     try:
         with Live(console=console.out, auto_refresh=False, screen=False) as live:

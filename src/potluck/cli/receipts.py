@@ -62,15 +62,15 @@ def _row(checked: Checked, known: tuple[str, set[str]] | None) -> dict[str, Any]
 
 def _coordinators(link: str, as_json: bool) -> tuple[str, set[str]]:
     """The run, and who coordinated it, by its book and its roster."""
-    from potluck.cli import console
     from potluck.cli.joining import observe, parse_link
 
     parsed = parse_link(link, "potluck receipts --link")
     found: set[str] = set()
 
     async def look(peer: Peer, _stop: asyncio.Event) -> None:
-        module = await console.import_slowly("potluck.training.contributions")
-        book, _revision = await module.read_book(peer.session)
+        from potluck.training.contributions import read_book
+
+        book, _revision = await read_book(peer.session)
         found.update(book.coordinators)
         found.update(presence.peer for presence in peer.session.roster if presence.coordinates)
 

@@ -25,9 +25,10 @@ async def train(
 ) -> None:
     """Train what the manifest says, in a thread of its own, until `stop`, the end of the run, or of our membership."""
     from potluck.cli import console
+    from potluck.training.notice import NoticeBoard
 
-    notice = await console.import_slowly("potluck.training.notice")
-    board: NoticeBoard = notice.NoticeBoard.of(peer.session)
+    await console.import_slowly("potluck.training.trainer")  # needed below
+    board = NoticeBoard.of(peer.session)
     try:
         manifest = await _first_manifest(peer, board, stop, as_json)
         if manifest is not None:

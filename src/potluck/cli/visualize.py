@@ -12,7 +12,6 @@ from potluck.cli import options as o
 
 if TYPE_CHECKING:
     from potluck.run.peer import Peer
-    from potluck.training.notice import NoticeBoard
     from potluck.training.viewing import StateViewer
 
 FETCH_SECONDS = 600.0
@@ -51,10 +50,10 @@ def visualize(
 
 async def _watch(peer: Peer, recipe_file: Path | None, every: int, once: bool, as_json: bool) -> None:
     from potluck.cli import console
+    from potluck.training.notice import NoticeBoard
 
     viewing = await console.import_slowly("potluck.training.viewing")
-    notice = await console.import_slowly("potluck.training.notice")
-    board: NoticeBoard = notice.NoticeBoard.of(peer.session)
+    board = NoticeBoard.of(peer.session)
     await board.start()
     viewer: StateViewer = await viewing.StateViewer.start(peer)
     try:

@@ -40,8 +40,8 @@ def vote(
 
     async def cast(peer: Peer, _stop: asyncio.Event) -> None:
         from potluck.errors import NotAdmittedError
+        from potluck.training import ballot as ballots
 
-        ballots = await console.import_slowly("potluck.training.ballot")
         await ballots.send_vote(peer.session, name, signer)
         presence = peer.session.roster.get(signer.public_key)
         person = presence.person if presence is not None else ""

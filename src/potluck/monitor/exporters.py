@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from potluck.errors import ConfigurationError
-
-if TYPE_CHECKING:  # else torch is imported before it is known that a package is missing
-    from potluck.monitor.view import Overview
+from potluck.monitor.view import Overview
 
 
 class Exporter(Protocol):

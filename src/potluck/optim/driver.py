@@ -25,6 +25,7 @@ from potluck.optim.collaboration import Collaboration
 from potluck.optim.method import Method, Offer, StateSource
 from potluck.optim.recovery import Recovery, RecoveryConfig
 from potluck.round.outcome import RoundResult
+from potluck.run.calls import Call, Outcome
 from potluck.run.joined import Joined
 
 logger = logging.getLogger(__name__)
@@ -64,8 +65,13 @@ class _Pending:
 
     epoch: int
     offer: Offer
-    result: concurrent.futures.Future[RoundResult]
-    stepped: concurrent.futures.Future[None] | None = None  # where the step is delayed too
+    result: Call[RoundResult]
+    stepped: Outcome[None] | None = None  # where the step is delayed too
+
+    @property
+    def last(self) -> Outcome[Any]:
+        """What ends last of it."""
+        return self.stepped or self.result
 
 
 class Driver:
@@ -119,7 +125,7 @@ class Driver:
         pending = self._start(timeout_seconds)
         self._pending = pending
         try:
-            concurrent.futures.wait([pending.result])
+            pending.result.wait()
         except BaseException:  # Ctrl-C: leave the round before anything else
             self._leave_round()
             self._method.withdraw(pending.offer)
@@ -139,7 +145,7 @@ class Driver:
     def land(self, *, wait: bool = True) -> bool:
         """Bring in what the round in the background came to; False when there is none, or it failed, or is not done."""
         pending = self._pending
-        if pending is None or not (wait or self._is_done(pending)):
+        if pending is None or not (wait or pending.last.is_known):
             return False
         self._wait_for_round()
         self._pending = None
@@ -147,8 +153,7 @@ class Driver:
 
     def _wait_for_round(self) -> None:
         if self._pending is not None:
-            work: concurrent.futures.Future[Any] = self._pending.stepped or self._pending.result
-            concurrent.futures.wait([work])
+            self._pending.last.wait()
 
     def close(self, *, wait_seconds: float = LAST_ROUND_SECONDS) -> None:
         """Bring in the round in the background, if it ends in time, else leave it. Calling it twice does no harm.
@@ -157,11 +162,8 @@ class Driver:
         state after it.
         """
         pending = self._pending
-        if pending is not None:
-            work: concurrent.futures.Future[Any] = pending.stepped or pending.result
-            concurrent.futures.wait([work], timeout=wait_seconds)
-            if self._is_done(pending) and self._has_averages(pending):
-                self.land()
+        if pending is not None and pending.last.wait(wait_seconds) and self._has_averages(pending):
+            self.land()
         self._leave_round()
         steps, self._steps = self._steps, None
         if steps is not None:
@@ -170,8 +172,7 @@ class Driver:
     def _leave_round(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.result.cancel()
-            concurrent.futures.wait([pending.result], timeout=LEAVE_SECONDS)
+            pending.result.end(LEAVE_SECONDS)
 
     async def _release(self) -> None:
         """On the event loop, when the run is left; whoever is interrupted does not want to wait for others."""
@@ -194,25 +195,26 @@ class Driver:
             offer.tensors, weight=offer.weight, epoch=epoch, timeout_seconds=timeout_seconds
         )
 
-    @staticmethod
-    def _is_done(pending: _Pending) -> bool:
-        return (pending.stepped or pending.result).done()
-
     def _step_later(self, pending: _Pending) -> None:
         if self._steps is None:
             self._steps = concurrent.futures.ThreadPoolExecutor(1, "potluck-step")
-        pending.stepped = self._steps.submit(self._step_in_background, pending)
+        pending.stepped = Outcome()
+        self._steps.submit(self._step_in_background, pending, pending.stepped)
 
-    def _step_in_background(self, pending: _Pending) -> None:
-        concurrent.futures.wait([pending.result])
-        if self._has_averages(pending):
-            self._accept(pending)
+    def _step_in_background(self, pending: _Pending, stepped: Outcome[None]) -> None:
+        try:
+            pending.result.wait()
+            if self._has_averages(pending):
+                self._accept(pending)
+        except BaseException as error:  # noqa: BLE001 - raised by who lands the round
+            stepped.settle(error=error)
+        else:
+            stepped.settle()
 
     @staticmethod
     def _has_averages(pending: _Pending) -> bool:
         """Whether a round that is over has an epoch for us."""
-        result = pending.result
-        return not result.cancelled() and result.exception() is None and result.result().holds
+        return pending.result.is_known and pending.result.error is None and pending.result.result().holds
 
     def _accept(self, pending: _Pending) -> None:
         self._method.accept(pending.offer, epoch=pending.epoch, alone=pending.result.result().alone)

@@ -2,12 +2,27 @@
 
 recipe.py      Recipe: the interface, and all that a recipe of your own has to fill in
 downloads.py   files that a recipe needs: fetched, resumed, checked
-catalogue.py   recipes by name or by file, and the digest that pins a file
+catalogue.py   recipes by name or by file, and the digest that pins a file;  reference.py: how a manifest names one
 stdlib_lm.py   a byte-level language model on the source of Python's own standard library
 digits.py      a small classifier on scikit-learn's digits
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from potluck.recipes.downloads import Download
-from potluck.recipes.recipe import Recipe, RecipeConfig, Sample
+
+if TYPE_CHECKING:
+    from potluck.recipes.recipe import Recipe, RecipeConfig, Sample
 
 __all__ = ["Download", "Recipe", "RecipeConfig", "Sample"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch when it is first asked for: who only watches a run has no use for it."""
+    if name not in __all__:
+        raise AttributeError(f"module 'potluck.recipes' has no attribute {name!r}")
+    from potluck.recipes import recipe
+
+    return getattr(recipe, name)

@@ -17,19 +17,11 @@ from typing import Any
 
 import potluck
 from potluck.errors import ConfigurationError
-from potluck.messages import Message
 from potluck.recipes.recipe import Recipe, configured
+from potluck.recipes.reference import RecipeRef
 
 BUILT_IN = {"digits": "potluck.recipes.digits", "stdlib-lm": "potluck.recipes.stdlib_lm"}
 MAX_FILE_BYTES = 1024 * 1024
-
-
-class RecipeRef(Message, frozen=True, kw_only=True):
-    """A recipe as a manifest names it."""
-
-    name: str
-    digest: str = ""  # SHA-256 of the file; empty for a recipe that is built in
-    version: str = ""  # of Potluck, for a recipe that is built in
 
 
 def refer_to(name: str, folder: Path) -> RecipeRef:

@@ -9,7 +9,7 @@ Numbers:
     shares.py      who should reduce how much           partition.py    in whole chunks, by as few as are useful
 
 Decisions (pure):
-    plan.py        the messages of a round              trigger.py, gathering.py   when to start, and with whom
+    plan.py, specs.py   the messages of a round         trigger.py, gathering.py   when to start, and with whom
     exchange.py    one member's book-keeping            director.py     the coordinator's side of one round
     attendance.py, reach.py, reassignment.py            what members say; who reduces when links break; what again
     adoption.py, commitment.py                          what a coordinator left complete; the record of an epoch

@@ -17,33 +17,18 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from potluck.errors import ConfigurationError
-from potluck.messages import Message
-from potluck.round.codecs import Codec, CodecSpec, codec_for
+from potluck.round.codecs import Codec, codec_for
+from potluck.round.specs import DEFAULT_CHUNK_BYTES, MAX_CHUNKS, Run
 
-DEFAULT_CHUNK_BYTES = 512 * 1024
 SMALLEST_CHUNK_BYTES = 32 * 1024
 LARGEST_CHUNK_BYTES = 16 * 1024 * 1024
 CHUNKS_PER_REDUCER = 4  # so that a reducer adds up one chunk while the next arrives and the last leaves
 LEAST_CHUNK_SECONDS = 0.01  # a message costs each end about 0.2 ms of work: it should be worth that on the line
 MOST_CHUNK_SECONDS = 0.5  # on the slowest line, or a slow sender looks like a stalled one
 
-MAX_CHUNKS = 1 << 20
 MAX_RUNS = 64
-MAX_ELEMENTS = 1 << 40
 MAX_CHUNK_ELEMENTS = 1 << 19  # a chunk as float32, with a codec's scratch, stays near the cache
 _ALIGNMENT = 1024  # chunks start at multiples of this within their run, whatever the codec
-
-
-class Run(Message, frozen=True, kw_only=True):
-    """A stretch of the index space with one codec."""
-
-    codec: CodecSpec
-    elements: int
-
-    def __post_init__(self) -> None:
-        codec_for(self.codec)
-        if not 0 < self.elements <= MAX_ELEMENTS:
-            raise ConfigurationError(f"a run of {self.elements} elements: it must have 1 to {MAX_ELEMENTS}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ from potluck.errors import ConfigurationError, RetryableError
 from potluck.hub.presence import Presence
 from potluck.round.aggregators import AggregatorSpec, cap_weights
 from potluck.round.audit import AuditConfig
-from potluck.round.chunks import ChunkGrid, Run, fitting_chunk_bytes, largest_reply_bytes, traffic_bytes
+from potluck.round.chunks import ChunkGrid, fitting_chunk_bytes, largest_reply_bytes, traffic_bytes
 from potluck.round.partition import Partition, PartitionConfig, partition, round_shares
 from potluck.round.plan import MAX_MEMBERS, MEAN, Part, Participant, Plan, Ready, RoundKey
 from potluck.round.shares import Member, known_speeds
+from potluck.round.specs import Run
 from potluck.round.trigger import ReadySender
 
 READY_SECONDS = 3.5  # members repeat it each second; who has not for so long is not ready any more

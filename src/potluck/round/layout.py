@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from potluck.errors import ConfigurationError
-from potluck.round.chunks import Run
 from potluck.round.codecs import CodecChoice, CodecSpec, EncodedChunk, Role
 from potluck.round.codecs.memory import scratch
+from potluck.round.specs import Run
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -13,8 +13,7 @@ from typing import Annotated
 import msgspec
 
 from potluck.messages import Message
-from potluck.round.aggregators import AggregatorSpec
-from potluck.round.chunks import DEFAULT_CHUNK_BYTES, MAX_CHUNKS, Run
+from potluck.round.specs import DEFAULT_CHUNK_BYTES, MAX_CHUNKS, AggregatorSpec, Run
 
 MAX_MEMBERS = 256
 MEAN = AggregatorSpec(name="mean")

@@ -1,6 +1,7 @@
 """Taking part in a run, whole: what a command or a notebook starts.
 
 joined.py      `potluck.join`: a run in a synchronous program, with a thread for the event loop (loopthread.py)
+calls.py       what one thread waits for and another does; Ctrl-C harms neither
 peer.py        a peer: admission, session, links, reachability, measured speeds
 reachable.py   keeps true where others can reach it
 speedtest.py   how fast bytes go to another peer and come back

@@ -1,7 +1,7 @@
 """An event loop in a thread of its own, and how another thread has things done on it.
 
 A user's training loop is synchronous, and hub and links live on an event loop. This is the only place where the two
-meet: the loop's thread runs nothing but the loop, and whoever calls from outside waits, or gets a future.
+meet: the loop's thread runs nothing but the loop, and whoever calls from outside waits, or does so later (calls.py).
 
     with LoopThread() as loop:
         peer = loop.call(start_peer())
@@ -14,23 +14,22 @@ would keep the lock for so long each time. Half a millisecond costs the training
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 import sys
 import threading
 from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from potluck import tasks
 from potluck.errors import ConfigurationError
+from potluck.run.calls import Call
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 SWITCH_SECONDS = 0.0005
-LOOK_UP_SECONDS = 0.2  # within so long Ctrl-C is noticed
 LEAVE_SECONDS = 30.0  # what is left on the loop gets so long to end
 
 
@@ -46,23 +45,15 @@ class RunningLoop:
         """The loop that runs here, for threads that this one starts."""
         return cls(asyncio.get_running_loop(), threading.current_thread())
 
-    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Have a coroutine run on the loop; the future ends with its result."""
-        try:
-            loop = self._usable_loop()
-        except BaseException:
-            work.close()
-            raise
-        return asyncio.run_coroutine_threadsafe(work, loop)
+    def submit(self, work: Coroutine[Any, Any, T]) -> Call[T]:
+        """Have a coroutine run on the loop, and do not wait; the call knows what comes of it."""
+        call = self._call(work)
+        call.begin()
+        return call
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Have a coroutine run on the loop and wait for it. Ctrl-C ends the coroutine first, and then goes on."""
-        try:
-            loop = self._usable_loop()
-        except BaseException:
-            work.close()
-            raise
-        call = _Call(work, loop)
+        call = self._call(work)
         try:
             call.begin()
             return call.result()
@@ -74,60 +65,19 @@ class RunningLoop:
         """Have a function called on the loop, and do not wait."""
         self._usable_loop().call_soon_threadsafe(function)
 
+    def _call(self, work: Coroutine[Any, Any, T]) -> Call[T]:
+        try:
+            return Call(work, self._usable_loop())
+        except BaseException:
+            work.close()
+            raise
+
     def _usable_loop(self) -> asyncio.AbstractEventLoop:
         if self._thread is None or self._loop is None:
             raise ConfigurationError("the run was left already: do this inside of `with potluck.join(…) as run:`")
         if threading.current_thread() is self._thread:
             raise RuntimeError("the event loop's own thread must not wait for the event loop")
         return self._loop
-
-
-class _Call(Generic[T]):
-    """A coroutine that a thread waits for, on a loop that runs in another.
-
-    Ctrl-C comes as an exception between any two steps of the main thread. If that is inside of a condition's own code,
-    as when waiting for a `concurrent.futures.Future`, the condition's lock stays taken, and the loop waits for it for
-    ever when the work ends. So the two meet at a bare lock here, which only the loop lets go: no exception in
-    the waiting thread can make the loop wait. And a signal that comes in the moment before a thread begins to wait does
-    not wake it, in any wait of Python's: so the thread looks up from time to time, or Ctrl-C would be lost.
-    """
-
-    def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
-        self._work = work
-        self._loop = loop
-        self._task: asyncio.Task[T] | None = None
-        self._is_going_on = threading.Lock()
-        self._is_going_on.acquire()
-
-    def begin(self) -> None:
-        self._loop.call_soon_threadsafe(self._start)
-
-    def result(self) -> T:
-        """Wait for the end, and return or raise what came of it."""
-        while not self._is_going_on.acquire(timeout=LOOK_UP_SECONDS):  # between two of these Python sees to signals
-            if self._loop.is_closed():
-                raise concurrent.futures.CancelledError("the event loop has ended")
-        assert self._task is not None
-        if self._task.cancelled():
-            raise concurrent.futures.CancelledError("the event loop has ended")
-        return self._task.result()
-
-    def end(self, timeout_seconds: float) -> None:
-        """Cancel the work if it still goes on, and wait for its end for so long."""
-        if not self._loop.is_closed() and (self._task is None or not self._task.done()):
-            self._loop.call_soon_threadsafe(self._cancel)
-            self._is_going_on.acquire(timeout=timeout_seconds)
-
-    def _start(self) -> None:
-        self._task = self._loop.create_task(self._work)
-        self._task.add_done_callback(lambda _: self._is_going_on.release())
-
-    def _cancel(self) -> None:
-        if self._task is None:  # interrupted before it could begin
-            self._work.close()
-            self._is_going_on.release()
-        else:
-            self._task.cancel()
 
 
 class LoopThread(RunningLoop):

@@ -37,6 +37,7 @@ from potluck.hub.presence import Presence
 from potluck.messages import Message
 from potluck.peer.roster import Roster
 
+KEPT, WANTED = "state", "state-wanted"  # topics of the run's news
 MAX_KEPT = 32
 
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]

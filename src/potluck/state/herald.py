@@ -19,7 +19,9 @@ from potluck.peer.roster import RosterEvent
 from potluck.peer.session import Session
 from potluck.round.lineage import Lineage
 from potluck.state.announcement import (
+    KEPT,
     MAX_KEPT,
+    WANTED,
     Announcements,
     Claim,
     Kept,
@@ -35,7 +37,6 @@ logger = logging.getLogger(__name__)
 SPEAK_EVERY_SECONDS = 5.0
 SPEAK_PAUSE_SECONDS = 0.25  # between two announcements, whoever asks
 ASK_EVERY_SECONDS = 2.0
-KEPT, WANTED = "state", "state-wanted"  # topics of the run's news
 
 
 class Herald:

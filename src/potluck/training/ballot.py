@@ -12,6 +12,7 @@ import asyncio
 import logging
 import unicodedata
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,7 +23,9 @@ from potluck.hub.keys import Signer, verify
 from potluck.hub.presence import Presence
 from potluck.messages import Message, decode, encode
 from potluck.peer.session import Session
-from potluck.round.averager import Averager
+
+if TYPE_CHECKING:
+    from potluck.round.averager import Averager
 
 logger = logging.getLogger(__name__)
 

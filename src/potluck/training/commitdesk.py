@@ -6,10 +6,13 @@ import abc
 import asyncio
 import logging
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from potluck import tasks
-from potluck.round.averager import Averager
 from potluck.round.plan import Commit
+
+if TYPE_CHECKING:
+    from potluck.round.averager import Averager
 
 logger = logging.getLogger(__name__)
 

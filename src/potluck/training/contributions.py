@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from potluck.errors import ProtocolError, RetryableError
 from potluck.messages import Message, decode, encode
 from potluck.peer.session import Session
-from potluck.round.averager import Averager
 from potluck.round.plan import Commit
 from potluck.training.commitdesk import CommitDesk
+
+if TYPE_CHECKING:
+    from potluck.round.averager import Averager
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.hub.connection import Delivery, Entry, HubConnection
@@ -19,9 +20,10 @@ from potluck.hub.presence import Presence
 from potluck.hub.subjects import Subjects
 from potluck.messages import decode
 from potluck.peer.roster import Roster
-from potluck.state.announcement import Announcements, Kept, judge
-from potluck.state.backupfile import BackupInfo
-from potluck.state.herald import KEPT, WANTED
+from potluck.state.announcement import KEPT, WANTED, Announcements, Kept, judge
+
+if TYPE_CHECKING:
+    from potluck.state.backupfile import BackupInfo
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,8 @@ import msgspec
 
 from potluck.errors import ConfigurationError
 from potluck.messages import PROTOCOL_VERSION, Message
-from potluck.recipes.catalogue import RecipeRef
-from potluck.round.aggregators import AggregatorSpec, aggregator_for
-from potluck.round.codecs import CodecSpec, codec_for
+from potluck.recipes.reference import RecipeRef
+from potluck.round.specs import AggregatorSpec, CodecSpec
 
 Positive = Annotated[float, msgspec.Meta(gt=0.0)]
 Share = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
@@ -86,8 +85,8 @@ class Exchange(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reducers: Literal["everybody", "trusted"] = "everybody"
 
     def __post_init__(self) -> None:
-        codec_for(CodecSpec(name=self.codec))
-        aggregator_for(AggregatorSpec(name=self.aggregator))
+        CodecSpec(name=self.codec)  # they say what is wrong with a name
+        AggregatorSpec(name=self.aggregator)
 
 
 class Settings(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):

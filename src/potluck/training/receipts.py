@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -24,9 +24,11 @@ from potluck.link.links import Incoming
 from potluck.messages import Message, encode
 from potluck.peer.identity import Identity
 from potluck.peer.lease import LeaseView
-from potluck.round.averager import Averager, RoundPeer
 from potluck.round.plan import Commit, CommittedMember
 from potluck.training.commitdesk import CommitDesk
+
+if TYPE_CHECKING:
+    from potluck.round.averager import Averager, RoundPeer
 
 logger = logging.getLogger(__name__)
 

@@ -17,13 +17,16 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from potluck import tasks
 from potluck.errors import RetryableError
-from potluck.round.averager import Averager
 from potluck.round.plan import Commit, Restoration
-from potluck.state.restoring import Restoring
 from potluck.training.manifest import Manifest, Rollback
+
+if TYPE_CHECKING:
+    from potluck.round.averager import Averager
+    from potluck.state.restoring import Restoring
 
 logger = logging.getLogger(__name__)
 

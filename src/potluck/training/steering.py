@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -32,11 +33,13 @@ from potluck.hub.stores import MANIFEST_KEY
 from potluck.hub.subjects import Subjects
 from potluck.round.lineage import Lineage
 from potluck.round.plan import Commit
-from potluck.state.backupfile import BackupInfo
 from potluck.training import notice
 from potluck.training.changes import Value, described, full_name, with_values
 from potluck.training.earlier import EarlierState, announced, merged, saved
 from potluck.training.manifest import Manifest, Rollback, Settings
+
+if TYPE_CHECKING:
+    from potluck.state.backupfile import BackupInfo
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ own. So an audit that recomputes a chunk from the same frames reaches the same b
 
 from __future__ import annotations
 
-from potluck.round.aggregators.base import Accumulator, Aggregator, AggregatorSpec, Outcome, cap_weights
-from potluck.round.aggregators.catalogue import AGGREGATOR_NAMES, aggregator_for
+from potluck.round.aggregators.base import Accumulator, Aggregator, Outcome, cap_weights
+from potluck.round.aggregators.catalogue import aggregator_for
+from potluck.round.specs import AGGREGATOR_NAMES, AggregatorSpec
 
 __all__ = [
     "AGGREGATOR_NAMES",

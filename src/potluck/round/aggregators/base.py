@@ -20,29 +20,12 @@ import torch
 from torch import Tensor
 
 from potluck.errors import ConfigurationError, PeerError
-from potluck.messages import Message
 from potluck.round.codecs import EncodedChunk
 from potluck.round.codecs.base import require_finite
 from potluck.round.codecs.reductions import MAX_FLOAT32, is_finite
+from potluck.round.specs import AggregatorSpec
 
 Contribution = Tensor | EncodedChunk
-
-
-class AggregatorSpec(Message, frozen=True, kw_only=True):
-    """An aggregator by name and parameters, as a plan carries it. Each uses the parameters that it knows."""
-
-    name: str = "mean"
-    trim: float = 1 / 3  # trimmed_mean: the share of all weight cut off at each end; more than poisoners may have
-    radius: float = 1.5  # centered_clipping: how far a contribution may pull, in median distances from the center
-    iterations: int = 3  # centered_clipping: how often the center moves
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.trim < 0.5:
-            raise ConfigurationError(f"trim={self.trim} leaves nothing to average: take at least 0 and less than 0.5")
-        if not 0.0 < self.radius <= 1e6:
-            raise ConfigurationError(f"radius={self.radius} is no distance: take a positive number, as 1.5")
-        if not 1 <= self.iterations <= 100:
-            raise ConfigurationError(f"iterations={self.iterations}: take 1 to 100; a few are enough")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

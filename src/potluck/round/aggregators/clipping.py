@@ -38,9 +38,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from potluck.round.aggregators.base import Accumulator, Aggregator, AggregatorSpec, CollectingAccumulator
+from potluck.round.aggregators.base import Accumulator, Aggregator, CollectingAccumulator
 from potluck.round.aggregators.order import median_of
 from potluck.round.codecs.reductions import norm
+from potluck.round.specs import AggregatorSpec
 
 
 class MedianNormClipping(Aggregator):

@@ -1,6 +1,6 @@
 """How a chunk of float32 values travels: encoded into one frame of bytes, and back.
 
-    base.py        Codec, the interface, and its two kinds; CodecSpec, its name on the wire; EncodedChunk, a frame
+    base.py        Codec, the interface, and its two kinds; EncodedChunk, a frame
     floats.py      float32, float16, bfloat16, scaled float16
     uniform.py     8 bits, evenly spaced between the smallest and the largest value
     blockwise.py   8 bits, evenly spaced in blocks that each have a scale
@@ -18,10 +18,11 @@ only element-wise IEEE operations (each rounded on its own, never fused), maxima
 
 from __future__ import annotations
 
-from potluck.round.codecs.base import LARGEST, SMALLEST, Codec, CodecSpec, EncodedChunk
-from potluck.round.codecs.catalogue import CODEC_NAMES, codec_for
+from potluck.round.codecs.base import LARGEST, SMALLEST, Codec, EncodedChunk
+from potluck.round.codecs.catalogue import codec_for
 from potluck.round.codecs.choice import CodecChoice, CodecRule, Role
 from potluck.round.codecs.reductions import is_finite
+from potluck.round.specs import CODEC_NAMES, CodecSpec
 
 __all__ = [
     "CODEC_NAMES",

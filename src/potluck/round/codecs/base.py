@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from potluck.errors import NotFiniteError, ProtocolError
-from potluck.messages import Message
 from potluck.round.codecs.memory import Buffer, empty_frame, num_bytes, scratch, tensor_over
 from potluck.round.codecs.reductions import MAX_FLOAT32, is_finite, magnitude
+from potluck.round.specs import CodecSpec
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -32,14 +32,6 @@ LARGEST = 2.0**100
 
 SMALLEST = 2.0**-100
 """Codecs with a scale send values as zero where the scale would be below this (7.9e-31)."""
-
-
-class CodecSpec(Message, frozen=True, kw_only=True, order=True):
-    """A codec by name and parameters, as a plan carries it."""
-
-    name: str
-    block: int = 0  # values that share a scale, for codecs with blocks; 0: the codec's own default
-    keep: int = 0  # values that are sent of each block, for codecs that leave some out; 0: the codec's own default
 
 
 class Codec(ABC):

@@ -14,12 +14,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from potluck.errors import ConfigurationError
-from potluck.round.codecs.base import LARGEST, SMALLEST, Codec, CodecSpec, Fixed, not_finite, read_scales, within_range
+from potluck.round.codecs.base import LARGEST, SMALLEST, Codec, Fixed, not_finite, read_scales, within_range
 from potluck.round.codecs.memory import Buffer, scratch, tensor_over
 from potluck.round.codecs.reductions import MAX_FLOAT32
-
-SMALLEST_BLOCK, LARGEST_BLOCK = 16, 65536
+from potluck.round.specs import CodecSpec
 
 
 class Blocked(Codec):
@@ -30,11 +28,6 @@ class Blocked(Codec):
     def __init__(self, spec: CodecSpec) -> None:
         super().__init__(spec)
         self.block = spec.block or self.default_block
-        if not SMALLEST_BLOCK <= self.block <= LARGEST_BLOCK or self.block & (self.block - 1):
-            raise ConfigurationError(
-                f"{self.name} cannot use blocks of {self.block} values: "
-                f"take a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"
-            )
         self.granularity = self.block
 
     def num_blocks(self, count: int) -> int:

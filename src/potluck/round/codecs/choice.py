@@ -11,8 +11,7 @@ from typing import Literal
 
 from potluck.errors import ConfigurationError
 from potluck.messages import Message
-from potluck.round.codecs.base import CodecSpec
-from potluck.round.codecs.catalogue import codec_for
+from potluck.round.specs import CodecSpec
 
 Role = Literal["gradient", "parameter", "optimizer", "buffer"]
 
@@ -29,7 +28,6 @@ class CodecRule(Message, frozen=True, kw_only=True):
     at_most: int | None = None  # elements
 
     def __post_init__(self) -> None:
-        codec_for(self.codec)  # says what is wrong with it, now rather than in the first round
         if not self.pattern:
             raise ConfigurationError("a codec rule's pattern is empty and fits no name: write * to fit all")
         if self.at_least < 0 or (self.at_most is not None and self.at_most < self.at_least):

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from potluck.errors import ConfigurationError
-from potluck.round.codecs.base import Bytes, Codec, CodecSpec, require_finite, within_range
+from potluck.round.codecs.base import Bytes, Codec, require_finite, within_range
 from potluck.round.codecs.memory import Buffer, scratch, tensor_over
 from potluck.round.codecs.positions import (
     Positions,
@@ -39,8 +38,9 @@ from potluck.round.codecs.positions import (
 from potluck.round.codecs.reductions import row_sums
 from potluck.round.codecs.sparseframe import HEAD_BYTES, Sparse, write_head
 from potluck.round.codecs.sparsereply import Sparse8
+from potluck.round.specs import TOPK_BLOCK as BLOCK
+from potluck.round.specs import CodecSpec
 
-BLOCK = 4096
 NUM_BINS = 4
 RANGE_IN_SIGMAS = 6.0
 
@@ -54,8 +54,6 @@ class TopK(Sparse):
     def __init__(self, spec: CodecSpec) -> None:
         super().__init__(spec)
         self.keep = spec.keep or self.default_keep
-        if not 1 <= self.keep <= BLOCK:
-            raise ConfigurationError(f"{self.name} cannot keep {self.keep} values of a block: take 1 to {BLOCK}")
         self._low_bits = best_low_bits(self.keep, BLOCK)
 
     @cached_property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,10 +16,11 @@ from pathlib import Path
 
 import pytest
 from browser import Visit, open_browser
-from commandline import PATIENCE_SECONDS, Terminal, events, until_event
+from commandline import PATIENCE_SECONDS, POTLUCK, Terminal, events, until_event
 from playwright.sync_api import Browser, Locator
 
 from potluck.hub.joinlink import JoinLink
+from potluck.testing.faults import Faults
 from potluck.testing.polling import poll_until_sync
 from potluck.testing.processes import Children, ManagedProcess
 
@@ -41,11 +43,13 @@ class Bakery:
     trainers: dict[str, ManagedProcess]
     browser: Browser
 
-    def join(self, name: str, link: JoinLink, *options: str, **environment: str) -> ManagedProcess:
+    def join(
+        self, name: str, link: JoinLink, *options: str, program: tuple[str, ...] = POTLUCK, **environment: str
+    ) -> ManagedProcess:
         key = self.terminal.folder / f"{re.sub(r'[^a-zA-Z]', '', name)}.nkey"
         who = ("--name", name, "--identity-path", key, "--batch-size", "8", "--json")
         environment = {"OMP_NUM_THREADS": "1", **environment}
-        return self.terminal.start("join", str(link), *who, *options, name=key.stem, **environment)
+        return self.terminal.start("join", str(link), *who, *options, name=key.stem, program=program, **environment)
 
     def visit(self, **options: object) -> Visit:
         return Visit(self.browser, self.url, **options)
@@ -117,6 +121,22 @@ def test_a_stranger_cannot_control(bakery: Bakery) -> None:
             urllib.request.urlopen(foreign, timeout=PATIENCE_SECONDS)
     headers, _ = _get(bakery.url + "/")
     assert "frame-ancestors 'none'" in headers["content-security-policy"]
+
+
+def test_who_is_dropped_from_a_round_is_seen_at_once_and_why(bakery: Bakery) -> None:
+    faults = Faults(bakery.terminal.folder / "fired.jsonl")
+    faults.add("round.planned", action="kill", skip=2)
+    with bakery.visit() as visit:
+        page = visit.see("/rounds")
+        eve = bakery.join("Eve", bakery.link, program=tuple(faults.argv("-m", "potluck.cli")), **faults.environment())
+        fired = faults.wait_until_fired(deadline_seconds=PATIENCE_SECONDS)
+        assert eve.wait(PATIENCE_SECONDS) == -signal.SIGKILL
+        trouble = page.locator(".card", has_text="What went wrong")
+        told = trouble.locator(".item", has_text=f"Epoch {int(fired.labels['epoch']):,}")
+        told.filter(has_text=re.compile(r"Eve: .+; revised")).first.wait_for()  # on the open page
+        left_out = page.locator(".figure", has_text="Left out").locator(".figure-value")
+        assert int(left_out.inner_text()) >= 1
+        assert visit.complaints == []
 
 
 def test_an_organiser_lets_a_waiting_peer_in(bakery: Bakery) -> None:
@@ -303,3 +323,28 @@ def _take(bakery: Bakery, path: str, file: Path, **options: object) -> None:
 def _epoch(bakery: Bakery) -> int:
     found = re.search(r'^potluck_epoch{run="bakery"} (\S+)', _get(f"{bakery.url}/metrics")[1], re.MULTILINE)
     return int(float(found.group(1))) if found is not None else 0
+
+
+def test_a_host_without_a_dashboard_has_the_model_speak_all_the_same(bakery: Bakery) -> None:
+    """The last test: the run goes on without the dashboard that the others look at."""
+    elsewhere = bakery.terminal.start("dashboard", str(bakery.link), "--port", "0", "--json", name="onlooker")
+    url = until_event(elsewhere, "dashboard")["url"]
+    bakery.host.interrupt()
+    assert bakery.host.wait(PATIENCE_SECONDS) == 0, bakery.host.tail()
+    folder = bakery.terminal.folder
+    where = ("--folder", folder / "run", "--listen", "127.0.0.1", "--no-dashboard", "--backup-every", "1", "--json")
+    bakery.host = bakery.terminal.start("host", folder / "bakery", *where, name="host-again", OMP_NUM_THREADS="1")
+    until_event(bakery.host, "ready")
+    before = max(each["epoch"] for each in events(bakery.trainers["Ada"]) if each["event"] == "progress")
+    with Visit(bakery.browser, url) as visit:
+        note = visit.see("/preview").locator(".card", has_text="What the model says").locator(".card-note")
+
+        def spoken_at() -> int:
+            found = re.search(r"at epoch ([\d,]+)", note.inner_text())
+            return int(found.group(1).replace(",", "")) if found is not None else 0
+
+        long_seconds = 2 * PATIENCE_SECONDS  # the host looks for backups every quarter of a minute
+        poll_until_sync(lambda: spoken_at() > before or None, long_seconds, lambda: f"a preview: {spoken_at()}")
+        assert "seen" in visit.page.locator(".preview").inner_text()
+        assert visit.complaints == []
+    assert not [each for each in events(bakery.host) if each["event"] == "dashboard"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_gathering import Room, presence
+from gatheringroom import Room, presence
 
 from potluck.errors import PeerUnreachableError
 from potluck.hub.subjects import Subjects

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_gathering import presence, ready
+from gatheringroom import presence, ready
 
 from potluck.peer.identity import Identity
 from potluck.peer.lease import LeaseView

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_gathering import presence, ready
+from gatheringroom import presence, ready
 
 from potluck.errors import RetryableError
 from potluck.hub.connection import Delivery

@@ -7,59 +7,21 @@ from typing import Any
 
 import msgspec
 import pytest
+from gatheringroom import KEY, RUNS, Room, presence, ready
 
 from potluck.errors import ConfigurationError, RetryableError
-from potluck.hub.presence import Card, Presence
 from potluck.peer.identity import Identity
 from potluck.round.adoption import Claim, find_adoption, read_claims
 from potluck.round.audit import AuditConfig
 from potluck.round.chunks import ChunkGrid
 from potluck.round.codecs import CodecSpec
-from potluck.round.gathering import READY_SECONDS, GatherConfig, Gathering, Proposal, alive_trainers, senders
-from potluck.round.plan import Completed, Part, Participant, Plan, Ready, RoundKey
+from potluck.round.gathering import READY_SECONDS, GatherConfig, alive_trainers, senders
+from potluck.round.plan import Completed, Part, Participant, Plan
 from potluck.round.signing import sign_word
 from potluck.round.specs import Run
 from potluck.round.trigger import Quorum, ReadySender
 
-KEY = RoundKey(epoch=1, token=7, attempt=0)
-RUNS = (Run(codec=CodecSpec(name="float16"), elements=1_000_000),)
 FAST = 100e6
-
-
-def presence(peer: str, **changes: Any) -> Presence:
-    card = {"session": f"{peer}1", "role": "trainer", "addresses": ("tcp://127.0.0.1:1",)}
-    card.update({name: changes.pop(name) for name in list(changes) if name in Card.__struct_fields__})
-    values = {"peer": peer, "card": Card(**card), "state": "alive", "host": "h", "person": "p"}  # type: ignore[arg-type]
-    return Presence(**{**values, **changes})  # type: ignore[arg-type]
-
-
-def ready(peer: str, **changes: Any) -> Ready:
-    values = {"session": f"{peer}1", "epoch": 1, "weight": 1.0, "layout": "l", "runs": RUNS, "token": 7}
-    return Ready(**{**values, **changes})  # type: ignore[arg-type]
-
-
-class Room:
-    """A gathering with a roster."""
-
-    def __init__(self, **config: Any) -> None:
-        self.gathering = Gathering(GatherConfig(**config))
-        self.roster: dict[str, Presence] = {}
-
-    def add(self, peer: str, *, now: float = 0.0, card: dict[str, Any] | None = None, **changes: Any) -> None:
-        self.roster[peer] = presence(peer, **(card or {}))
-        self.gathering.take(peer, ready(peer, **changes), now)
-
-    def names(self, now: float = 0.0, token: int = 7) -> list[str]:
-        candidates = self.gathering.candidates(self.roster.values(), epoch=1, token=token, now=now)
-        return [candidate.peer for candidate in candidates]
-
-    def propose(self, now: float = 0.0) -> Proposal:
-        candidates = self.gathering.candidates(self.roster.values(), epoch=1, token=7, now=now)
-        return self.gathering.propose(candidates, KEY, hub_now=1000.0)
-
-    def plan(self) -> Plan:
-        return self.propose().plan
-
 
 # Who is a candidate
 

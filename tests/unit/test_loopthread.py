@@ -182,6 +182,34 @@ def test_a_failed_start_leaves_nothing_behind() -> None:
     assert not run._loop.is_running
 
 
+def test_ctrl_c_that_comes_when_one_is_in_already_leaves_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Peer:
+        closed = False
+
+        async def close(self) -> None:
+            self.closed = True
+
+    peer, calls = Peer(), iter([True, False])
+
+    async def start() -> Any:
+        return peer
+
+    run = Joined(start)
+    call = run._loop.call
+
+    def interrupted(work: Any) -> Any:
+        result = call(work)
+        if next(calls):
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(run._loop, "call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.open()
+    assert peer.closed
+    assert not run._loop.is_running
+
+
 def test_join_wants_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("POTLUCK_LINK", raising=False)
     with pytest.raises(ConfigurationError, match="POTLUCK_LINK"):

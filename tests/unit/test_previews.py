@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,38 @@ async def test_what_stands_in_the_way_is_told(tmp_path: Path, monkeypatch: pytes
     await poll_until(lambda: "--recipe" in previewer.problem, 60, lambda: previewer.problem)
     await previewer.close()
     assert not follower.past.previews()
+    await follower.close()
+    await run.close()
+
+
+async def test_a_recipe_that_fails_is_asked_again_at_the_next_backup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(previews, "EVERY_SECONDS", 0.01)
+    asked: list[int] = []
+    speak = previews.preview
+
+    def fail_at_first(*arguments: Any) -> tuple[str, dict[str, float]]:
+        asked.append(len(asked))
+        if len(asked) == 1:
+            raise RuntimeError("lost for words")
+        return speak(*arguments)
+
+    monkeypatch.setattr(previews, "preview", fail_at_first)
+    run = MemoryRun(clock=SystemClock())
+    history, follower = await in_run(run)
+    save(tmp_path, 10)
+    looks: list[None] = []
+    previewer = Previewer(tmp_path, lambda: looks.append(None) or DIGITS, history)
+    previewer.start()
+    await poll_until(lambda: "lost for words" in previewer.problem, 60, lambda: previewer.problem)
+    seen = len(looks)
+    await poll_until(lambda: len(looks) >= seen + 3, 60, "more looks")
+    assert (previewer.counts["errors"], len(asked)) == (1, 1)
+    save(tmp_path, 20)
+    await poll_until(lambda: len(follower.past.previews()) == 1, 60, lambda: previewer.problem)
+    await previewer.close()
+    assert (follower.past.previews()[0].epoch, previewer.problem) == (20, "")
     await follower.close()
     await run.close()
 

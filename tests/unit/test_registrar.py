@@ -6,7 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from test_gathering import KEY, Room
+from gatheringroom import KEY, Room
 
 from potluck.errors import HubUnavailableError, RevisionConflictError
 from potluck.hub.subjects import Subjects

@@ -91,7 +91,7 @@ def test_the_first_who_asks_begins_and_another_when_it_is_gone_or_does_not() -> 
 @pytest.mark.parametrize("leader", ["aux", "first", "last"])
 async def test_trainers_that_start_at_the_same_moment_take_the_state_of_one(leader: str) -> None:
     async with state_lab() as there:
-        trainers = [await there.join(f"t{number}") for number in range(4)]
+        trainers = [await there.join(f"t{number}", keep="never") for number in range(4)]
         aux = await there.join("aux", role="aux", keep="never")
         there.elect({"aux": aux, "first": trainers[0], "last": trainers[-1]}[leader])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from test_gathering import KEY, RUNS
+from gatheringroom import KEY, RUNS
 
 from potluck.round.chunks import ChunkGrid
 from potluck.round.merkle import HASH_BYTES, NOTHING

@@ -15,6 +15,7 @@ from potluck import tasks
 if TYPE_CHECKING:
     from potluck.cli.dashboardchild import DashboardOptions
     from potluck.monitor.alarms import Alarm, Kind
+    from potluck.monitor.previews import Previewer
     from potluck.run.host import Host, HostConfig
     from potluck.run.peer import Peer
     from potluck.state.keeper import StateConfig
@@ -232,16 +233,23 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
 
     module = await console.import_slowly("potluck.training.helping")
     assert host.peer is not None
-    shown = work.dashboard
+    recipe = None
     if work.run_file is not None:
         manifest = await _put_up(work.run_file, host)
-        if shown is not None and manifest.recipe.digest:
-            shown = replace(shown, recipe=work.run_file.parent / manifest.recipe.name)
+        recipe = work.run_file.parent / manifest.recipe.name if manifest.recipe.digest else None
     helper: AuxiliaryWork = await module.AuxiliaryWork.start(host.peer, _state_config(host, work.backups))
     parts.push_async_callback(helper.close)
     parts.push_async_callback(tasks.end, asyncio.create_task(_tell_alarms(host.peer, as_json), name="alarms"))
-    if shown is not None:
-        parts.push_async_callback(DashboardChild(shown, as_json).close)
+    if work.dashboard is not None:
+        parts.push_async_callback(DashboardChild(replace(work.dashboard, recipe=recipe), as_json).close)
+    else:  # dashboards elsewhere show what the model says, and only a host has what it takes
+        previews = await console.import_slowly("potluck.monitor.previews")
+        history = host.peer.session.hub.store("history")
+        previewer: Previewer = previews.Previewer(
+            host.config.hub.folder, lambda: helper.board.manifest, history, recipe
+        )
+        previewer.start()
+        parts.push_async_callback(previewer.close)
     await host.failed()
 
 

@@ -41,20 +41,20 @@ def monitor(
     """
     from potluck.cli import console
     from potluck.cli.joining import observe, parse_link
+    from potluck.monitor.exporters import open_exporters
 
     console.set_up_logging(verbose)
+    parsed = parse_link(link, "potluck monitor")
+    # Before there is an event loop: one of them may ask for an account, or be missing, and takes seconds to start.
+    exporters = open_exporters(parsed.run, wandb_project=wandb, tensorboard_folder=tensorboard)
 
     async def watch(peer: Peer, stop: asyncio.Event) -> None:
-        from potluck.monitor.exporters import open_exporters
+        await _watch(peer, stop, exporters, once=once, as_json=as_json)
 
-        run = peer.session.subjects.run
-        exporters = open_exporters(run, wandb_project=wandb, tensorboard_folder=tensorboard)
-        try:
-            await _watch(peer, stop, exporters, once=once, as_json=as_json)
-        finally:
-            exporters.close()
-
-    observe(parse_link(link, "potluck monitor"), "monitor", identity_path, as_json, watch)
+    try:
+        observe(parsed, "monitor", identity_path, as_json, watch)
+    finally:
+        exporters.close()
 
 
 async def _watch(peer: Peer, stop: asyncio.Event, exporters: Exporters, *, once: bool, as_json: bool) -> None:

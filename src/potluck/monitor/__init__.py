@@ -7,6 +7,7 @@ past.py      how the run has gone (pure); series.py: a million points as a few h
 follower.py  follows all that a page shows: the run now, its past, the manifest, who gave how much
 figures.py   numbers as people read them
 exporters.py the figures for TensorBoard and Weights & Biases
+previews.py  what the model says, out of the host's backups
 dashboard/   the run in a browser
 lossplot.py  the loss as a PNG
 """

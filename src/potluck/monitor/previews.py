@@ -1,13 +1,15 @@
 """What the model says now, over epochs: out of the backups that a host keeps, by the recipe's own preview.
 
-Computed in a thread of its own, at most every so often, and written into the run's history, so that every dashboard of
-the run shows it, wherever it is, and one that is started again still knows what the model said before.
+Computed by the host's dashboard, or by the host itself where it has none; in a thread of its own, at most every so
+often. It is written into the run's history, so that every dashboard of the run shows it, wherever it is, and one that
+is started again still knows what the model said before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +28,7 @@ from potluck.training.models import load, preview
 logger = logging.getLogger(__name__)
 
 EVERY_SECONDS = 15.0
+REST_FACTOR = 4.0  # a preview that takes long is followed by so many times as long a rest
 
 
 class Previewer:
@@ -41,8 +44,9 @@ class Previewer:
         self._manifest = manifest
         self._history = history
         self._recipe_file = recipe_file
-        self._newest: int | None = None  # epoch that the model has spoken of
-        self._place: int | None = None  # of the next one, in the store; None: not known yet
+        self._newest = -1  # epoch that the model has spoken of, here or elsewhere
+        self._tried = -1
+        self._failed = -1  # epoch at which the recipe failed: it would fail again
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -55,29 +59,38 @@ class Previewer:
 
     async def _keep_looking(self) -> None:
         while True:
+            began = time.monotonic()
             manifest = self._manifest()
             if manifest is not None:
                 try:
                     await self._look(manifest)
                 except PotluckError as error:
-                    self.problem = str(error)
-                except Exception as error:  # a recipe may do anything: it is no reason for a dashboard to end
+                    self._say(str(error))
+                except Exception as error:  # a recipe may do anything: it is no reason for a host to end
                     self.counts["errors"] += 1
-                    self.problem = f"the recipe's preview failed: {error!r}"
+                    self._failed = self._tried
+                    self._say(f"the recipe's preview failed: {error!r}")
                     logger.exception("the preview failed")
-                else:
-                    self.problem = ""
-            await asyncio.sleep(EVERY_SECONDS)
+            await asyncio.sleep(max(EVERY_SECONDS, REST_FACTOR * (time.monotonic() - began)))
+
+    def _say(self, problem: str) -> None:
+        if problem != self.problem:
+            logger.info("the model does not speak: %s", problem)
+        self.problem = problem
 
     async def _look(self, manifest: Manifest) -> None:
-        if self._place is None:
-            self._place = await self._next_place()
-        made = await asyncio.to_thread(self._speak, manifest, self._newest)
-        if made is not None:
-            await self._history.put(preview_key(self._place), encode(made))
-            self._place += 1
+        backups = Backups(self._backups, run=manifest.run)
+        info = next(iter(await asyncio.to_thread(backups.infos)), None)
+        if info is None or info.epoch <= max(self._newest, self._failed):
+            return
+        place = await self._next_place()  # each time: the host may have more than one dashboard
+        if info.epoch > self._newest:
+            self._tried = info.epoch
+            made = await asyncio.to_thread(self._preview, manifest, backups, info)
+            await self._history.put(preview_key(place), encode(made))
             self._newest = made.epoch
             self.counts["made"] += 1
+        self.problem = ""
 
     async def _next_place(self) -> int:
         """After the newest that is written; what comes there is the oldest."""
@@ -94,13 +107,6 @@ class Previewer:
             return 0
         self._newest = newest[0]
         return newest[1] + 1
-
-    def _speak(self, manifest: Manifest, known: int | None) -> Preview | None:
-        backups = Backups(self._backups, run=manifest.run)
-        newest = next(iter(backups.infos()), None)
-        if newest is None or newest.epoch == known:
-            return None
-        return self._preview(manifest, backups, newest)
 
     def _preview(self, manifest: Manifest, backups: Backups, info: BackupInfo) -> Preview:
         recipe = open_recipe(manifest.recipe, manifest.model, self._recipe_file)

@@ -88,21 +88,22 @@ class Joined:
         if self._own_loop is not None:
             self._own_loop.start()
         try:
-            self._peer = self._loop.call(_await(self._start))
+            self._loop.call(self._enter())
         except BaseException:
-            self._end_loop()
+            self._is_interrupted = True
+            self.close()  # Ctrl-C may come when we are in already
             raise
         return self
 
     def close(self) -> None:
         """Close what is attached, leave the run, end the thread. Calling it twice does no harm."""
-        if self._peer is None:
-            return
         try:
-            self._loop.call(self._leave())
+            if self._peer is not None:
+                self._loop.call(self._leave())
         finally:
             self._peer = None
-            self._end_loop()
+            if self._own_loop is not None:
+                self._own_loop.close()
 
     def __enter__(self) -> Self:
         return self.open()
@@ -140,6 +141,9 @@ class Joined:
             ended.result()
             raise ConfigurationError("the run was left already")
 
+    async def _enter(self) -> None:
+        self._peer = await self._start()
+
     async def _leave(self) -> None:
         peer = self.peer
         while self._closers:
@@ -149,10 +153,6 @@ class Joined:
             except Exception:  # the rest must be closed all the same; logged
                 logger.exception("closing a part of the run failed")
         await peer.close()
-
-    def _end_loop(self) -> None:
-        if self._own_loop is not None:
-            self._own_loop.close()
 
 
 def join(
@@ -190,7 +190,3 @@ def join(
 def _own_identity() -> Identity:
     path = environment.identity_path()
     return Identity.open(path) if path is not None else Identity.open_default()
-
-
-async def _await(start: Callable[[], Awaitable[T]]) -> T:
-    return await start()

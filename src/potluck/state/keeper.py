@@ -178,7 +178,8 @@ class StateKeeper:
         return newest.snapshot if newest is not None else None
 
     async def _published(self, epoch: int, snapshot: Snapshot, is_common: bool) -> None:
-        await self._put(Held(epoch, snapshot, made_at=epoch), is_common=is_common)
+        is_first = epoch == 0 and self._resuming.has_begun  # all others get it from here
+        await self._put(Held(epoch, snapshot, made_at=epoch), is_common=is_common, keeps=is_first or None)
         self.save(epoch, snapshot, made_at=epoch)
 
     def save(self, epoch: int, snapshot: Snapshot, *, made_at: int) -> None:

@@ -80,6 +80,8 @@ class Resuming:
         self._backups = backups
         self._workers = workers
         self._grace_seconds = grace_seconds
+        self.has_begun = False
+        """Whether the run began with this peer's own state."""
         self._beginner = Beginner()
         herald.on_asked = self._asked
 
@@ -100,6 +102,7 @@ class Resuming:
             waited = clock.monotonic() - since
             step = next_step(self._situation(head, waited, has_moved=head != first), self._grace_seconds)
             if step.kind == "begin":
+                self.has_begun = True
                 return None
             if step.verdict is not None:
                 taken = await self._take_step(step, step.verdict, head, base, progress, until)

@@ -17,6 +17,7 @@ from potluck.errors import ProtocolError, RetryableError
 from potluck.hub.connection import Delivery, Subscription
 from potluck.hub.presence import Beacon
 from potluck.messages import decode, encode
+from potluck.peer.roster import RosterEvent
 from potluck.peer.session import Session
 from potluck.round.averager import Averager
 from potluck.round.outcome import FailedRound
@@ -40,6 +41,7 @@ WRITE_EVERY_SECONDS = 2.0
 SILENT_SECONDS = 10.0  # a beacon older than that says nothing any more
 MAX_WAITING = 64  # commits whose rounds are to be written
 MAX_PEERS = 4096
+MAX_GONE = 256  # peers whose names are still known after their end
 MAX_BEACON_BYTES = 1024
 
 
@@ -70,12 +72,15 @@ class HistoryDesk:
         self._last_commit: Commit | None = None
         self._new_commits: list[Commit] = []
         self._beacons: Subscription | None = None
+        self._gone: dict[str, str] = {}  # names by peer: whoever died in a round is told of after that
+        self._stop_listening = session.roster.listen(self._roster_changed)
         self._task = asyncio.create_task(self._run(), name="history")
         averager.listen(self._committed)
         averager.listen_to_failures(self._failed)
 
     async def close(self) -> None:
         """Write what there is, and nothing more. Calling it twice does no harm."""
+        self._stop_listening()
         if not self._task.done():
             await tasks.end(self._task)
             try:
@@ -94,6 +99,13 @@ class HistoryDesk:
 
     def _failed(self, failed: FailedRound) -> None:
         self._failures.append((failed, self._session.now()))
+
+    def _roster_changed(self, event: RosterEvent) -> None:
+        if event.change in ("dead", "left"):
+            self._gone.pop(event.peer, None)
+            self._gone[event.peer] = event.presence.card.name
+            if len(self._gone) > MAX_GONE:
+                del self._gone[next(iter(self._gone))]
 
     async def _run(self) -> None:
         while True:
@@ -211,4 +223,4 @@ class HistoryDesk:
         self.counts["failures"] += 1
 
     def _names(self) -> dict[str, str]:
-        return {presence.peer: presence.card.name for presence in self._session.roster}
+        return self._gone | {presence.peer: presence.card.name for presence in self._session.roster}

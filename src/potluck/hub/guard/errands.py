@@ -39,6 +39,7 @@ class Errands:
         task = asyncio.create_task(self._run(work))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        task.add_done_callback(lambda _: work.close())  # if it was cancelled before it could begin
 
     def keep_running(self, loop: Callable[[], Work], name: str) -> None:
         """Run a loop that should never end, and run it again if it does by an error."""

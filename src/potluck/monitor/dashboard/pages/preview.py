@@ -64,7 +64,7 @@ class PreviewPage:
 
     def _explanation(self) -> str:
         problem = self._previewer.problem if self._previewer is not None else ""
-        return problem or "The model speaks after the first backup of the host, by whose dashboard everybody hears it."
+        return problem or "The model speaks after the first backup of the host, and everybody hears it."
 
     def _chosen(self) -> Preview | None:
         previews = self._past.previews()

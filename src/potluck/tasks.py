@@ -12,6 +12,8 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from potluck.errors import AccessError
+
 logger = logging.getLogger(__name__)
 
 
@@ -32,7 +34,8 @@ def forgive(task: asyncio.Task[Any]) -> None:
 
 
 def log_failures(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Say which of the finished tasks ended with an error."""
+    """Say which of the finished tasks ended with an error. That a peer was thrown out, its session tells."""
     for task in tasks:
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("task %s ended with %r", task.get_name(), error, exc_info=error)
+            level = logging.DEBUG if isinstance(error, AccessError) else logging.ERROR
+            logger.log(level, "task %s ended with %r", task.get_name(), error, exc_info=error)

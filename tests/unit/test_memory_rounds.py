@@ -21,7 +21,7 @@ from roundlab import (
     mean_of,
 )
 
-from potluck.errors import ConfigurationError, RoundFailedError
+from potluck.errors import BannedError, ConfigurationError, RoundFailedError
 from potluck.messages import encode
 from potluck.round import exchanger as exchanger_module
 from potluck.round.aggregators import AggregatorSpec
@@ -314,6 +314,16 @@ async def test_closing_in_the_middle_of_a_round_ends_the_call() -> None:
         await there.members[0].averager.close()
         with pytest.raises(RoundFailedError, match="closed"):
             await task
+
+
+@in_virtual_time
+async def test_who_is_thrown_out_in_the_middle_of_a_round_learns_why_at_once() -> None:
+    async with lab(2) as there:
+        [task] = there.start(there.members[:1])
+        await asyncio.sleep(0.1)
+        there.members[0].peer.session._end(BannedError("banned by an organiser"))
+        with pytest.raises(BannedError):
+            await asyncio.wait_for(task, 1.0)
 
 
 @in_virtual_time

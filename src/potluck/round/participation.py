@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
@@ -149,16 +150,22 @@ class Participation:
             await self._leave_round()
             if not wish.committed.done():
                 wish.committed.cancel()
-                await self._messenger.publish(msgspec.structs.replace(wish.ready, withdrawn=True))
+                if not self._session.ended.done():
+                    await self._messenger.publish(msgspec.structs.replace(wish.ready, withdrawn=True))
 
     async def _until_committed(self, wish: _Wish, timeout_seconds: float) -> Commit:
-        done, _ = await asyncio.wait([wish.committed], timeout=timeout_seconds)
-        if not done:
-            self.counts["failed"] += 1
-            raise RoundFailedError(
-                f"epoch {wish.epoch} was not committed within {timeout_seconds:g} s: {self._describe_trouble()}"
-            )
-        return wish.committed.result()
+        ended = self._session.ended
+        either: set[asyncio.Future[Any]] = {wish.committed, ended}
+        await asyncio.wait(either, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+        if wish.committed.done():
+            return wish.committed.result()
+        self.counts["failed"] += 1
+        if ended.done():
+            ended.result()  # raises why this peer is out, if it was thrown out
+            raise RoundFailedError(f"the run was left before epoch {wish.epoch} was committed")
+        raise RoundFailedError(
+            f"epoch {wish.epoch} was not committed within {timeout_seconds:g} s: {self._describe_trouble()}"
+        )
 
     async def _conclude(self, wish: _Wish, commit: Commit) -> RoundResult:
         now = self._clock.monotonic()

@@ -76,6 +76,13 @@ def bakery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bakery]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def elsewhere(bakery: Bakery) -> str:
+    """The address of a dashboard that somebody started with the link alone."""
+    started = bakery.terminal.start("dashboard", str(bakery.link), "--port", "0", "--json", name="elsewhere")
+    return str(until_event(started, "dashboard")["url"])
+
+
 def test_pages_load_without_a_complaint_and_show_names_as_text(bakery: Bakery) -> None:
     with bakery.visit() as visit:
         for path in PUBLIC_PAGES:
@@ -231,10 +238,8 @@ def _has_backup(bakery: Bakery) -> bool:
     return any((bakery.terminal.folder / "run" / "states" / "backups").glob("epoch-*.json"))
 
 
-def test_what_the_model_says_is_seen_from_any_machine(bakery: Bakery) -> None:
-    elsewhere = bakery.terminal.start("dashboard", str(bakery.link), "--port", "0", "--json", name="elsewhere")
-    url = until_event(elsewhere, "dashboard")["url"]
-    with Visit(bakery.browser, url) as visit:
+def test_what_the_model_says_is_seen_from_any_machine(bakery: Bakery, elsewhere: str) -> None:
+    with Visit(bakery.browser, elsewhere) as visit:
         page = visit.see("/preview")
         page.wait_for_selector(".preview:has-text('seen')")
         page.wait_for_selector(".card-note:has-text('at epoch')")
@@ -316,7 +321,8 @@ def _take(bakery: Bakery, path: str, file: Path, **options: object) -> None:
         page = visit.see(path)
         page.wait_for_load_state("networkidle")
         page.wait_for_timeout(3000)  # charts are drawn when their size is known
-        page.screenshot(path=file, full_page="device_scale_factor" not in options)  # of phones, what one sees at once
+        whole = "device_scale_factor" not in options  # of phones, what one sees at once
+        file.write_bytes(page.screenshot(full_page=whole))
         assert visit.complaints == []
 
 
@@ -325,10 +331,8 @@ def _epoch(bakery: Bakery) -> int:
     return int(float(found.group(1))) if found is not None else 0
 
 
-def test_a_host_without_a_dashboard_has_the_model_speak_all_the_same(bakery: Bakery) -> None:
+def test_a_host_without_a_dashboard_has_the_model_speak_all_the_same(bakery: Bakery, elsewhere: str) -> None:
     """The last test: the run goes on without the dashboard that the others look at."""
-    elsewhere = bakery.terminal.start("dashboard", str(bakery.link), "--port", "0", "--json", name="onlooker")
-    url = until_event(elsewhere, "dashboard")["url"]
     bakery.host.interrupt()
     assert bakery.host.wait(PATIENCE_SECONDS) == 0, bakery.host.tail()
     folder = bakery.terminal.folder
@@ -336,7 +340,7 @@ def test_a_host_without_a_dashboard_has_the_model_speak_all_the_same(bakery: Bak
     bakery.host = bakery.terminal.start("host", folder / "bakery", *where, name="host-again", OMP_NUM_THREADS="1")
     until_event(bakery.host, "ready")
     before = max(each["epoch"] for each in events(bakery.trainers["Ada"]) if each["event"] == "progress")
-    with Visit(bakery.browser, url) as visit:
+    with Visit(bakery.browser, elsewhere) as visit:
         note = visit.see("/preview").locator(".card", has_text="What the model says").locator(".card-note")
 
         def spoken_at() -> int:

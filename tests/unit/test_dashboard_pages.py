@@ -280,6 +280,8 @@ def test_charts_can_be_sent_and_show_phases_and_trouble() -> None:
         (figures.duration(math.inf), "–"),
         (figures.ago(0.0, 61.0), "1 min 1 s ago"),
         (figures.times(2.04), "2.0×"),
+        (figures.epochs(1), "1 epoch"),
+        (figures.epochs(1200), "1,200 epochs"),
         (figures.loss(math.nan), "–"),
     ],
 )

@@ -67,3 +67,8 @@ def clock(at: float | None) -> str:
 def times(ratio: float | None) -> str:
     """How many times as much."""
     return NOTHING if ratio is None or not math.isfinite(ratio) else f"{ratio:.1f}×"
+
+
+def epochs(count: int) -> str:
+    """1 epoch, 2 epochs."""
+    return f"{count:,} epoch" + ("" if count == 1 else "s")

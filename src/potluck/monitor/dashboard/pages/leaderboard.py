@@ -43,7 +43,7 @@ class LeaderboardPage:
         ranked = self._dashboard.shared("ranked", book.epoch, book.ranked)
         total = sum(given.samples for _, given in ranked)
         missed = f"; {book.missed:,} of them could not be written down" if book.missed else ""
-        self._note.text = f"{figures.number(total)} samples in {book.epoch:,} epochs{missed}"
+        self._note.text = f"{figures.number(total)} samples in {figures.epochs(book.epoch)}{missed}"
         self._empty.set_visibility(not ranked)
         with self._list:
             while len(self._rows) < min(SHOWN, len(ranked)):
@@ -70,5 +70,5 @@ class _Row:
         self._name.text = given.name or peer[:12]
         self._here.set_visibility(is_here)
         self._meter.show(share)
-        self._note.text = f"{given.epochs:,} epochs, the last one {given.last_epoch:,}"
+        self._note.text = f"{figures.epochs(given.epochs)}, the last one {given.last_epoch:,}"
         self._figure.text = figures.number(given.samples)

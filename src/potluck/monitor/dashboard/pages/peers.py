@@ -149,7 +149,7 @@ class PeerPage:
         given = self._dashboard.follower.book.peers.get(self._peer)
         self._given.show(
             f"{figures.number(given.samples)} samples" if given else figures.NOTHING,
-            f"in {given.epochs:,} epochs" if given else "",
+            f"in {figures.epochs(given.epochs)}" if given else "",
         )
         self._title.text = row.name if row else (given.name if given and given.name else self._peer[:12])
         self._about["State"].text = row.state if row else "not here"

@@ -53,7 +53,7 @@ class DashboardChild:
         retry_seconds = RETRY_FIRST_SECONDS
         while not self._stop.is_set():
             code = await self._serve_once()
-            if code in (0, USERS_MISTAKE):  # asked to end, or it has told what is wrong
+            if self._stop.is_set() or code in (0, USERS_MISTAKE):  # asked to end, or it has told what is wrong
                 return
             logger.warning("the dashboard has ended (exit code %s): again in %.0f s", code, retry_seconds)
             with contextlib.suppress(TimeoutError):

@@ -13,7 +13,8 @@ from test_training_recovery import Trainer, assert_alike
 from trainlab import PATIENCE_SECONDS, make_model, together, train_lab
 
 from potluck.cli.options import bandwidth_of, bytes_of
-from potluck.errors import ConfigurationError
+from potluck.errors import ConfigurationError, HubUnavailableError
+from potluck.optim import collaboration
 from potluck.optim.diloco import DiLoCo
 from potluck.optim.optimizer import Optimizer
 from potluck.testing.polling import poll_until_sync
@@ -153,6 +154,18 @@ def test_who_is_alone_hands_in_at_once(kind: str) -> None:
         ada.step()
         assert ada.optimizer.hand_in(PATIENCE_SECONDS) == 4
         assert ada.optimizer.epoch == 1
+
+
+@pytest.mark.parametrize("kind", ["sync", "diloco"])
+def test_who_leaves_while_the_hub_is_away_is_told_so_soon(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collaboration, "BACK_SECONDS", 0.2)
+    with train_lab() as lab:
+        ada = Trainer(lab, 0, kind=DiLoCo, inner_steps=5) if kind == "diloco" else Trainer(lab, 0)
+        ada.step()
+        lab.loop.soon(lambda: lab.memory.hub.disconnect(ada.optimizer.run.peer_id))
+        with pytest.raises(HubUnavailableError, match="away"):
+            ada.optimizer.hand_in(10 * PATIENCE_SECONDS)
+        assert ada.optimizer.epoch == 0
 
 
 # Beginning

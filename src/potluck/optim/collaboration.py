@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from potluck.errors import HubUnavailableError
 from potluck.optim.parameters import RolesByPrefix
 from potluck.optim.progress.keeper import ProgressKeeper
 from potluck.optim.progress.tracker import RunProgress
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 ROLES = RolesByPrefix()
 LOOK_EVERY_SECONDS = 0.5
+BACK_SECONDS = 5.0  # who wants to leave waits so long for a hub that is away
 
 T = TypeVar("T")
 
@@ -146,8 +148,17 @@ async def until_hub_is_there(session: Session) -> None:
             session.ended.result()
         if not has_said:
             has_said = True
-            logger.warning("the hub is away just now: training begins when it is back")
+            logger.warning("the hub is away just now: it is waited for")
         await asyncio.sleep(LOOK_EVERY_SECONDS)
+
+
+async def require_hub(session: Session) -> None:
+    """HubUnavailableError if the hub is away, and not back in a moment."""
+    try:
+        async with asyncio.timeout(BACK_SECONDS):
+            await until_hub_is_there(session)
+    except TimeoutError:
+        raise HubUnavailableError(f"the hub is away, and was not back within {BACK_SECONDS:g} s") from None
 
 
 async def has_other_trainers(session: Session) -> bool:

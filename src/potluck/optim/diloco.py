@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from potluck.errors import ConfigurationError
-from potluck.optim.collaboration import join_collaboration
+from potluck.optim.collaboration import join_collaboration, require_hub
 from potluck.optim.driver import Driver, DriverConfig
 from potluck.optim.gradscaler import Unscaler
 from potluck.optim.keptstates import Source, source_of_states
@@ -265,6 +265,7 @@ class DiLoCo:
 
         It is averaged with those who are ready. The others are a little late then, and late work is kept.
         """
+        self.run.call(require_hub(self.run.peer.session))
         self.driver.land()
         samples = self.method.samples
         self._steps_since_offer = 0

@@ -105,7 +105,8 @@ def source_of_states(
     keeper = run.call(start())
 
     async def leave() -> None:
-        if not (run.is_interrupted or run.peer.session.ended.done()):
+        session = run.peer.session
+        if session.hub.is_connected and not (run.is_interrupted or session.ended.done()):
             await keeper.hand_over(timeout_seconds=HAND_OVER_SECONDS)
         await keeper.close()
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from potluck.errors import ConfigurationError
-from potluck.optim.collaboration import has_other_trainers, join_collaboration
+from potluck.optim.collaboration import has_other_trainers, join_collaboration, require_hub
 from potluck.optim.driver import Driver
 from potluck.optim.gradscaler import Unscaler
 from potluck.optim.helper import Helper
@@ -148,7 +148,9 @@ class Optimizer(torch.optim.Optimizer):
 
         With others, that epoch is waited for, as long as it comes in time: starting it early would cost them theirs.
         Who is alone makes it at once, of fewer samples than usual; and so do those who all leave at the same time.
+        HubUnavailableError where there is no hub.
         """
+        self.run.call(require_hub(self.run.peer.session))
         self.driver.land()
         samples, epoch = self.samples, self.epoch
         if not samples or self.driver.is_behind:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from commandline import Terminal, events
-from test_public_run import LONG_SECONDS, Organiser, end, until_epoch
+from organiser import LONG_SECONDS, Organiser, end, until_epoch
 
 from potluck.testing.polling import poll_until_sync
 from potluck.testing.processes import ManagedProcess

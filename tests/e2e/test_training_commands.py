@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from commandline import PATIENCE_SECONDS, Terminal, events, until_event
+from organiser import LONG_SECONDS, ONE_THREAD, Organiser, end, until_epoch
 from safetensors.torch import load_file
-from test_public_run import LONG_SECONDS, ONE_THREAD, Organiser, end, until_epoch
 
 
 @pytest.mark.timeout(500)

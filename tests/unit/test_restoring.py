@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from keptlab import Trainer, assert_alike, shared_of, train_all
 from statelab import model, same, state_lab
-from test_training_recovery import Trainer, assert_alike, shared_of, train_all
 from trainlab import PATIENCE_SECONDS, TrainLab, train_lab
 
 from potluck.errors import StateUnavailableError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_training_recovery import Trainer, assert_alike
+from keptlab import Trainer, assert_alike
 from trainlab import PATIENCE_SECONDS, make_model, together, train_lab
 
 from potluck.cli.options import bandwidth_of, bytes_of

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_round_cores import World
-from test_round_cores import make_plan as make_round
+from roundworld import World
+from roundworld import make_plan as make_round
 
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.messages import decode, encode

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_round_cores import KEY, make_plan
+from roundworld import KEY, make_plan
 
 from potluck.round.director import Decision, Director, Finish, GiveUp, Patience, Publish
 from potluck.round.plan import Offence, Part, Plan, Report, bitmap

@@ -1,0 +1,185 @@
+"""Members of a round and a director, as pure cores on a network that reorders, kills, freezes and cuts."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from potluck.round.director import Director, Finish, GiveUp, Patience, Publish
+from potluck.round.exchange import (
+    Complete,
+    Discard,
+    Exchange,
+    Reduce,
+    SendAverage,
+    SendContribution,
+)
+from potluck.round.plan import Part, Participant, Plan, Report, RoundKey, bitmap
+
+KEY = RoundKey(epoch=1, token=7, attempt=0)
+
+
+def make_plan(num_members: int, num_reducers: int, chunks_each: int, clients: int = 0, aux: int = 0) -> Plan:
+    members = tuple(
+        Participant(
+            peer=f"peer{i}",
+            session="s",
+            weight=0.0 if i < aux else float(i + 1),
+            sends=i >= aux,
+            reduces=i < num_members - clients,
+        )
+        for i in range(num_members)
+    )
+    parts = tuple(Part(reducer=r, start=r * chunks_each, stop=(r + 1) * chunks_each) for r in range(num_reducers))
+    return Plan(key=KEY, members=members, parts=parts, layout="x", deadline=1e9)
+
+
+@dataclass
+class Member:
+    index: int
+    exchange: Exchange
+    averages: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    made: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    early: list[tuple[Any, Any]] = field(default_factory=list)  # with their senders, as the mailroom keeps them
+    heard_at: float = 0.0
+    alive: bool = True
+    frozen: bool = False
+
+    def digest(self) -> str:
+        return str(sorted(self.averages.items())) if self.exchange.is_complete else ""
+
+    def report(self, now: float) -> Report:
+        exchange = self.exchange
+        return Report(
+            key=KEY,
+            revision=exchange.plan.revision,
+            held=bitmap(exchange.held),
+            waiting_for=exchange.waiting_for,
+            missing_from=exchange.missing_from,
+            idle_seconds=now - self.heard_at,
+            digest=self.digest(),
+        )
+
+
+class World:
+    """A round on a virtual network; every pair is a queue, and any queue may go next."""
+
+    def __init__(self, plan: Plan, rng: random.Random) -> None:
+        self.rng, self.now = rng, 0.0
+        self.members = [Member(i, Exchange(plan, i)) for i in range(len(plan.members))]
+        self.director = Director(plan, Patience(), 0.0)
+        self.queues: dict[tuple[Any, Any], deque[Any]] = defaultdict(deque)
+        self.cut: set[tuple[int, int]] = set()
+        self.outcome: Finish | GiveUp | None = None
+        self.moved: list[tuple[str, int, int]] = []  # kind, chunk, generation
+        for member in self.members:
+            self.act(member, member.exchange.start())
+
+    def act(self, member: Member, actions: list[Any]) -> None:
+        for action in actions:
+            match action:
+                case SendContribution(chunk, generation, to):
+                    self.queues[member.index, to].append(("contribution", chunk, generation, None))
+                case Reduce(chunk, generation, contributors):
+                    member.made[chunk] = member.averages[chunk] = (generation, contributors)
+                    self.act(member, member.exchange.reduced(chunk, generation))
+                case SendAverage(chunk, generation, to):
+                    for other in to:
+                        self.queues[member.index, other].append(("average", chunk, generation, member.made[chunk]))
+                case Discard(chunk):
+                    member.averages.pop(chunk, None)
+                case Complete():
+                    pass
+        self.queues[member.index, "director"].append(member.report(self.now))
+
+    def decide(self, decisions: list[Any]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Publish):
+                for member in self.members:
+                    self.queues["director", member.index].append(decision.plan)
+            else:
+                assert self.outcome is None
+                self.outcome = decision
+
+    def movable(self) -> list[tuple[Any, Any]]:
+        def ready(source: Any, target: Any) -> bool:
+            if (source, target) in self.cut:
+                return False
+            sender = self.members[source] if isinstance(source, int) else None
+            receiver = self.members[target] if isinstance(target, int) else None
+            return not (sender and sender.frozen) and not (receiver and receiver.frozen)
+
+        return sorted(((s, t) for (s, t), queue in self.queues.items() if queue and ready(s, t)), key=str)
+
+    def deliver(self, pair: tuple[Any, Any]) -> None:
+        source, target = pair
+        item = self.queues[pair].popleft()
+        if target == "director":
+            self.decide(self.director.report_arrived(source, item, self.now))
+            return
+        member = self.members[target]
+        if not member.alive:
+            return
+        if source == "director":
+            member.heard_at = self.now
+            self.act(member, member.exchange.revise(item))
+            early, member.early = member.early, []
+            for sender, mail in early:
+                self.take(member, sender, mail)
+            return
+        self.take(member, source, item)
+
+    def take(self, member: Member, source: int, item: Any) -> None:
+        kind, chunk, generation, content = item
+        if generation > member.exchange.generation(chunk):
+            member.early.append((source, item))
+            return
+        self.moved.append((kind, chunk, generation))
+        member.heard_at = self.now
+        if kind == "contribution":
+            self.act(member, member.exchange.contribution_arrived(source, chunk, generation))
+        elif member.exchange.wants_average(source, chunk, generation):
+            member.averages[chunk] = content
+            self.act(member, member.exchange.average_arrived(source, chunk, generation))
+
+    def kill(self, index: int) -> None:
+        member = self.members[index]
+        member.alive = False
+        for (source, target), queue in self.queues.items():
+            if source == index and target != "director":
+                for _ in range(self.rng.randint(0, len(queue))):
+                    queue.pop()  # what the socket had not sent yet
+            elif source == index:
+                queue.clear()
+        self.decide(self.director.member_gone(index, "killed", self.now))
+
+    def settle(self, steps: int = 400) -> None:
+        """Let time pass until the round is over."""
+        for _ in range(steps):
+            for _ in range(2_000):
+                pairs = self.movable()
+                if not pairs or self.outcome:
+                    break
+                self.deliver(self.rng.choice(pairs))
+            if self.outcome:
+                return
+            self.now += 0.3
+            for member in self.members:
+                if member.alive and not member.frozen:
+                    self.queues[member.index, "director"].append(member.report(self.now))
+            self.decide(self.director.tick(self.now))
+        pytest.fail(f"the round did not end: {self.director.describe_trouble()}")
+
+    def check(self) -> None:
+        if not isinstance(self.outcome, Finish):
+            return
+        contents = [self.members[index].averages for index in self.outcome.holders]
+        assert contents
+        assert all(content == contents[0] for content in contents)
+        assert set(contents[0]) == set(range(self.outcome.plan.num_chunks))
+        for _generation, contributors in contents[0].values():
+            assert contributors, "an average of nobody"

@@ -17,8 +17,8 @@ Decisions (pure):
     merkle.py, seals.py                                 what binds members to what they sent and hold
 
 Drivers:
-    participation.py, exchanger.py, lane.py, mailroom.py, held.py, reduction.py, workers.py, messenger.py   a member
-    tensorwork.py, witness.py                           its work, plain or sealed; its answers in an audit
+    participation.py, wish.py, exchanger.py, lane.py, mailroom.py, held.py, reduction.py, workers.py   a member
+    messenger.py, tensorwork.py, witness.py             its words; its work, plain or sealed; its answers in an audit
     coordinator.py, convening.py, registrar.py, auditor.py   the coordinator: what it does, when a round begins, what it
                                                         writes, how it audits
     signing.py, lineage.py                              who said it; the chain of committed epochs

@@ -36,26 +36,13 @@ from potluck.round.plan import Abort, Commit, Completed, Plan, Ready, RoundKey
 from potluck.round.seals import Notary, Sealer
 from potluck.round.signing import Word, read_word
 from potluck.round.tensorwork import SealedWork, TensorWork
+from potluck.round.wish import Wish, ready_message
 from potluck.round.witness import Witness
 from potluck.round.workers import Workers
 
 logger = logging.getLogger(__name__)
 
 MAX_WORDS = 64  # that wait to be obeyed
-
-
-@dataclass(slots=True)
-class _Wish:
-    """One call of `take_part`."""
-
-    ready: Ready
-    tensors: FlatTensors | None
-    since: float
-    committed: asyncio.Future[Commit]
-
-    @property
-    def epoch(self) -> int:
-        return self.ready.epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +74,7 @@ class Participation:
         self._lineage = lineage
         self._workers = workers
         self._clock = session.clock
-        self._wish: _Wish | None = None
+        self._wish: Wish | None = None
         self._round: _Round | None = None
         self._last_abort = ""
         self._waiting_word: _Heard | None = None  # of a lease that we have not heard of yet
@@ -132,8 +119,8 @@ class Participation:
         """Be ready for an epoch until it is committed; RoundFailedError when that does not happen in time."""
         if self._wish is not None:
             raise ConfigurationError("this peer is in a round already: await the first call before the next one")
-        wish = self._wish = _Wish(
-            _ready_message(self._session.card.session, tensors, weight, epoch, reduces),
+        wish = self._wish = Wish(
+            ready_message(self._session.card.session, tensors, weight, epoch, reduces),
             tensors,
             self._clock.monotonic(),
             asyncio.get_running_loop().create_future(),
@@ -153,7 +140,7 @@ class Participation:
                 if not self._session.ended.done():
                     await self._messenger.publish(msgspec.structs.replace(wish.ready, withdrawn=True))
 
-    async def _until_committed(self, wish: _Wish, timeout_seconds: float) -> Commit:
+    async def _until_committed(self, wish: Wish, timeout_seconds: float) -> Commit:
         ended = self._session.ended
         either: set[asyncio.Future[Any]] = {wish.committed, ended}
         await asyncio.wait(either, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -167,7 +154,7 @@ class Participation:
             f"epoch {wish.epoch} was not committed within {timeout_seconds:g} s: {self._describe_trouble()}"
         )
 
-    async def _conclude(self, wish: _Wish, commit: Commit) -> RoundResult:
+    async def _conclude(self, wish: Wish, commit: Commit) -> RoundResult:
         now = self._clock.monotonic()
         current, self._round = self._round, None
         if current is None:
@@ -207,7 +194,7 @@ class Participation:
         await asyncio.shield(asyncio.gather(*writes))
 
     def _result(
-        self, wish: _Wish, commit: Commit, exchanger: Exchanger | None, seconds: PhaseSeconds, reason: str
+        self, wish: Wish, commit: Commit, exchanger: Exchanger | None, seconds: PhaseSeconds, reason: str
     ) -> RoundResult:
         behind = None
         if reason:
@@ -323,7 +310,7 @@ class Participation:
             self.counts["plans_without_us"] += 1
             return
         try:
-            _check_plan(plan, wish.tensors, me)
+            wish.check(plan, me)
             exchanger = Exchanger(
                 self._links,
                 self._workers,
@@ -349,7 +336,7 @@ class Participation:
         run = self._session.subjects.run
         return SealedWork(Sealer(self._session.identity, run, plan.key), Notary(run, plan.key))
 
-    def _broke(self, wish: _Wish, error: Exception) -> None:
+    def _broke(self, wish: Wish, error: Exception) -> None:
         if not wish.committed.done():
             failure = RoundFailedError(f"epoch {wish.epoch}: this peer's own work on the tensors failed with {error!r}")
             failure.__cause__ = error
@@ -382,22 +369,6 @@ class Participation:
             return ready
         completed = Completed(coordinator=current.coordinator, plan=current.word, digest=digest)
         return msgspec.structs.replace(ready, completed=completed)
-
-
-def _ready_message(session: str, tensors: FlatTensors | None, weight: float, epoch: int, reduces: bool) -> Ready:
-    ready = Ready(session=session, epoch=epoch, weight=weight, sends=False, reduces=reduces)
-    if tensors is None:
-        return ready
-    layout = tensors.layout
-    return msgspec.structs.replace(ready, sends=weight > 0, layout=layout.digest, runs=layout.runs)
-
-
-def _check_plan(plan: Plan, tensors: FlatTensors | None, me: int) -> None:
-    if tensors is None:
-        if plan.members[me].sends:
-            raise ProtocolError("it wants values of a peer that has none")
-    elif plan.layout != tensors.layout.digest or plan.runs != tensors.layout.runs:
-        raise ProtocolError("it is for other tensors than this peer holds")
 
 
 def _role(exchanger: Exchanger | None) -> MemberRole:

@@ -136,6 +136,12 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, array_like=True, dict
         """How long a chunk is; the last one may be short."""
         return min(self.chunk_bytes, self.num_bytes - chunk * self.chunk_bytes)
 
+    def changed_since(self, base: Inventory) -> frozenset[int] | None:
+        """The chunks that are not the same there; None where the tensors are of another kind."""
+        if base.tensors != self.tensors:
+            return None
+        return frozenset(n for n in range(self.num_chunks) if self.hash_of(n) != base.hash_of(n))
+
     def read_metadata(self) -> dict[str, Any]:
         """The metadata as it was given."""
         return decode_metadata(self.metadata)

@@ -292,7 +292,8 @@ class StateKeeper:
                 except MovedOnError as error:
                     logger.info("the fetch of epoch %d starts anew: %s", verdict.epoch, error)
             await self.take_over(Held(verdict.epoch, snapshot, verdict.made_at))
-            return FetchedState(verdict.epoch, verdict.made_at, snapshot, _changed(snapshot, based), report)
+            changed = snapshot.inventory.changed_since(based.inventory) if based is not None else None
+            return FetchedState(verdict.epoch, verdict.made_at, snapshot, changed, report)
         finally:
             assembly.close()
             if based is not None:
@@ -391,11 +392,3 @@ class StateKeeper:
         if self.backups is not None:
             found |= {f"backup_{name}": value for name, value in self.backups.statistics().items()}
         return found | self._pool.statistics()
-
-
-def _changed(snapshot: Snapshot, base: Snapshot | None) -> frozenset[int] | None:
-    """The chunks of a state that are not the same in tensors of the same kind."""
-    if base is None or base.inventory.tensors != snapshot.inventory.tensors:
-        return None
-    inventory, other = snapshot.inventory, base.inventory
-    return frozenset(n for n in range(inventory.num_chunks) if inventory.hash_of(n) != other.hash_of(n))

@@ -57,6 +57,18 @@ def test_a_fault_fires_where_point_and_labels_match(faults: Faults) -> None:
     faults.assert_all_fired()
 
 
+def test_a_record_that_is_half_written_is_not_read_yet(faults: Faults, tmp_path: Path) -> None:
+    faults.add("exchange.sent", action="note")
+    with faults.installed():
+        faultpoints.reach("exchange.sent")
+    path = tmp_path / "fired.jsonl"
+    line = path.read_bytes()
+    path.write_bytes(line + line[:20])
+    assert len(faults.fired()) == 1
+    path.write_bytes(line + line)
+    assert len(faults.fired()) == 2
+
+
 def test_the_hook_is_gone_after_the_block(faults: Faults) -> None:
     faults.add("point", action="raise", times=0)
     with faults.installed(), pytest.raises(InjectedFaultError):

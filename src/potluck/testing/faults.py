@@ -214,8 +214,8 @@ class Faults:
         """Return the records so far, all or those of one fault, in the order in which they fired."""
         if not self._fired_path.exists():
             return []
-        lines = self._fired_path.read_bytes().splitlines()
-        records = [msgspec.json.decode(line, type=FiredFault) for line in lines]
+        complete, _, _ = self._fired_path.read_bytes().rpartition(b"\n")  # the last line may be on its way
+        records = [msgspec.json.decode(line, type=FiredFault) for line in complete.splitlines()]
         return [record for record in records if fault is None or record.fault == fault]
 
     def wait_until_fired(self, fault: int = 0, deadline_seconds: float = 30.0) -> FiredFault:

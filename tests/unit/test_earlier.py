@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import pytest
 
 from potluck.errors import ConfigurationError
@@ -31,36 +34,40 @@ def state(epoch: int, digest: str, **options: bool) -> KeptState:
     return KeptState(epoch=epoch, digest=digest, num_bytes=5, made_at=epoch, **options)
 
 
-@in_virtual_time
-async def test_whoever_is_there_is_asked_what_it_holds() -> None:
+@asynccontextmanager
+async def trusted_and_stranger() -> AsyncIterator[tuple[MemoryRun, MemoryPeer, MemoryPeer]]:
+    """A run with Alan, who is trusted, and Mallory, who is not."""
     run = MemoryRun(clock=LoopClock())
     await run.open()
-    alan = await run.join("Alan", role="aux")
-    mallory = await run.join("Mallory", coordinates=False, trusted=False)
-    await keeps(run, alan, state(31, A), state(30, A, is_served=False), state(20, A, is_backup=True))
-    await keeps(run, mallory, state(31, B), state(29, B))
+    yield run, await run.join("Alan", role="aux"), await run.join("Mallory", coordinates=False, trusted=False)
+    await run.close()
+
+
+async def found_in(run: MemoryRun) -> list[EarlierState]:
     listener = run.hub.connect("ORGANISER")
     found = await announced(listener, run.hub.subjects, "ORGANISER")
+    await listener.close()
+    return found
+
+
+@in_virtual_time
+async def test_whoever_is_there_is_asked_what_it_holds() -> None:
+    async with trusted_and_stranger() as (run, alan, mallory):
+        await keeps(run, alan, state(31, A), state(30, A, is_served=False), state(20, A, is_backup=True))
+        await keeps(run, mallory, state(31, B), state(29, B))
+        found = await found_in(run)
     told = {(each.epoch, each.digest, each.keepers) for each in found}
     assert told == {(31, A, ("Alan",)), (20, A, ("Alan",)), (29, B, ("Mallory",))}, "whom we trust outweighs strangers"
-    await listener.close()
-    await run.close()
 
 
 @in_virtual_time
 async def test_what_trusted_peers_have_on_disk_is_found_and_what_strangers_say_to_have_is_not() -> None:
-    run = MemoryRun(clock=LoopClock())
-    await run.open()
-    alan = await run.join("Alan", role="aux")
-    mallory = await run.join("Mallory", coordinates=False, trusted=False)
-    await keeps(run, alan, state(31, A), saved=(state(30, A, is_backup=True), state(20, A, is_backup=True)))
-    await keeps(run, mallory, saved=(state(20, B, is_backup=True), state(10, B, is_backup=True)))
-    listener = run.hub.connect("ORGANISER")
-    found = await announced(listener, run.hub.subjects, "ORGANISER")
+    async with trusted_and_stranger() as (run, alan, mallory):
+        await keeps(run, alan, state(31, A), saved=(state(30, A, is_backup=True), state(20, A, is_backup=True)))
+        await keeps(run, mallory, saved=(state(20, B, is_backup=True), state(10, B, is_backup=True)))
+        found = await found_in(run)
     told = {(each.epoch, each.digest, each.keepers, each.is_on_disk) for each in found}
     assert told == {(31, A, ("Alan",), False), (30, A, ("Alan",), True), (20, A, ("Alan",), True)}
-    await listener.close()
-    await run.close()
 
 
 def test_the_hosts_own_backup_counts_where_there_is_one() -> None:

@@ -33,6 +33,7 @@ class Beacon(Message, frozen=True, kw_only=True):
     epoch: int = 0
     samples: int = 0  # handed in since the last committed epoch
     samples_per_second: float = 0.0
+    counted_at: float = 0.0  # hub time at which it had these samples; 0: it does not say
     ready: bool = False  # wants to take part in the next round
     target: int = 0  # how many samples make an epoch, as this peer was told; 0: it does not say
     leaving: bool = False  # it computes no more, and waits for the next epoch to hand in what it has done

@@ -302,7 +302,10 @@ class Optimizer(torch.optim.Optimizer):
         due_in_seconds, step_seconds = progress.due_in_seconds(epoch), self._pace.seconds_per_step
         if due_in_seconds is None or epoch == self._vain_epoch or is_worth_another_step(due_in_seconds, step_seconds):
             return False
-        wait_seconds = patience_seconds(due_in_seconds, step_seconds, self.config.matchmaking_seconds)
+        there_and_back = 2 * progress.way_seconds
+        wait_seconds = patience_seconds(
+            due_in_seconds, step_seconds, self.config.matchmaking_seconds, word_seconds=there_and_back
+        )
         if self.run.call(self.collaboration.until_due(epoch, wait_seconds)):
             return True
         self._vain_epoch = epoch

@@ -19,7 +19,7 @@ from potluck.round.audit import AuditConfig
 from potluck.round.chunks import ChunkGrid, fitting_chunk_bytes, largest_reply_bytes, traffic_bytes
 from potluck.round.partition import Partition, PartitionConfig, partition, round_shares
 from potluck.round.plan import MAX_MEMBERS, MEAN, Part, Participant, Plan, Ready, RoundKey
-from potluck.round.shares import Member, known_speeds
+from potluck.round.shares import Member, known_speeds, levelled
 from potluck.round.specs import Run
 from potluck.round.trigger import ReadySender
 
@@ -184,15 +184,18 @@ class Gathering:
     def _members(self, candidates: list[Candidate]) -> list[Member]:
         able = [candidate for candidate in candidates if self._may_reduce(candidate)]
         reducers = {candidate.peer for candidate in able if candidate.ready.reduces} or {c.peer for c in able}
+        cards = [candidate.presence.card for candidate in candidates]
+        uploads = levelled([card.upload_bytes_per_second for card in cards])
+        downloads = levelled([card.download_bytes_per_second for card in cards])
         return [
             Member(
                 peer=candidate.peer,
                 sends=candidate.sends,
                 reduces=candidate.peer in reducers,
-                upload_bytes_per_second=candidate.presence.card.upload_bytes_per_second,
-                download_bytes_per_second=candidate.presence.card.download_bytes_per_second,
+                upload_bytes_per_second=upload,
+                download_bytes_per_second=download,
             )
-            for candidate in candidates
+            for candidate, upload, download in zip(candidates, uploads, downloads, strict=True)
         ]
 
     def _may_reduce(self, candidate: Candidate) -> bool:

@@ -48,6 +48,7 @@ Mask = npt.NDArray[np.bool_]
 DEFAULT_BYTES_PER_SECOND = 12.5e6  # 100 Mbit/s, where nobody's speed is known
 SLOWEST_BYTES_PER_SECOND = 1e3
 FASTEST_BYTES_PER_SECOND = 12.5e9  # 100 Gbit/s: nobody attracts work by claiming more
+SAME_SPEED = 4 / 3  # measured speeds within such a factor of the median say nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,9 +213,26 @@ def _normalized(shares: Floats) -> Floats:
     return normalized
 
 
+def levelled(speeds: Sequence[float | None]) -> list[float | None]:
+    """Speeds as measured, but those that differ little from the median are the same.
+
+    What is measured varies by that much from round to round, and shares that follow it make every round as slow as the
+    peer that seemed to be fast.
+    """
+    known = _known(speeds)
+    if not known:
+        return list(speeds)
+    typical = median(known)
+    return [typical if speed and 1 / SAME_SPEED <= speed / typical <= SAME_SPEED else speed for speed in speeds]
+
+
 def known_speeds(speeds: Sequence[float | None], default: float) -> list[float]:
     """Speeds that can be calculated with: the median for those not known or not sensible, within wide limits."""
-    known = [speed for speed in speeds if speed is not None and math.isfinite(speed) and speed > 0]
+    known = _known(speeds)
     typical = median(known) if known else default
     usable = [speed if speed is not None and math.isfinite(speed) and speed > 0 else typical for speed in speeds]
     return [min(max(speed, SLOWEST_BYTES_PER_SECOND), FASTEST_BYTES_PER_SECOND) for speed in usable]
+
+
+def _known(speeds: Sequence[float | None]) -> list[float]:
+    return [speed for speed in speeds if speed is not None and math.isfinite(speed) and speed > 0]

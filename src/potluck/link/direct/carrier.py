@@ -316,6 +316,7 @@ class DirectCarrier:
         self._timer = asyncio.get_running_loop().call_later(self._config.check_seconds, self._look_around)
         if self._listener is not None:
             self._listener.check()
+        self._shared.pacer.look(self._station.clock.monotonic())
         lines = [path.line for path in self._paths.values() if path.line is not None]
         for line in self._pulse.check(lines):
             line.end(f"silent for {self._config.sockets.silence_seconds:g} s")

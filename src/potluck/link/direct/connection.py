@@ -22,10 +22,11 @@ from typing import Protocol
 from potluck.clock import Clock
 from potluck.errors import ProtocolError
 from potluck.link.carrier import Buffer
+from potluck.link.direct.pacing import BULK_BYTES, Pacer
 from potluck.link.direct.pulse import ASK_MARK
 from potluck.link.direct.records import NOTHING, OversizedError, RecordReader
 from potluck.link.direct.sealing import Opened, Slabs, Wrapping
-from potluck.link.direct.sockets import SocketSettings, prepare
+from potluck.link.direct.sockets import Progress, SocketSettings, prepare, progress_of, renew_measure, set_pace
 
 SCRATCH_BYTES = 128 * 1024
 READ_BUDGET_BYTES = 1024 * 1024  # per turn of the loop
@@ -45,6 +46,7 @@ class Shared:
     clock: Clock
     counts: Counter[str] = field(default_factory=Counter)
     connections: set[Connection] = field(default_factory=set)
+    pacer: Pacer[Connection] = field(default_factory=Pacer)
     scratch: memoryview = field(default_factory=lambda: memoryview(bytearray(SCRATCH_BYTES)))
     """Where all read what is not large, one after the other; a rest is put aside before the next one reads."""
 
@@ -162,6 +164,25 @@ class Connection:
         if self._has_room(1):
             self.send(mark, None)
 
+    @property
+    def queued_bytes(self) -> int:
+        """How much waits that the socket has not taken yet."""
+        return self._queued_bytes
+
+    def progress(self) -> Progress | None:
+        """How far TCP has come with what it was given."""
+        return None if self.is_closed else progress_of(self._socket)
+
+    def set_pace(self, bytes_per_second: float | None) -> None:
+        """Send at most so fast; None: as fast as TCP wants."""
+        if not self.is_closed:
+            set_pace(self._socket, bytes_per_second)
+
+    def renew(self) -> None:
+        """Have TCP not stop to measure the way for the next while."""
+        if not self.is_closed:
+            renew_measure(self._socket)
+
     async def drained(self) -> None:
         """Wait until all has left, or it has ended."""
         if self._queue:
@@ -183,6 +204,8 @@ class Connection:
             self._flushing = None
         if self.is_closed:
             return
+        if self._queued_bytes >= BULK_BYTES:
+            self._shared.pacer.begin(self, self._shared.clock.monotonic())
         is_stuck = False
         while self._queue and not is_stuck:
             try:
@@ -353,6 +376,7 @@ class Connection:
             if handle is not None:
                 handle.cancel()
         self._shared.connections.discard(self)
+        self._shared.pacer.forget(self)
         self._owner = self._greeter = self._reader = None
         self._queue.clear()
         self._queued_bytes = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import sys
 from dataclasses import dataclass
 
@@ -12,6 +13,30 @@ from potluck.link.direct.addresses import Endpoint
 
 MIB = 1024 * 1024
 WARM_UP_BYTES = 16 * MIB  # glibc then keeps up to twice that much of free memory
+
+# Linux: what TCP tells about a connection (struct tcp_info, up to data_segs_out), and how fast it may send.
+_TELLS = sys.platform == "linux"
+_TCP_INFO = struct.Struct("=16x I 4x I 40x I 28x I 16x Q 16x I I 4x I")
+_SO_MAX_PACING_RATE = 47
+_PACE = struct.Struct("=I")
+_NO_PACE = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far TCP has come on one connection with what it was given to send."""
+
+    acknowledged_bytes: int
+    waiting_bytes: int
+    """Not sent yet, or not acknowledged, about."""
+
+    sent_packets: int
+    repeated_packets: int
+    way_seconds: float
+    """There and back, now."""
+
+    shortest_way_seconds: float
+    """There and back, at the best of times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +141,49 @@ def prepare(sock: socket.socket, settings: SocketSettings) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # bytes that nobody acknowledges for so long; elsewhere the pulse shows
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(settings.silence_seconds * 1000))
+
+
+def progress_of(sock: socket.socket) -> Progress | None:
+    """How far TCP has come; None where the system does not tell, or the connection is gone."""
+    if not _TELLS:
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    except OSError:
+        return None
+    if len(info) < _TCP_INFO.size:  # a kernel from before 2016
+        return None
+    packet_bytes, unacknowledged, way, repeated, acknowledged, unsent, shortest, sent = _TCP_INFO.unpack(info)
+    return Progress(
+        acknowledged_bytes=acknowledged,
+        waiting_bytes=unsent + unacknowledged * packet_bytes,
+        sent_packets=sent,
+        repeated_packets=repeated,
+        way_seconds=way / 1e6,
+        shortest_way_seconds=shortest / 1e6,
+    )
+
+
+def set_pace(sock: socket.socket, bytes_per_second: float | None) -> None:
+    """Have TCP send at most so fast, evenly; None: as fast as it wants. Where the system cannot, nothing happens."""
+    if _TELLS:
+        rate = _NO_PACE if bytes_per_second is None else max(1, min(int(bytes_per_second), _NO_PACE - 1))
+        with contextlib.suppress(OSError):  # it may be gone already, which reading shows
+            sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _PACE.pack(rate))
+
+
+def renew_measure(sock: socket.socket) -> None:
+    """Have TCP take its measure of the way for a new one.
+
+    BBR sends next to nothing for two tenths of a second and one way whenever that measure is ten seconds old, and in
+    the middle of a round everybody waits for it. Chosen anew, it begins with the shortest way that TCP remembers. What
+    else it knew is lost, so this is for connections whose pace is set.
+    """
+    if _TELLS:
+        with contextlib.suppress(OSError):  # it may be gone already, which reading shows
+            if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"bbr":
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
 
 
 def _make(endpoint: Endpoint) -> socket.socket:

@@ -29,8 +29,12 @@ logger = logging.getLogger(__name__)
 TOPIC = "progress"
 TICK_SECONDS = 0.25
 TELL_EVERY_SECONDS = 1.0  # where nothing has happened
+TELL_AGAIN_SECONDS = 0.1  # where the epoch's end is expected at another time than was told
+LEAST_CORRECTION_SECONDS = 0.05  # by more than this,
+CORRECTION = 0.1  # and by more than such a part of what is left
 EAGER_EVERY_SECONDS = 0.02
 NEAR_SECONDS = 1.0  # from the target: beacons go out with each step
+LONGEST_WAY_SECONDS = 2.0  # of a word; where it seems longer, clocks are wrong
 MAX_BEACON_BYTES = 1024
 MAX_PROGRESS_BYTES = 1024
 
@@ -41,6 +45,8 @@ class ProgressKeeper:
     def __init__(self, session: Session, lease: Lease, epoch: Callable[[], int], target: int | None) -> None:
         self.latest: RunProgress | None = None
         """The newest word of the coordinator. Immutable, so any thread may read it."""
+        self.way_seconds = 0.0
+        """How long it was on its way. Any thread may read it."""
         self.counts: Counter[str] = Counter()
         self._session = session
         self._lease = lease
@@ -53,6 +59,7 @@ class ProgressKeeper:
         self._changed = asyncio.Event()
         self._wake = asyncio.Event()
         self._told_at = 0.0
+        self._told_due_at: float | None = None
         self._told_samples = 0
         self._told_epoch = 0
         self._heard_at = 0.0  # the newest word
@@ -97,7 +104,7 @@ class ProgressKeeper:
         That it is at another epoch than before it says at once too: the coordinator predicts by it.
         """
         told = {"epoch": epoch, "samples": samples, "samples_per_second": samples_per_second, "leaving": leaving}
-        self._session.update_beacon(**told, target=self._tracker.target or 0)
+        self._session.update_beacon(**told, target=self._tracker.target or 0, counted_at=self._session.now())
         self._told_samples = samples
         if self._lease.token:
             beacon = Beacon(session="", **told, target=self._tracker.target or 0)  # type: ignore[arg-type]
@@ -120,7 +127,7 @@ class ProgressKeeper:
         latest, heard_at = self.latest, self._heard_at
         if latest is None or latest.epoch != epoch or latest.due_in_seconds is None:
             return None
-        return max(0.0, latest.due_in_seconds - (self._session.clock.monotonic() - heard_at))
+        return max(0.0, latest.due_in_seconds - self.way_seconds - (self._session.clock.monotonic() - heard_at))
 
     async def until_due(self, epoch: int, seconds: float) -> bool:
         """Wait until the coordinator says that the epoch after `epoch` is due, or has come; False: not in time."""
@@ -186,6 +193,8 @@ class ProgressKeeper:
 
     def _take(self, progress: RunProgress) -> None:
         self._heard_at = self._session.clock.monotonic()
+        way_seconds = self._session.now() - progress.told_at if progress.told_at else 0.0
+        self.way_seconds = min(max(way_seconds, 0.0), LONGEST_WAY_SECONDS)
         self.latest = progress
         self._changed.set()
 
@@ -199,7 +208,8 @@ class ProgressKeeper:
             self.counts["bad_beacons"] += 1
             return
         before = self.latest
-        self._tracker.heard(peer, beacon, self._session.clock.monotonic())
+        age_seconds = self._session.now() - beacon.counted_at if beacon.counted_at else 0.0
+        self._tracker.heard(peer, beacon, self._session.clock.monotonic(), age_seconds=age_seconds)
         if before is None or not before.is_due:
             self._wake.set()
 
@@ -231,6 +241,13 @@ class ProgressKeeper:
             pass
         self._wake.clear()
 
+    def _is_corrected(self, progress: RunProgress, now: float) -> bool:
+        """Whether the end of the epoch is expected at another time than was told, by more than is left to chance."""
+        if progress.due_in_seconds is None or self._told_due_at is None:
+            return (progress.due_in_seconds is None) != (self._told_due_at is None)
+        error = abs(now + progress.due_in_seconds - self._told_due_at)
+        return error > max(LEAST_CORRECTION_SECONDS, CORRECTION * progress.due_in_seconds)
+
     async def _keep_books(self) -> None:
         token = self._lease.token
         if not token:
@@ -243,13 +260,15 @@ class ProgressKeeper:
             self._beacons = await session.hub.subscribe(session.subjects.beacon("*"), self._beacon_came)
         now = session.clock.monotonic()
         self._tracker.committed(self._epoch(), now)
-        before, progress = self.latest, self._tracker.summary(now, token=token)
+        before, progress = self.latest, self._tracker.summary(now, token=token, told_at=session.now())
         is_news = (
             before is None
             or (before.epoch, before.token, before.is_due) != (progress.epoch, token, progress.is_due)
             or now - self._told_at >= TELL_EVERY_SECONDS
+            or (now - self._told_at >= TELL_AGAIN_SECONDS and self._is_corrected(progress, now))
         )
         self._take(progress)
         if is_news:
             self._told_at = now
+            self._told_due_at = now + progress.due_in_seconds if progress.due_in_seconds is not None else None
             await session.hub.publish(session.subjects.news(session.peer_id, TOPIC), encode(progress))

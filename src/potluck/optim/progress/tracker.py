@@ -24,6 +24,7 @@ from potluck.messages import Message
 FORGET_SECONDS = 10.0  # the guard gives up a peer that was silent for so long, and so do we
 LARGEST_COUNT = 10**12  # samples of one peer in one epoch: more is nonsense, and would start every round at once
 MAX_PEERS = 100_000
+OLDEST_SECONDS = 2.0  # a count that is said to be older than that is taken to be so old: clocks may be wrong
 FOLLOW_SECONDS = 2.0  # for a commit to be heard of and brought in: until then nobody counts as behind
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -43,6 +44,7 @@ class RunProgress(Message, frozen=True, kw_only=True):
     num_behind: Count = 0  # whose state is of an earlier one
     due_in_seconds: Rate | None = None  # predicted; None: nobody can tell
     is_due: bool = False  # start now
+    told_at: Rate = 0.0  # hub time
 
     def describe(self) -> str:
         """In one line."""
@@ -61,6 +63,7 @@ class _Known:
     target: int
     leaving: bool
     heard_at: float
+    counted_at: float  # when it had the samples
 
 
 class ProgressTracker:
@@ -75,8 +78,8 @@ class ProgressTracker:
         self._committed_at = 0.0
         self._peers: dict[str, _Known] = {}
 
-    def heard(self, peer: str, beacon: Beacon, now: float) -> None:
-        """Take in a beacon. What cannot be is left out: it comes from anybody."""
+    def heard(self, peer: str, beacon: Beacon, now: float, *, age_seconds: float = 0.0) -> None:
+        """Take in a beacon, whose count is so old. What cannot be is left out: it comes from anybody."""
         if peer not in self._peers and len(self._peers) >= MAX_PEERS:
             return
         rate = beacon.samples_per_second
@@ -87,6 +90,7 @@ class ProgressTracker:
             target=beacon.target if 0 < beacon.target <= LARGEST_COUNT else 0,
             leaving=beacon.leaving,
             heard_at=now,
+            counted_at=now - min(max(age_seconds, 0.0), OLDEST_SECONDS),
         )
 
     def forget(self, peer: str) -> None:
@@ -98,8 +102,8 @@ class ProgressTracker:
         if epoch > self.epoch:
             self.epoch, self._committed_at = epoch, now
 
-    def summary(self, now: float, *, token: int = 0) -> RunProgress:
-        """Where the run is."""
+    def summary(self, now: float, *, token: int = 0, told_at: float = 0.0) -> RunProgress:
+        """Where the run is; `told_at` is hub time."""
         for peer in [peer for peer, known in self._peers.items() if now - known.heard_at > FORGET_SECONDS]:
             del self._peers[peer]
         current = [self._by_now(known) for known in self._peers.values()]
@@ -109,7 +113,7 @@ class ProgressTracker:
         target = self.target or _most_common([known.target for known in current if known.target])
         rate = sum(known.samples_per_second for known in current)
         due_in_seconds = predict_seconds(
-            [(known.samples, known.samples_per_second, now - known.heard_at) for known in current], target
+            [(known.samples, known.samples_per_second, now - known.counted_at) for known in current], target
         )
         return RunProgress(
             epoch=self.epoch,
@@ -122,6 +126,7 @@ class ProgressTracker:
             num_behind=sum(1 for known in self._peers.values() if self._by_now(known).epoch < self.epoch),
             due_in_seconds=due_in_seconds,
             is_due=0 < target <= samples or is_begun or (samples > 0 and not self._is_computed_on(current)),
+            told_at=max(told_at, 0.0),
         )
 
     @staticmethod
@@ -135,7 +140,7 @@ class ProgressTracker:
         Where epochs last a second or two, they would be over before anybody could predict their end otherwise.
         """
         if known.epoch == self.epoch - 1 and known.heard_at <= self._committed_at + FOLLOW_SECONDS:
-            return replace(known, epoch=self.epoch, samples=0, heard_at=self._committed_at)
+            return replace(known, epoch=self.epoch, samples=0, counted_at=self._committed_at)
         return known
 
 

@@ -315,6 +315,17 @@ def test_a_deadline_is_required() -> None:
         GatherConfig(least_round_seconds=0.0)
 
 
+def test_peers_of_about_the_same_speed_reduce_the_same() -> None:
+    def parts(*speeds: float) -> tuple[Part, ...]:
+        room = Room()
+        for name, speed in zip("ABCD", speeds, strict=True):
+            room.add(name, card={"upload_bytes_per_second": speed, "download_bytes_per_second": speed})
+        return room.plan().parts
+
+    assert parts(7.3e6, 6.3e6, 6.2e6, 6.9e6) == parts(6.6e6, 6.6e6, 6.6e6, 6.6e6)
+    assert parts(6.6e6, 6.6e6, 6.6e6, 3e6) != parts(6.6e6, 6.6e6, 6.6e6, 6.6e6)
+
+
 # When to start
 
 

@@ -19,6 +19,7 @@ from potluck.round.shares import (
     Member,
     RoundModel,
     known_speeds,
+    levelled,
     optimal_shares,
     smallest_seconds,
 )
@@ -270,6 +271,17 @@ def test_a_slow_uploader_is_no_reason_to_burden_one_reducer() -> None:
     members = [member("client", 1 * MB, 1 * MB), *(member("full", 100 * MB, 100 * MB, f"p{i}") for i in range(4))]
     result = partition(members, contribution_bytes=50 * MB, num_chunks=100)
     assert result.num_chunks == (0, 25, 25, 25, 25)
+
+
+def test_speeds_that_differ_by_chance_make_no_unequal_shares() -> None:
+    told = [7.3e6, 6.3e6, 6.2e6, 6.9e6]
+    assert levelled(told) == [pytest.approx(6.6e6)] * 4
+    even = levelled([5e6, None, 5.5e6, 20e6, 1e6])
+    assert even == [pytest.approx(5.25e6), None, pytest.approx(5.25e6), 20e6, 1e6], "real differences count"
+    assert levelled([None, None]) == [None, None]
+    assert levelled([]) == []
+    senseless = levelled([4e6, math.inf, -1.0, 0.0])
+    assert senseless == [4e6, math.inf, -1.0, 0.0]
 
 
 def test_unknown_and_senseless_speeds_are_taken_as_typical() -> None:

@@ -79,6 +79,20 @@ def test_an_epoch_stays_due_when_those_who_average_in_the_background_count_towar
     assert not tracker.summary(0.2).is_due
 
 
+def test_a_prediction_knows_how_old_a_count_is() -> None:
+    tracker = ProgressTracker(100)
+    tracker.heard("a", beacon(samples=50, rate=10), 10.0, age_seconds=0.5)
+    tracker.heard("b", beacon(samples=20, rate=10), 10.0)
+    assert tracker.summary(10.0).due_in_seconds == pytest.approx((100 - 55 - 20) / 20)
+    tracker.heard("a", beacon(samples=50, rate=10), 11.0, age_seconds=1.5)
+    assert tracker.summary(11.0).due_in_seconds == pytest.approx((100 - 65 - 30) / 20), "the same count, said again"
+    for age_seconds in (1e9, math.inf):
+        tracker.heard("a", beacon(samples=50, rate=10), 11.0, age_seconds=age_seconds)
+        assert tracker.summary(11.0).due_in_seconds == 0.0, "as old as a count can be, and no older"
+    tracker.heard("a", beacon(samples=50, rate=10), 11.0, age_seconds=-5.0)
+    assert tracker.summary(11.0).due_in_seconds == pytest.approx((100 - 50 - 30) / 20), "nobody is ahead of the time"
+
+
 def test_an_epoch_begins_anew_and_the_outdated_do_not_count() -> None:
     tracker = ProgressTracker(10)
     tracker.committed(1, 0.0)
@@ -221,6 +235,7 @@ def test_nobody_waits_for_what_was_only_predicted_longer_than_it_would_lose(
     due: float, step: float, grace: float, patience: float
 ) -> None:
     assert patience_seconds(due, step, grace) == pytest.approx(patience)
+    assert patience_seconds(due, step, grace, word_seconds=0.25) == pytest.approx(patience + 0.25), "on its way"
 
 
 # The news
@@ -272,6 +287,46 @@ async def test_everybody_hears_when_the_batch_is_there() -> None:
         for each in (one, other, coordinator):
             assert await each.until_due(0, 5.0)
         assert asyncio.get_running_loop().time() - before < 0.3  # not by the beacon of each second
+
+
+@in_virtual_time
+async def test_an_end_that_is_expected_at_another_time_is_told_at_once() -> None:
+    async with company() as there:
+        await there.join(coordinates=True)
+        one, other = await there.join(coordinates=False), await there.join(coordinates=False)
+        await asyncio.sleep(2.0)
+        one.progress.report(epoch=0, samples=2, samples_per_second=2.0, eager=True)
+        await asyncio.sleep(0.3)
+        due_in_seconds = other.progress.due_in_seconds(0)
+        assert due_in_seconds is not None
+        assert due_in_seconds == pytest.approx(18 / 2 - 0.3, abs=0.1)
+        other.progress.report(epoch=0, samples=2, samples_per_second=4.0, eager=True)
+        await asyncio.sleep(0.3)
+        for each in (one, other):
+            due_in_seconds = each.progress.due_in_seconds(0)
+            assert due_in_seconds is not None
+            assert due_in_seconds == pytest.approx((20 - 2.6 - 2) / 6 - 0.3, abs=0.1), "not a second later"
+
+
+@in_virtual_time
+async def test_a_word_that_was_long_on_its_way_says_less_time() -> None:
+    async with company() as there:
+        coordinator, trainer = await there.join(coordinates=True), await there.join(coordinates=False)
+        await asyncio.sleep(2.0)
+        session = there.all[0][0].session
+        token = coordinator.averager.lease.view.token
+
+        async def tell(way_seconds: float) -> float | None:
+            word = RunProgress(epoch=0, token=token, target=20, due_in_seconds=1.5, told_at=session.now() - way_seconds)
+            await session.hub.publish(session.subjects.news(session.peer_id, TOPIC), encode(word))
+            await asyncio.sleep(0)
+            return trainer.progress.due_in_seconds(0)
+
+        assert await tell(0.5) == pytest.approx(1.0, abs=0.05)
+        assert trainer.progress.way_seconds == pytest.approx(0.5, abs=0.05)
+        assert await tell(-3.0) == pytest.approx(1.5, abs=0.05), "clocks are wrong: as if it came at once"
+        assert await tell(1000.0) == 0.0
+        assert trainer.progress.way_seconds <= 2.0
 
 
 @in_virtual_time

@@ -1,4 +1,4 @@
-"""A hub for bench_train.py, without a peer of its own: prints a link for trainers that may coordinate.
+"""A host for bench_train.py, as `potluck host` is one, but that it averages nothing: prints a link for trainers.
 
 python train_host.py FOLDER ADDRESS
 """
@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import sys
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,17 +20,26 @@ from potluck.hub.keys import HubKeys
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.server.configuration import HubConfig
 from potluck.hub.subjects import Subjects
+from potluck.optim.collaboration import Collaboration
+from potluck.optim.helper import LEAST_GRACE_SECONDS, MOST_GRACE_SECONDS
+from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
+from potluck.round.codecs import CodecChoice
+from potluck.round.coordinator import CoordinatorConfig
 from potluck.run.host import Host, HostConfig
+from potluck.run.peer import Peer, PeerConfig
+from potluck.state.keeper import StateConfig, StateKeeper
 
 RUN = "bench"
-TRAINERS = Scopes(roles=("trainer",), coordinates=True, trusted=True)
+TRAINERS = Scopes(roles=("trainer",), trusted=True)
 
 
 async def main(folder: Path, address: str) -> None:
     parent = os.getppid()
     hub = HubConfig(folder=folder, run=RUN, advertised_hosts=(address,))
-    host = Host(HostConfig(hub=hub, guard=GuardConfig(run=RUN), peer=None))
+    peer = PeerConfig(role="aux", name="host", client_mode=True)
+    host = Host(HostConfig(hub=hub, guard=GuardConfig(run=RUN), peer=peer))
     await host.start()
+    coordinating = await coordinate(host.peer)
     try:
         keys = HubKeys.load_or_create(folder / "identity")
         connection = await NatsConnection.connect(host.address, seed=keys.organiser_seed, run=RUN, name="main")
@@ -40,7 +50,24 @@ async def main(folder: Path, address: str) -> None:
         while os.getppid() == parent:  # noqa: ASYNC110 - there is nobody who could set an event
             await asyncio.sleep(0.2)
     finally:
+        await coordinating.aclose()
         await host.stop()
+
+
+async def coordinate(peer: Peer | None) -> AsyncExitStack:
+    """Plan and commit rounds without being in them, until that is closed."""
+    assert peer is not None, "the host has a peer"
+    quorum = AdaptiveQuorum(grace=AdaptiveGrace(least_seconds=LEAST_GRACE_SECONDS, most_seconds=MOST_GRACE_SECONDS))
+    async with AsyncExitStack() as stack:
+        collaboration = Collaboration(
+            peer, target=None, codecs=CodecChoice(), coordinator=CoordinatorConfig(trigger=quorum), num_threads=1
+        )
+        stack.push_async_callback(collaboration.close)
+        await collaboration.start()
+        keeper = collaboration.keeper = StateKeeper(peer, collaboration.averager, StateConfig())
+        stack.push_async_callback(keeper.close)
+        await keeper.start()
+        return stack.pop_all()
 
 
 if __name__ == "__main__":

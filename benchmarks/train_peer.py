@@ -76,10 +76,11 @@ def main() -> None:
 
 
 def all_linked(run: Any, num_peers: int) -> bool:
-    """Whether everybody is known and linked to us."""
-    peers = run.peer.links.statistics().peers
-    alive = [presence.peer for presence in run.peer.session.roster if presence.state == "alive"]
-    return len(alive) == num_peers and sum(link.path == "direct" for link in peers.values()) == num_peers - 1
+    """Whether all trainers are known and linked to us."""
+    trainers = {p.peer for p in run.peer.session.roster if p.state == "alive" and p.card.role == "trainer"}
+    links = run.peer.links.statistics().peers
+    direct = [peer for peer, link in links.items() if peer in trainers and link.path == "direct"]
+    return len(trainers) == num_peers and len(direct) == num_peers - 1
 
 
 def _last_round(optimizer: Any) -> dict[str, Any]:

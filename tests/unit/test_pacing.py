@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.link.direct.pacing import BACK_OFF, BULK_BYTES, STEP_UP, LineSpeed, Pacer, shares
+from potluck.link.direct.pacing import BACK_OFF, BULK_BYTES, LEAST, STEP_UP, LineSpeed, Pacer, shares
 from potluck.link.direct.sockets import Progress, progress_of, renew_measure, set_pace
 
 LINE = 10e6  # bytes per second
@@ -108,9 +108,17 @@ def test_the_estimate_sinks_while_the_line_is_full_and_rises_while_it_is_used() 
     assert line.bytes_per_second == pytest.approx(10e6 * BACK_OFF), "little was sent: that says nothing"
     line.observe(9.4e6, is_full=False)
     assert line.bytes_per_second == pytest.approx(10e6 * BACK_OFF * STEP_UP)
-    for _ in range(100):
-        line.observe(4e6, is_full=True)
-    assert line.bytes_per_second == 4e6, "not below what it carries"
+    line.observe(9.9e6, is_full=True)
+    assert line.bytes_per_second == 9.9e6, "not below what it carries"
+
+
+def test_a_line_that_always_seems_full_is_not_given_up() -> None:
+    line = LineSpeed()
+    line.observe(10e6, is_full=True)
+    for _ in range(1000):
+        assert line.bytes_per_second is not None
+        line.observe(0.95 * line.bytes_per_second, is_full=True)
+    assert line.bytes_per_second == pytest.approx(LEAST * 10e6)
 
 
 WANTS = st.dictionaries(st.integers(0, 9), st.floats(0.0, 1e9) | st.just(math.inf), min_size=1)

@@ -6,10 +6,11 @@ queue overflows, and what was lost is sent again. So once that was seen, the con
 speed among them, and the kernel spaces out the packets of each.
 
 What the line carries is what the others acknowledge, of all connections together. The estimate sinks slowly while the
-line is too full, never below what it carries right now, and rises while all of it is used and nothing is lost. Before
-the line was ever full there is no pace, nor for a connection that is alone, nor on a short way, where what is lost is
-sent again before it matters. Who cannot take its share leaves it to the others, and one whose own line is full says
-nothing about ours.
+line is too full, and rises while all of it is used and nothing is lost. It never sinks far below the best that was
+seen: on bad lines packets are lost at any speed, and a pace that is too high does no more harm than none. Before the
+line was ever full there is no pace, nor for a connection that is alone, nor on a short way, where what is lost is sent
+again before it matters. Who cannot take its share leaves it to the others, and one whose own line is full says nothing
+about ours.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ FULL_LOSS = 0.01  # of a connection's packets were sent again: its way is full
 FULL_DELAY = 1.25  # times as long as on an empty way: likewise
 USED = 0.9  # of the speed, or of a share
 BACK_OFF = 0.95
+LEAST = 0.8  # of the best that was seen
 STEP_UP = 1.05
 ROOM_TO_GROW = 1.25  # over what a connection used that did not use its share: the rest is for the others
 RENEW_SECONDS = 5.0  # how old a measure of the way may be when much is sent; at 10 s some kernels stop for it
@@ -39,17 +41,17 @@ class LineSpeed:
     def __init__(self) -> None:
         self.bytes_per_second: float | None = None
         """The estimate; None: it was never full."""
-        self._most_seen = 0.0
+        self._best = 0.0
 
     def observe(self, bytes_per_second: float, *, is_full: bool) -> None:
         """So much was acknowledged in one window, in which several connections had more to send."""
-        self._most_seen = max(self._most_seen, bytes_per_second)
+        self._best = max(self._best, bytes_per_second)
         speed = self.bytes_per_second
         if speed is None:
             if is_full:
-                self.bytes_per_second = self._most_seen
+                self.bytes_per_second = self._best
         elif is_full:
-            self.bytes_per_second = max(speed * BACK_OFF, bytes_per_second)
+            self.bytes_per_second = max(speed * BACK_OFF, bytes_per_second, self._best * LEAST)
         elif bytes_per_second >= speed * USED:
             self.bytes_per_second = max(speed, bytes_per_second) * STEP_UP
 

@@ -142,6 +142,7 @@ class LabPeer:
             down_in_all=links.download_bytes_per_second,
             transfers={name: arrivals.told() for name, arrivals in self._arrivals.items()},
             direct_bytes=direct["bytes_sent"] + direct["bytes_received"],
+            line=direct["line_bytes_per_second"],
             relay_bytes=relay["bytes_sent"] + relay["bytes_received"],
             messages_lost=links.total.messages_lost,
             packets_resent=links.total.packets_resent,

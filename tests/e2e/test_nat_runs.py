@@ -127,6 +127,28 @@ def test_a_slow_line_is_measured_and_does_not_silence_beacons(tcp_lab: NatLab, t
     assert run.doubts() == []
 
 
+@pytest.mark.parametrize("tcp_lab", ["bbr", "cubic"], indirect=True)
+def test_links_that_send_at_once_share_what_their_line_carries(tcp_lab: NatLab, tmp_path: Path) -> None:
+    run = LabRun(tcp_lab.public("hub"), tmp_path / "run")
+    home = tcp_lab.behind_nat("alice")
+    home.shape(rate_mbit=5 * SLOW_MBIT, delay_ms=40)
+    alice = run.join(home)
+    others = [run.join(tcp_lab.public(name)) for name in ("bob", "carol")]
+    for other in others:
+        alice.until_path(other, "direct")
+    assert alice.report()["line"] == 0, "nothing was ever full"
+    for number in range(2):
+        for other in others:
+            alice.send(other, f"{number} to {other.id}", LITTLE_BYTES)
+        for other in others:
+            finish(alice, other, f"{number} to {other.id}", LITTLE_BYTES, within_seconds=50)
+    carried = alice.report()["line"] / (5 * SLOW_BYTES_PER_SECOND)
+    assert 0.3 < carried < 1.3, "the machine may be too busy for the line, but never too quick"
+    for peer in (alice, *others):
+        check_nothing_repeated(peer)
+    assert run.doubts() == []
+
+
 def check_speed(bytes_per_second: float) -> None:
     assert SLOW_BYTES_PER_SECOND / 2 <= bytes_per_second <= SLOW_BYTES_PER_SECOND * 2
 

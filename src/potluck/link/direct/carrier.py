@@ -189,10 +189,14 @@ class DirectCarrier:
         return "it is being dialled" if path.addresses else "it accepts no connections; waiting for it to dial"
 
     def statistics(self) -> Mapping[str, int | float]:
-        """Counters: packets and bytes each way, refusals by reason, connections cut by reason, paths open."""
-        counts = Counter(dict.fromkeys(ALWAYS_COUNTED, 0))
+        """Counters: packets and bytes each way, refusals by reason, connections cut by reason, paths open.
+
+        And what the line carries, by which paths that are busy at the same time are paced; 0: they are not.
+        """
+        counts: Counter[str] = Counter(dict.fromkeys(ALWAYS_COUNTED, 0))
         counts.update(self._counts)
         counts.update(self._admission.counts)
+        counts["line_bytes_per_second"] = round(self._shared.pacer.bytes_per_second or 0)
         counts["connections"] = len(self._shared.connections)
         counts["paths"] = sum(path.line is not None for path in self._paths.values())
         return counts

@@ -29,22 +29,25 @@ Backups_ = Annotated[Path | None, typer.Option("--path", help="A folder of backu
 Epoch = Annotated[int | None, typer.Option(help="Which one; the newest unless given.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 FETCH_SECONDS = 600.0
+ALL_BROKEN = "None of the backups here can be read: potluck checkpoint verify says what is wrong with each."
 
 
 @app.command("list")
 def list_checkpoints(run: Run = "", folder: Folder = None, path: Backups_ = None, as_json: AsJson = False) -> None:
-    """List the backups that the host has, or those in a folder.
+    """List the backups that the host has, or those in a folder. Exit code 1 if there are some and all are broken.
 
     Example: [bold]potluck checkpoint list --run my-run[/bold]
     """
     from potluck.cli import console
 
-    rows = [_row(info) for info in _backups(run, folder, path).infos()]
+    backups = _backups(run, folder, path)
+    rows = [_row(info) for info in backups.infos()]
     if as_json:
         console.print_json(rows)
     else:
         rows = [{**row, "digest": row["digest"][:12]} for row in rows]
-        console.show_table(rows, empty="There are no backups yet.")
+        console.show_table(rows, empty="There are no backups yet." if not backups.epochs() else ALL_BROKEN)
+    raise typer.Exit(1 if backups.epochs() and not rows else 0)
 
 
 @app.command("verify")

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from potluck.cli.main import app
+from potluck.errors import ConfigurationError
 
 COMMANDS = [
     ["train"],
@@ -56,6 +57,13 @@ def test_a_wrong_option_is_told_before_anybody_is_looked_for(option: list[str]) 
     result = CliRunner().invoke(app, ["train", link, *option], env={"COLUMNS": "200", "TERM": "dumb"})
     assert result.exit_code == 2
     assert option[0] in result.output
+
+
+def test_an_address_to_listen_on_is_read_before_anybody_is_looked_for() -> None:
+    link = "potluck://127.0.0.1:4/bakery?ca=abcdefghijklmnopqrstuvwxyz234567#ask"
+    result = CliRunner().invoke(app, ["train", link, "--listen", "0.0.0.0"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert isinstance(result.exception, ConfigurationError)
+    assert "'0.0.0.0' is not an address: write tcp://HOST:PORT" in str(result.exception)
 
 
 def test_ctrl_c_right_after_the_start_shows_no_traceback() -> None:

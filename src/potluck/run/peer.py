@@ -27,7 +27,7 @@ from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
 from potluck.hub.nats.keeper import KeeperConfig
 from potluck.hub.presence import Card, Role
 from potluck.hub.subjects import Subjects
-from potluck.link.direct.addresses import default_listen, local_interfaces
+from potluck.link.direct.addresses import Endpoint, default_listen, local_interfaces
 from potluck.link.direct.carrier import DirectCarrier, DirectConfig
 from potluck.link.direct.reachability import ReachabilityConfig
 from potluck.link.direct.sockets import SocketSettings
@@ -114,6 +114,8 @@ class PeerConfig:
             raise ConfigurationError(
                 "a peer that sends everything through the hub accepts no links: leave out --listen"
             )
+        for address in self.listen:
+            Endpoint.parse(address, lowest_port=0)
         try:
             self.application()
         except ValueError as error:

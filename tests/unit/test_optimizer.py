@@ -248,6 +248,23 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
 
 
+def test_whoever_gives_up_a_round_has_its_samples_still() -> None:
+    with train_lab() as lab:
+        trainer, absent = (Trainer(lab, n, target_batch_size=4, matchmaking_seconds=90.0) for n in range(2))
+        has_waited = threading.Event()
+        trainer.optimizer.driver.gives_up = has_waited.is_set
+        timer = threading.Timer(1.0, has_waited.set)
+        timer.start()
+        trainer.step()  # the other is waited for, which never comes
+        timer.join()
+        assert has_waited.is_set()
+        assert (trainer.optimizer.epoch, trainer.optimizer.samples) == (0, 4)
+        assert not trainer.optimizer.driver.is_busy
+        trainer.optimizer.driver.gives_up = lambda: False
+        train_all([trainer, absent], 1)
+        assert trainer.commits[1].members[0].weight + trainer.commits[1].members[1].weight >= 8
+
+
 @pytest.mark.parametrize(
     "options",
     [

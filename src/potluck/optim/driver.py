@@ -17,6 +17,7 @@ import asyncio
 import concurrent.futures
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from potluck.run.joined import Joined
 logger = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 10.0  # for a round to be left
+LOOK_UP_SECONDS = 0.5  # within so long it is seen that nobody wants a round any more
 LAST_ROUND_SECONDS = 10.0  # for the round in the background to end, when this peer does
 
 
@@ -86,6 +88,8 @@ class Driver:
         source: StateSource | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self.gives_up: Callable[[], bool] = lambda: False
+        """Whether to leave a round before its end: whoever is stopped while the hub is away should not wait for it."""
         self.last_result: RoundResult | None = None
         self._run = run
         self._method = method
@@ -125,11 +129,16 @@ class Driver:
         pending = self._start(timeout_seconds)
         self._pending = pending
         try:
-            pending.result.wait()
+            while not (is_over := pending.result.wait(LOOK_UP_SECONDS)) and not self.gives_up():
+                pass
         except BaseException:  # Ctrl-C: leave the round before anything else
             self._leave_round()
             self._method.withdraw(pending.offer)
             raise
+        if not is_over:
+            self._leave_round()
+            self._method.withdraw(pending.offer)
+            return False
         if delay_step and self._has_averages(pending):
             self._step_later(pending)
             return True

@@ -134,6 +134,7 @@ class Trainer:
         """Go on until `stop` is set, the steps are done, or the run has reached its end."""
         feed = self._open_feed()
         started = time.monotonic()
+        self.optimizer.driver.gives_up = lambda: stop.is_set() and not self._run.peer.session.hub.is_connected
         try:
             while not stop.is_set() and not self._is_done():
                 if self._is_paused():

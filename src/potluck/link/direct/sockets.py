@@ -7,6 +7,8 @@ import socket
 import struct
 import sys
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from potluck.errors import ConfigurationError
 from potluck.link.direct.addresses import Endpoint
@@ -179,11 +181,20 @@ def renew_measure(sock: socket.socket) -> None:
     the middle of a round everybody waits for it. Chosen anew, it begins with the shortest way that TCP remembers. What
     else it knew is lost, so this is for connections whose pace is set.
     """
-    if _TELLS:
+    if _may_choose_bbr():
         with contextlib.suppress(OSError):  # it may be gone already, which reading shows
             if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"bbr":
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+
+
+@cache
+def _may_choose_bbr() -> bool:
+    """Whether whoever has left BBR may come back to it."""
+    try:
+        return "bbr" in Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
+    except OSError:
+        return False
 
 
 def _make(endpoint: Endpoint) -> socket.socket:

@@ -12,7 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.link.direct.pacing import BACK_OFF, BULK_BYTES, LEAST, STEP_UP, LineSpeed, Pacer, shares
+from potluck.link.direct.pacing import (
+    BACK_OFF,
+    BULK_BYTES,
+    LEAST,
+    PROBE_UP,
+    PROBE_WINDOWS,
+    STEP_UP,
+    LineSpeed,
+    Pacer,
+    shares,
+)
 from potluck.link.direct.sockets import Progress, progress_of, renew_measure, set_pace
 
 LINE = 10e6  # bytes per second
@@ -102,6 +112,7 @@ def test_nothing_is_known_of_a_line_that_was_never_full() -> None:
 def test_the_estimate_sinks_while_the_line_is_full_and_rises_while_it_is_used() -> None:
     line = LineSpeed()
     line.observe(10e6, is_full=True)
+    line.observe(10e6, is_full=True)
     line.observe(1e6, is_full=True)
     assert line.bytes_per_second == pytest.approx(10e6 * BACK_OFF)
     line.observe(1e6, is_full=False)
@@ -112,13 +123,41 @@ def test_the_estimate_sinks_while_the_line_is_full_and_rises_while_it_is_used() 
     assert line.bytes_per_second == 9.9e6, "not below what it carries"
 
 
-def test_a_line_that_always_seems_full_is_not_given_up() -> None:
+def test_what_tcp_reached_while_it_still_sped_up_is_no_measure() -> None:
     line = LineSpeed()
+    for speed in (0.5e6, 1e6, 2e6, 4e6, 8e6):
+        line.observe(speed, is_full=True)
+        assert line.bytes_per_second is None
+    line.observe(9e6, is_full=True)
+    assert line.bytes_per_second == 9e6
+
+
+def test_a_line_that_always_seems_full_is_not_given_up_and_asked_for_more_now_and_then() -> None:
+    line = LineSpeed()
+    line.observe(10e6, is_full=False)
     line.observe(10e6, is_full=True)
-    for _ in range(1000):
+    told = []
+    for _ in range(10 * PROBE_WINDOWS):
         assert line.bytes_per_second is not None
-        line.observe(0.95 * line.bytes_per_second, is_full=True)
-    assert line.bytes_per_second == pytest.approx(LEAST * 10e6)
+        told.append(line.bytes_per_second)
+        line.observe(min(0.95 * line.bytes_per_second, 7e6), is_full=True)
+    usual = told[2 * PROBE_WINDOWS :]
+    assert min(usual) == pytest.approx(LEAST * 10e6)
+    assert max(usual) == pytest.approx(LEAST * 10e6 * PROBE_UP)
+    assert usual.count(min(usual)) == pytest.approx(len(usual) * (1 - 1 / PROBE_WINDOWS)), "and then as before"
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["by what it lost", "by its delays alone"])
+def test_an_estimate_that_is_far_too_low_is_found_out_soon(is_full: bool) -> None:
+    """As after a first exchange on a machine that was busy with something else."""
+    line = LineSpeed()
+    line.observe(1e6, is_full=False)
+    line.observe(1e6, is_full=True)
+    num_windows = 0
+    while line.bytes_per_second is not None and line.bytes_per_second < 12e6 and num_windows < 1000:
+        line.observe(min(line.bytes_per_second, 12.5e6), is_full=is_full)
+        num_windows += 1
+    assert num_windows <= 25
 
 
 WANTS = st.dictionaries(st.integers(0, 9), st.floats(0.0, 1e9) | st.just(math.inf), min_size=1)

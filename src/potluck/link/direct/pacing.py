@@ -7,10 +7,12 @@ speed among them, and the kernel spaces out the packets of each.
 
 What the line carries is what the others acknowledge, of all connections together. The estimate sinks slowly while the
 line is too full, and rises while all of it is used and nothing is lost. It never sinks far below the best that was
-seen: on bad lines packets are lost at any speed, and a pace that is too high does no more harm than none. Before the
-line was ever full there is no pace, nor for a connection that is alone, nor on a short way, where what is lost is sent
-again before it matters. Who cannot take its share leaves it to the others, and one whose own line is full says nothing
-about ours.
+seen: on bad lines packets are lost at any speed, and a pace that is too high does no more harm than none. Nor is an
+estimate believed for long that may be too low: what was measured while TCP itself still sped up says nothing, a line
+that stays calm is tried with leaps, and one that always seems full (by its delays, so does any line of a busy machine)
+is asked for more now and then. Before the line was ever full there is no pace, nor for a connection that is alone, nor
+on a short way, where what is lost is sent again before it matters. Who cannot take its share leaves it to the others,
+and one whose own line is full says nothing about ours.
 """
 
 from __future__ import annotations
@@ -31,6 +33,11 @@ USED = 0.9  # of the speed, or of a share
 BACK_OFF = 0.95
 LEAST = 0.8  # of the best that was seen
 STEP_UP = 1.05
+LEAP_UP = 1.3
+CALM_WINDOWS = 3  # in so many, one after the other, all was used and nothing full: the line carries far more
+GROWING = 1.25  # times the best before, as BBR has it: connections still find out how fast they may be
+PROBE_UP = 1.25
+PROBE_WINDOWS = 8  # one in so many, while the line seems full; as in BBR's cycle
 ROOM_TO_GROW = 1.25  # over what a connection used that did not use its share: the rest is for the others
 RENEW_SECONDS = 5.0  # how old a measure of the way may be when much is sent; at 10 s some kernels stop for it
 
@@ -42,18 +49,30 @@ class LineSpeed:
         self.bytes_per_second: float | None = None
         """The estimate; None: it was never full."""
         self._best = 0.0
+        self._num_full = 0  # windows one after the other
+        self._num_calm = 0  # likewise, in which all was used
+        self._before_probe: float | None = None
 
     def observe(self, bytes_per_second: float, *, is_full: bool) -> None:
         """So much was acknowledged in one window, in which several connections had more to send."""
+        is_growing = bytes_per_second > self._best * GROWING
         self._best = max(self._best, bytes_per_second)
-        speed = self.bytes_per_second
+        is_carried = self.bytes_per_second is not None and bytes_per_second >= self.bytes_per_second * USED
+        speed, self._before_probe = self._before_probe or self.bytes_per_second, None
         if speed is None:
-            if is_full:
+            if is_full and not is_growing:
                 self.bytes_per_second = self._best
         elif is_full:
+            is_probe_carried = is_carried and speed != self.bytes_per_second
+            self._num_full, self._num_calm = self._num_full + 1, 0
             self.bytes_per_second = max(speed * BACK_OFF, bytes_per_second, self._best * LEAST)
-        elif bytes_per_second >= speed * USED:
-            self.bytes_per_second = max(speed, bytes_per_second) * STEP_UP
+            if is_probe_carried or self._num_full % PROBE_WINDOWS == 0:
+                self._before_probe = self.bytes_per_second
+                self.bytes_per_second *= PROBE_UP
+        elif is_carried:
+            self._num_full, self._num_calm = 0, self._num_calm + 1
+            step = STEP_UP if self._num_calm <= CALM_WINDOWS else LEAP_UP
+            self.bytes_per_second = max(speed, bytes_per_second) * step
 
 
 K = TypeVar("K")

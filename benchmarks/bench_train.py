@@ -1,11 +1,12 @@
 """Seconds to a fixed loss: four peers on lines of 100 Mbit/s and 50 ms, Potluck against hivemind.Optimizer.
 
-    scripts/bench train [--json] [--only sync,hivemind] [--steps 96]
+    scripts/bench train [--json] [--repeats 3] [--only sync,hivemind] [--steps 96]
 
 A small internet (potluck.testing.natlab, needs root): a hub without a line of its own, and four peers whose lines let
 through 100 Mbit/s each way and take 50 ms each way, so that a round trip between two peers takes 200 ms. All contenders
 train the same model (toylm.py) on the same batches, for as many samples. Losses are measured afterwards, of what the
-first peer had after every few steps, so that measuring costs no contender any time.
+first peer had after every few steps, so that measuring costs no contender any time. Contenders take turns, `--repeats`
+times; figures are medians of all runs, ratios those of the medians, and what each run came to stands beside them.
 
   sync        a shared batch, averaged in float16, one step
   sync8       the same in 8 bits, with a scale for each block: half the bytes
@@ -18,6 +19,8 @@ first peer had after every few steps, so that measuring costs no contender any t
 from __future__ import annotations
 
 import json
+import math
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -144,10 +147,12 @@ def measure(kind: str, num_steps: int, log_folder: Path | None) -> dict[str, Any
         "seconds_to_lower_loss": seconds_to(LOWER_LOSS, losses),
         "final_loss": losses[-1][2],
         "computing_share": min(end["computing"] for end in ends),
+        "computing_share_of_each": [round(end["computing"], 3) for end in ends],
         "gradients_share": min(end["gradients"] for end in ends),
         "working_share": max(end["working"] for end in ends),
         "waiting_share": max(end["waiting"] for end in ends),
         "megabytes_per_peer": max(outcome["line_bytes"]) / 1e6,
+        "megabytes_of_each": [round(num_bytes / 1e6, 1) for num_bytes in outcome["line_bytes"]],
         "epochs": max(end["epoch"] for end in ends),
         "slowest_batch_seconds": max(end["slowest_batch_seconds"] for end in ends),
         "losses": [[round(value, 3) for value in row] for row in losses],
@@ -165,6 +170,23 @@ def measure(kind: str, num_steps: int, log_folder: Path | None) -> dict[str, Any
 
 def _shown(seconds: float | None) -> str:
     return "no" if seconds is None else f"{seconds:.1f}"
+
+
+def median_of(values: list[float | None]) -> float | None:
+    """Of several runs, where None has not got there at all."""
+    median = statistics.median(math.inf if value is None else value for value in values)
+    return median if math.isfinite(median) else None
+
+
+def together(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """One result of several runs of a contender: medians of what can be ordered, and all runs of what is looked at."""
+    ordered = [name for name, value in runs[0].items() if value is None or isinstance(value, (int, float))]
+    return {
+        **runs[-1],
+        **{name: median_of([run[name] for run in runs]) for name in ordered},
+        "seconds_to_loss_of_runs": [run["seconds_to_loss"] for run in runs],
+        "seconds_to_lower_loss_of_runs": [run["seconds_to_lower_loss"] for run in runs],
+    }
 
 
 def ratios_of(results: dict[str, dict[str, Any]], figure: str) -> dict[str, float]:
@@ -198,12 +220,18 @@ def figures_of(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     options = parser(__doc__)
+    options.set_defaults(repeats=3)
     options.add_argument("--only", default="", help="some contenders, with commas")
     options.add_argument("--steps", type=int, default=96, help="of each peer")
     options.add_argument("--log-folder", type=Path, help="keep what the processes say")
     arguments = options.parse_args()
     chosen = [kind for kind in OPTIONS if not arguments.only or kind in arguments.only.split(",")]
-    results = {kind: measure(kind, arguments.steps, arguments.log_folder) for kind in chosen}
+    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in chosen}
+    for number in range(arguments.repeats):
+        for kind in chosen:
+            folder = arguments.log_folder / str(number) if arguments.log_folder else None
+            runs[kind].append(measure(kind, arguments.steps, folder))
+    results = {kind: together(of_kind) for kind, of_kind in runs.items()}
     report(figures_of(results), as_json=arguments.json, title="seconds to a fixed loss, four peers on slow lines")
 
 

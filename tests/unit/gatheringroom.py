@@ -7,7 +7,7 @@ from typing import Any
 from potluck.hub.presence import Card, Presence
 from potluck.round.chunks import Run
 from potluck.round.codecs import CodecSpec
-from potluck.round.gathering import GatherConfig, Gathering, Proposal
+from potluck.round.gathering import Candidate, GatherConfig, Gathering, Proposal
 from potluck.round.plan import Plan, Ready, RoundKey
 
 KEY = RoundKey(epoch=1, token=7, attempt=0)
@@ -37,13 +37,14 @@ class Room:
         self.roster[peer] = presence(peer, **(card or {}))
         self.gathering.take(peer, ready(peer, **changes), now)
 
-    def names(self, now: float = 0.0, token: int = 7) -> list[str]:
-        candidates = self.gathering.candidates(self.roster.values(), epoch=1, token=token, now=now)
-        return [candidate.peer for candidate in candidates]
+    def candidates(self, *, now: float = 0.0, hub_now: float = 0.0, epoch: int = 1, token: int = 7) -> list[Candidate]:
+        return self.gathering.candidates(self.roster.values(), epoch=epoch, token=token, now=now, hub_now=hub_now)
+
+    def names(self, **when: Any) -> list[str]:
+        return [candidate.peer for candidate in self.candidates(**when)]
 
     def propose(self, now: float = 0.0) -> Proposal:
-        candidates = self.gathering.candidates(self.roster.values(), epoch=1, token=7, now=now)
-        return self.gathering.propose(candidates, KEY, hub_now=1000.0)
+        return self.gathering.propose(self.candidates(now=now), KEY, hub_now=1000.0)
 
     def plan(self) -> Plan:
         return self.propose().plan

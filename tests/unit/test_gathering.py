@@ -51,10 +51,10 @@ def test_waiting_counts_from_the_first_word_and_starts_again_with_the_next_epoch
     room = Room()
     room.add("A", now=10.0)
     room.add("A", now=11.0, weight=2.0)
-    [candidate] = room.gathering.candidates(room.roster.values(), epoch=1, token=7, now=11.0)
+    [candidate] = room.candidates(now=11.0)
     assert (candidate.since, candidate.ready.weight) == (10.0, 2.0)
     room.add("A", now=12.0, epoch=2)
-    [candidate] = room.gathering.candidates(room.roster.values(), epoch=2, token=7, now=12.0)
+    [candidate] = room.candidates(now=12.0, epoch=2)
     assert candidate.since == 12.0
 
 
@@ -64,7 +64,7 @@ def test_waiting_starts_again_under_another_lease() -> None:
     room.add("A", now=10.0)
     room.add("A", now=20.0, token=8)
     room.add("A", now=21.0, token=8)
-    [candidate] = room.gathering.candidates(room.roster.values(), epoch=1, token=8, now=21.0)
+    [candidate] = room.candidates(now=21.0, token=8)
     assert candidate.since == 20.0
 
 
@@ -74,7 +74,38 @@ def test_a_commit_forgets_those_who_were_ready_for_it_or_before() -> None:
     room.add("B", epoch=2)
     room.gathering.clear(1)
     assert room.names() == []
-    assert [c.peer for c in room.gathering.candidates(room.roster.values(), epoch=2, token=7, now=0.0)] == ["B"]
+    assert [c.peer for c in room.candidates(epoch=2)] == ["B"]
+
+
+# Who stands by
+
+
+def test_who_stands_by_is_ready_when_all_have_the_weight_together_that_it_awaits() -> None:
+    room = Room()
+    room.add("A", weight=16.0, awaits=48.0)
+    room.add("B", weight=16.0, awaits=48.0)
+    room.add("H", card={"role": "aux"}, sends=False, weight=1e6)
+    assert room.names() == ["H"], "32 of 48, whatever an aux peer says of itself"
+    room.add("C", weight=16.0)
+    assert room.names() == ["A", "B", "C", "H"]
+
+
+def test_waiting_of_who_stands_by_counts_from_when_the_weight_was_there() -> None:
+    room = Room()
+    room.add("A", now=1.0, weight=16.0, awaits=32.0)
+    room.add("B", now=2.0, weight=16.0, awaits=32.0)
+    room.add("C", now=3.0, weight=16.0)
+    assert {candidate.peer: candidate.since for candidate in room.candidates(now=3.0)} == {"A": 2.0, "B": 2.0, "C": 3.0}
+
+
+def test_nobody_is_planned_with_who_has_stopped_to_stand_by() -> None:
+    room = Room()
+    room.add("A", weight=16.0, awaits=32.0, until=100.0)
+    room.add("B", weight=16.0, awaits=32.0)
+    assert room.names(hub_now=100.0) == ["A", "B"]
+    assert room.names(hub_now=100.1) == [], "without A there is too little weight for B"
+    room.add("A", weight=16.0)
+    assert room.names(hub_now=100.1) == ["A", "B"], "the epoch is due, as A has heard: it waits on"
 
 
 # What the plan says
@@ -234,7 +265,7 @@ def test_who_is_barred_has_no_part_and_no_say_and_is_told_why() -> None:
     room.add("A")
     room.add("B", weight=9.0, layout="other")
     room.add("C")
-    candidates = room.gathering.candidates(room.roster.values(), epoch=1, token=7, now=0.0)
+    candidates = room.candidates()
     barred = {"B": "it lied", "Z": "it is not even here"}
     plan = room.gathering.propose(candidates, KEY, hub_now=0.0, barred=barred).plan
     assert [member.peer for member in plan.members] == ["A", "C"]
@@ -305,7 +336,7 @@ def test_what_the_trigger_sees() -> None:
     room.add("B", card={"role": "aux"}, sends=False)
     room.roster["C"] = presence("C")
     room.roster["D"] = presence("D", state="suspect")
-    candidates = room.gathering.candidates(room.roster.values(), epoch=1, token=7, now=3.0)
+    candidates = room.candidates(now=3.0)
     assert senders(candidates) == [ReadySender(peer="A", weight=2.0, since=3.0)]
     assert alive_trainers(room.roster.values()) == {"A", "C"}
 

@@ -35,7 +35,7 @@ from potluck.round.coordinator import CoordinatorConfig
 from potluck.round.director import Patience
 from potluck.round.plan import Commit
 from potluck.round.trigger import Quorum
-from potluck.testing.polling import poll_until
+from potluck.testing.polling import poll_until, poll_until_sync
 
 EXACT = CodecChoice.everything("float32")
 
@@ -401,6 +401,39 @@ def test_without_a_source_of_states_it_says_what_to_do() -> None:
         Trainer(lab, 0, target_batch_size=4).train(2)
         with pytest.raises(FatalError, match="state source"):
             Trainer(lab, 1, target_batch_size=4, source=None)
+
+
+def test_who_completes_the_batch_stands_by_at_once() -> None:
+    with train_lab() as lab:
+        trainer = Trainer(lab, 0, target_batch_size=8)
+        trainer.step()
+        assert "stood_by" not in trainer.optimizer.statistics()
+        trainer.step()
+        assert trainer.optimizer.epoch == 1
+        assert trainer.optimizer.statistics()["stood_by"] == 1
+        assert "stood_by_in_vain" not in trainer.optimizer.statistics()
+
+
+def test_who_stands_by_for_a_batch_that_does_not_come_goes_on_with_what_it_has() -> None:
+    with train_lab() as lab:
+        one, two = (Trainer(lab, number, target_batch_size=8, matchmaking_seconds=0.5) for number in range(2))
+        promised = {"epoch": 0, "samples": 0, "samples_per_second": 100.0, "eager": True}
+        progress = two.optimizer.collaboration.progress
+        two.run.soon(lambda: progress.report(**promised))
+        tracked = one.optimizer.collaboration.progress
+        poll_until_sync(
+            lambda: tracked.latest is not None and tracked.latest.samples_per_second >= 100.0,
+            PATIENCE_SECONDS,
+            "what the other promises",
+        )
+        for second in range(50):  # as with a larger model
+            one.optimizer._pace.resume(second)
+            one.optimizer._pace.step_done(4, second + 0.3)
+        one.step()
+        found = one.optimizer.statistics()
+        assert (found["stood_by"], found["stood_by_in_vain"], one.optimizer.samples) == (1, 1, 4)
+        one.step()
+        assert (one.optimizer.epoch, one.commits[1].members[0].weight) == (1, 8.0), "all samples count once"
 
 
 def test_a_batch_that_is_not_finite_is_left_out(caplog: pytest.LogCaptureFixture) -> None:

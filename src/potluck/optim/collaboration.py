@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from potluck import tasks
 from potluck.errors import HubUnavailableError
 from potluck.optim.parameters import RolesByPrefix
 from potluck.optim.progress.keeper import ProgressKeeper
@@ -22,6 +23,7 @@ from potluck.round.codecs import CodecChoice, CodecSpec
 from potluck.round.coordinator import CoordinatorConfig
 from potluck.round.outcome import RoundResult
 from potluck.round.plan import Commit
+from potluck.round.wish import StandBy
 from potluck.round.workers import Workers
 from potluck.run.joined import Joined
 from potluck.state.keeper import StateKeeper
@@ -122,6 +124,22 @@ class Collaboration:
         return await self.averager.average(
             tensors, weight=weight, epoch=epoch, reduces=reduces, timeout_seconds=timeout_seconds
         )
+
+    async def stand_by(
+        self, stand_by: StandBy, tensors: Mapping[str, Tensor], *, weight: float, epoch: int, timeout_seconds: float
+    ) -> RoundResult | None:
+        """Be there for an epoch that is expected to be due in a moment; None when it is not."""
+        confirming = asyncio.create_task(self._confirm_when_due(epoch - 1), name="progress: standing by")
+        try:
+            return await self.averager.stand_by(
+                stand_by, tensors, weight=weight, epoch=epoch, timeout_seconds=timeout_seconds
+            )
+        finally:
+            await tasks.end(confirming)
+
+    async def _confirm_when_due(self, epoch: int) -> None:
+        if await self.progress.until_due(epoch, None):
+            self.averager.confirm()
 
     async def work(self, on_tensors: Callable[[], T]) -> T:
         """Have work done in a worker."""

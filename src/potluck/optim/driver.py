@@ -3,7 +3,7 @@
 The driver lives in the user's thread; what must happen on the event loop goes through the run. `epoch` is the number of
 updates that this peer's state holds. The lineage may be further: then this peer is behind, and fetches the state.
 
-    round()        take part now, wait for the result, and step
+    round()        take part now, or as soon as it is due, wait for the result, and step
     begin_round()  the same in the background; `land()` brings the result in when it is there
 
 What can go wrong in a round is one of three things. *It failed*: nothing was committed, the offer is withdrawn, its
@@ -26,6 +26,7 @@ from potluck.optim.collaboration import Collaboration
 from potluck.optim.method import Method, Offer, StateSource
 from potluck.optim.recovery import Recovery, RecoveryConfig
 from potluck.round.outcome import RoundResult
+from potluck.round.wish import StandBy
 from potluck.run.calls import Call, Outcome
 from potluck.run.joined import Joined
 
@@ -67,7 +68,7 @@ class _Pending:
 
     epoch: int
     offer: Offer
-    result: Call[RoundResult]
+    result: Call[RoundResult | None]  # None: it stood by, and no round began
     stepped: Outcome[None] | None = None  # where the step is delayed too
 
     @property
@@ -124,22 +125,26 @@ class Driver:
 
     # Rounds
 
-    def round(self, *, delay_step: bool = False, timeout_seconds: float | None = None) -> bool:
-        """Take part in the next epoch, and step; False if our offer did not count (then it may have been caught up)."""
-        pending = self._start(timeout_seconds)
+    def round(
+        self, *, stand_by: StandBy | None = None, delay_step: bool = False, timeout_seconds: float | None = None
+    ) -> bool:
+        """Take part in the next epoch, and step; False if our offer did not count (then it may have been caught up).
+
+        With `stand_by` it is not due yet; if it does not become so in time, the offer counts again as well.
+        """
+        pending = self._start(timeout_seconds, stand_by=stand_by)
         self._pending = pending
+        is_over = False
         try:
-            while not (is_over := pending.result.wait(LOOK_UP_SECONDS)) and not self.gives_up():
-                pass
-        except BaseException:  # Ctrl-C: leave the round before anything else
-            self._leave_round()
-            self._method.withdraw(pending.offer)
-            raise
+            while not is_over and not self.gives_up():
+                is_over = pending.result.wait(LOOK_UP_SECONDS)
+        finally:
+            if not is_over:  # this peer is stopped, or Ctrl-C: leave the round before anything else
+                self._leave_round()
+                self._method.withdraw(pending.offer)
         if not is_over:
-            self._leave_round()
-            self._method.withdraw(pending.offer)
             return False
-        if delay_step and self._has_averages(pending):
+        if delay_step and _epoch_of(pending) is not None:
             self._step_later(pending)
             return True
         return self.land()
@@ -171,7 +176,7 @@ class Driver:
         state after it.
         """
         pending = self._pending
-        if pending is not None and pending.last.wait(wait_seconds) and self._has_averages(pending):
+        if pending is not None and pending.last.wait(wait_seconds) and _epoch_of(pending) is not None:
             self.land()
         self._leave_round()
         steps, self._steps = self._steps, None
@@ -188,20 +193,28 @@ class Driver:
         is_out = self._run.is_interrupted or self._run.peer.session.ended.done()
         await asyncio.to_thread(lambda: self.close(wait_seconds=0.0 if is_out else LAST_ROUND_SECONDS))
 
-    def _start(self, timeout_seconds: float | None = None, *, in_background: bool = False) -> _Pending:
+    def _start(
+        self, timeout_seconds: float | None = None, *, stand_by: StandBy | None = None, in_background: bool = False
+    ) -> _Pending:
         assert self._pending is None, "one round at a time"
         epoch = self.epoch + 1
         offer = self._method.offer(epoch)
         if not in_background:
             offer.tensors  # noqa: B018 - this thread has nothing else to do
         patience = timeout_seconds or self._config.averaging_timeout_seconds
-        return _Pending(epoch, offer, self._run.submit(self._average(offer, epoch, patience)))
+        return _Pending(epoch, offer, self._run.submit(self._average(offer, epoch, stand_by, patience)))
 
-    async def _average(self, offer: Offer, epoch: int, timeout_seconds: float) -> RoundResult:
+    async def _average(
+        self, offer: Offer, epoch: int, stand_by: StandBy | None, timeout_seconds: float
+    ) -> RoundResult | None:
         if not offer.is_made:
             await self._collaboration.work(lambda: offer.tensors)
-        return await self._collaboration.average(
-            offer.tensors, weight=offer.weight, epoch=epoch, timeout_seconds=timeout_seconds
+        if stand_by is None:
+            return await self._collaboration.average(
+                offer.tensors, weight=offer.weight, epoch=epoch, timeout_seconds=timeout_seconds
+            )
+        return await self._collaboration.stand_by(
+            stand_by, offer.tensors, weight=offer.weight, epoch=epoch, timeout_seconds=timeout_seconds
         )
 
     def _step_later(self, pending: _Pending) -> None:
@@ -213,20 +226,12 @@ class Driver:
     def _step_in_background(self, pending: _Pending, stepped: Outcome[None]) -> None:
         try:
             pending.result.wait()
-            if self._has_averages(pending):
-                self._accept(pending)
+            if (result := _epoch_of(pending)) is not None:
+                self._method.accept(pending.offer, epoch=pending.epoch, alone=result.alone)
         except BaseException as error:  # noqa: BLE001 - raised by who lands the round
             stepped.settle(error=error)
         else:
             stepped.settle()
-
-    @staticmethod
-    def _has_averages(pending: _Pending) -> bool:
-        """Whether a round that is over has an epoch for us."""
-        return pending.result.is_known and pending.result.error is None and pending.result.result().holds
-
-    def _accept(self, pending: _Pending) -> None:
-        self._method.accept(pending.offer, epoch=pending.epoch, alone=pending.result.result().alone)
 
     def _conclude(self, pending: _Pending) -> bool:
         try:
@@ -236,6 +241,9 @@ class Driver:
             logger.warning("%s; the work done counts again in the next attempt", error)
             self._method.withdraw(pending.offer)
             self.catch_up()
+            return False
+        if result is None:
+            self._method.withdraw(pending.offer)
             return False
         self.last_result = result
         if not result.holds:
@@ -248,7 +256,7 @@ class Driver:
         if pending.stepped is not None:
             pending.stepped.result()  # raises what the step raised
         else:
-            self._accept(pending)
+            self._method.accept(pending.offer, epoch=pending.epoch, alone=result.alone)
         self.counts["epochs"] += 1
         self._recovery.advance(pending.epoch)
         return True
@@ -282,3 +290,10 @@ class Driver:
         self._method.load_state_dict(state["method"])
         self._recovery.epoch = min(state["epoch"], self._collaboration.epoch)
         self._recovery.keep()
+
+
+def _epoch_of(pending: _Pending) -> RoundResult | None:
+    """The result of a round that is over and has an epoch for us."""
+    call = pending.result
+    result = call.result() if call.is_known and call.error is None else None
+    return result if result is not None and result.holds else None

@@ -35,6 +35,7 @@ from potluck.optim.options import OptimizerConfig
 from potluck.optim.parameters import are_finite
 from potluck.optim.progress.pace import Pace, is_worth_another_step, patience_seconds
 from potluck.optim.targetbatch import TargetBatch
+from potluck.round.wish import StandBy
 from potluck.run.joined import Joined
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 LEAST_ROUND_SECONDS = 10.0  # for a round that is due when somebody leaves
 HEARD_SECONDS = 3.0  # until everybody has heard who else is about to leave
 CONFIRM_SECONDS = 1.5  # how long to wait for the coordinator's word when the run should have its batch
+LEAST_WORD_SECONDS = 0.2  # that may take this long on a busy machine
 
 Factory = Callable[[Any], torch.optim.Optimizer]
 
@@ -138,8 +140,7 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._settle():
             self._add(self._batch_size(batch_size), grad_scaler)
-            if self._is_due():
-                self._round()
+            self._meet()
         self._pace.resume(time.monotonic())
         return loss
 
@@ -289,30 +290,43 @@ class Optimizer(torch.optim.Optimizer):
         """The epoch after which samples count now: that of the round in the background, if there is one."""
         return self.epoch + 1 if self.driver.is_busy else self.epoch
 
-    def _is_due(self) -> bool:
+    def _meet(self) -> None:
+        """Take part in a round if one is due, or about to be."""
         progress, epoch = self.collaboration.progress, self._counted_epoch()
         if progress.is_due(epoch):
-            return True
-        latest = progress.latest
-        if progress.seems_due(epoch, self.samples) and (latest is None or latest is not self._unconfirmed):
-            if self.run.call(self.collaboration.until_due(epoch, CONFIRM_SECONDS)):
-                return True
-            self._unconfirmed = progress.latest
-            return False
-        due_in_seconds, step_seconds = progress.due_in_seconds(epoch), self._pace.seconds_per_step
-        if due_in_seconds is None or epoch == self._vain_epoch or is_worth_another_step(due_in_seconds, step_seconds):
-            return False
-        there_and_back = 2 * progress.way_seconds
-        wait_seconds = patience_seconds(
-            due_in_seconds, step_seconds, self.config.matchmaking_seconds, word_seconds=there_and_back
-        )
-        if self.run.call(self.collaboration.until_due(epoch, wait_seconds)):
-            return True
-        self._vain_epoch = epoch
-        return False
+            self._round()
+        elif progress.seems_due(epoch, self.samples):
+            is_news = progress.latest is None or progress.latest is not self._unconfirmed
+            if is_news and not self._meet_soon(epoch, CONFIRM_SECONDS):
+                self._unconfirmed = progress.latest
+        elif epoch != self._vain_epoch:
+            due_in_seconds, step_seconds = progress.due_in_seconds(epoch), self._pace.seconds_per_step
+            if due_in_seconds is None or is_worth_another_step(due_in_seconds, step_seconds):
+                return
+            wait_seconds = patience_seconds(due_in_seconds, step_seconds, self.config.matchmaking_seconds)
+            if not self._meet_soon(epoch, wait_seconds):
+                self._vain_epoch = epoch
 
-    def _round(self) -> None:
-        """The run has its batch: average, and step, as far as the delays say."""
+    def _meet_soon(self, epoch: int, seconds: float) -> bool:
+        """Take part in the round after `epoch` if it is due within so long; whether it was.
+
+        Where nothing forbids it, this peer stands by, and the round starts when the last one does. In the background
+        nothing can be offered ahead: all samples after it count for the next epoch. And whoever stands by in vain has
+        to wait for a plan that may be on its way: too long for one whose steps are shorter than that.
+        """
+        there_and_back = 2 * self.collaboration.progress.way_seconds
+        word_seconds = max(there_and_back, LEAST_WORD_SECONDS)
+        if self.config.is_round_delayed or seconds < word_seconds:
+            is_due = self.run.call(self.collaboration.until_due(epoch, seconds + there_and_back))
+            if is_due:
+                self._round()
+            return is_due
+        awaits = float(self.target_batch_size)
+        self._round(StandBy(awaits=awaits, seconds=seconds, word_seconds=word_seconds))
+        return self.epoch > epoch
+
+    def _round(self, stand_by: StandBy | None = None) -> None:
+        """The run has its batch, or is about to: average, and step, as far as the delays say."""
         config, driver = self.config, self.driver
         if driver.is_busy:
             driver.land()  # we are ahead of our own averaging: wait for it
@@ -323,7 +337,7 @@ class Optimizer(torch.optim.Optimizer):
         elif config.is_round_delayed:
             driver.begin_round(delay_step=config.delay_optimizer_step)
         else:
-            driver.round(delay_step=config.delay_optimizer_step)
+            driver.round(stand_by=stand_by, delay_step=config.delay_optimizer_step)
         self._report()
 
     def shutdown(self) -> None:

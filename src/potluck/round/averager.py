@@ -36,6 +36,7 @@ from potluck.round.lineage import Lineage
 from potluck.round.outcome import FailedRound, RoundResult
 from potluck.round.participation import Participation
 from potluck.round.plan import Commit, Restoration
+from potluck.round.wish import StandBy
 from potluck.round.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -149,17 +150,48 @@ class Averager:
         who does. Without `reduces`, others average for this peer as long as there are any that can. RoundFailedError
         when nothing is committed in time: it names the phase and the peers.
         """
+        wanted = epoch if epoch is not None else self.epoch + 1
+        result = await self._take_part(tensors, weight, wanted, reduces, None, timeout_seconds)
+        assert result is not None, "who does not only stand by gets a result, or an error"
+        return result
+
+    async def stand_by(
+        self, stand_by: StandBy, tensors: Mapping[str, Tensor], *, weight: float, epoch: int, timeout_seconds: float
+    ) -> RoundResult | None:
+        """As `average`, ahead of the time at which the epoch is due.
+
+        None when no round began while this peer stood by: then the tensors are as they were.
+        """
+        return await self._take_part(tensors, weight, epoch, True, stand_by, timeout_seconds)
+
+    async def _take_part(
+        self,
+        tensors: Mapping[str, Tensor] | None,
+        weight: float,
+        epoch: int,
+        reduces: bool,
+        stand_by: StandBy | None,
+        timeout_seconds: float,
+    ) -> RoundResult | None:
         if not 0.0 <= weight <= 1e12:
             raise ConfigurationError(f"a weight of {weight}: take the number of samples, from 0 to 1e12")
         if timeout_seconds <= 0:
             raise ConfigurationError(f"timeout_seconds={timeout_seconds}: a round needs some time")
-        wanted = epoch if epoch is not None else self.epoch + 1
-        flat = self._bind(tensors) if tensors is not None else None
         result = await self._participation.take_part(
-            flat, weight=weight, epoch=wanted, reduces=reduces, timeout_seconds=timeout_seconds
+            self._bind(tensors) if tensors is not None else None,
+            weight=weight,
+            epoch=epoch,
+            reduces=reduces,
+            stand_by=stand_by,
+            timeout_seconds=timeout_seconds,
         )
-        logger.info("%s", result.describe())
+        if result is not None:
+            logger.info("%s", result.describe())
         return result
+
+    def confirm(self) -> None:
+        """The epoch that this peer stands by for is due."""
+        self._participation.confirm()
 
     def coordinate_by(self, config: CoordinatorConfig) -> None:
         """Where this peer coordinates, start and plan the next rounds by this."""

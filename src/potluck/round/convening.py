@@ -124,7 +124,10 @@ class Convener:
         """What to do while no round is under way."""
         now = self._session.clock.monotonic()
         epoch = self._lineage.epoch + 1
-        candidates = self._gathering.candidates(self._session.roster, epoch=epoch, token=term.token, now=now)
+        hub_now = self._session.now()
+        candidates = self._gathering.candidates(
+            self._session.roster, epoch=epoch, token=term.token, now=now, hub_now=hub_now
+        )
         claims = self._claims(candidates, epoch)
         if claims:
             is_late = now - term.since > ADOPT_SECONDS
@@ -144,7 +147,7 @@ class Convener:
             return Wait(wait_seconds)
         key = RoundKey(epoch=epoch, token=term.token, attempt=term.attempt)
         try:
-            return self._gathering.propose(candidates, key, hub_now=self._session.now(), barred=barred)
+            return self._gathering.propose(candidates, key, hub_now=hub_now, barred=barred)
         except PotluckError as error:
             return NoPlan(key, str(error))
 

@@ -3,13 +3,16 @@
 The coordinator hands in every Ready it hears, with the roster as it stands. Out comes a plan: the members in the order
 of their ids, what each contributes, who reduces how much, how the values are cut into chunks. Who cannot be taken is
 named in the plan with the reason, and so learns it from the commit.
+
+Some only *stand by*: they expect the epoch to be due in a moment and say so ahead, so that nobody waits for a meeting
+then. They are ready once all who are have the weight together that makes an epoch, and not for ever.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from potluck.errors import ConfigurationError, RetryableError
@@ -121,7 +124,9 @@ class Gathering:
         """An epoch is committed: who was ready for it is not ready for the next."""
         self._waiting = {peer: waiting for peer, waiting in self._waiting.items() if waiting.ready.epoch > epoch}
 
-    def candidates(self, roster: Iterable[Presence], *, epoch: int, token: int, now: float) -> list[Candidate]:
+    def candidates(
+        self, roster: Iterable[Presence], *, epoch: int, token: int, now: float, hub_now: float
+    ) -> list[Candidate]:
         """The peers that could take part in the round for this epoch, under this lease, by id."""
         found = []
         for presence in sorted(roster, key=lambda presence: presence.peer):
@@ -134,9 +139,10 @@ class Gathering:
                 and waiting.ready.epoch == epoch
                 and waiting.ready.token == token
                 and now - waiting.heard_at <= READY_SECONDS
+                and (not waiting.ready.until or hub_now <= waiting.ready.until)
             ):
                 found.append(Candidate(presence, waiting.ready, waiting.since))
-        return found
+        return _without_those_who_await_more(found)
 
     def propose(
         self, candidates: Sequence[Candidate], key: RoundKey, *, hub_now: float, barred: Mapping[str, str] | None = None
@@ -260,6 +266,21 @@ class Gathering:
     def _deadline_seconds(self, predicted_seconds: float) -> float:
         wanted = 10.0 + 5.0 * predicted_seconds
         return min(max(wanted, self.config.least_round_seconds), self.config.most_round_seconds)
+
+
+def _without_those_who_await_more(found: list[Candidate]) -> list[Candidate]:
+    """Who stands by is ready since all together had the weight that it awaits, and not before."""
+    weight, reached = 0.0, []
+    for candidate in sorted(found, key=lambda candidate: candidate.since):
+        weight += candidate.ready.weight if candidate.sends else 0.0
+        reached.append((weight, candidate.since))
+    ready = []
+    for candidate in found:
+        reached_at = next((since for weight, since in reached if weight >= candidate.ready.awaits), None)
+        if reached_at is not None:
+            since = max(candidate.since, reached_at) if candidate.ready.awaits else candidate.since
+            ready.append(replace(candidate, since=since))
+    return ready
 
 
 def _wait_of(ready: Ready) -> tuple[int, str, int]:

@@ -4,6 +4,9 @@
                         ▲                  │
                         └── aborted, or a new coordinator
 
+Who only stands by says so ahead of the time at which an epoch is expected to be due, and until when. A plan made until
+then finds it there. Being in one, or hearing that the epoch is due (`confirm`), makes it ready like everybody else.
+
 A plan counts only if it is signed by the peer on whose subject it came and that peer holds the lease with the plan's
 token. A member keeps the averages of a round that it has completed until an epoch is committed or a newer plan comes;
 if the coordinator dies in between, it says so in its Ready, and the next coordinator can commit the round as it is.
@@ -36,7 +39,7 @@ from potluck.round.plan import Abort, Commit, Completed, Plan, Ready, RoundKey
 from potluck.round.seals import Notary, Sealer
 from potluck.round.signing import Word, read_word
 from potluck.round.tensorwork import SealedWork, TensorWork
-from potluck.round.wish import Wish, ready_message
+from potluck.round.wish import StandBy, Wish, ready_message
 from potluck.round.witness import Witness
 from potluck.round.workers import Workers
 
@@ -114,21 +117,39 @@ class Participation:
     # What the caller wants
 
     async def take_part(
-        self, tensors: FlatTensors | None, *, weight: float, epoch: int, reduces: bool = True, timeout_seconds: float
-    ) -> RoundResult:
-        """Be ready for an epoch until it is committed; RoundFailedError when that does not happen in time."""
+        self,
+        tensors: FlatTensors | None,
+        *,
+        weight: float,
+        epoch: int,
+        reduces: bool = True,
+        stand_by: StandBy | None = None,
+        timeout_seconds: float,
+    ) -> RoundResult | None:
+        """Be ready for an epoch until it is committed; RoundFailedError when that does not happen in time.
+
+        None, and nothing has changed, when this peer only stood by and no round began.
+        """
         if self._wish is not None:
             raise ConfigurationError("this peer is in a round already: await the first call before the next one")
+        loop = asyncio.get_running_loop()
         wish = self._wish = Wish(
             ready_message(self._session.card.session, tensors, weight, epoch, reduces),
             tensors,
             self._clock.monotonic(),
-            asyncio.get_running_loop().create_future(),
+            committed=loop.create_future(),
+            wanted=loop.create_future(),
         )
         self._last_abort = ""
         try:
             if self._lineage.head is not None:
                 self.committed(self._lineage.head)
+            if stand_by is not None:
+                self.counts["stood_by"] += 1
+                if not await self._is_wanted(wish, stand_by):
+                    self.counts["stood_by_in_vain"] += 1
+                    return None
+            wish.confirm()
             self._messenger.announce()
             commit = await self._until_committed(wish, timeout_seconds)
             return await self._conclude(wish, commit)
@@ -139,6 +160,22 @@ class Participation:
                 wish.committed.cancel()
                 if not self._session.ended.done():
                     await self._messenger.publish(msgspec.structs.replace(wish.ready, withdrawn=True))
+
+    async def _is_wanted(self, wish: Wish, stand_by: StandBy) -> bool:
+        """Stand by until there is a plan, the epoch is due, or was committed by others; False: none of it in time."""
+        until = self._session.now() + stand_by.seconds
+        wish.ready = msgspec.structs.replace(wish.ready, awaits=stand_by.awaits, until=until)
+        self._messenger.announce()
+        either: set[asyncio.Future[Any]] = {wish.wanted, wish.committed, self._session.ended}
+        done, _ = await asyncio.wait(
+            either, timeout=stand_by.seconds + stand_by.word_seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        return bool(done)
+
+    def confirm(self) -> None:
+        """The epoch that this peer stands by for is due."""
+        if self._wish is not None:
+            self._wish.confirm()
 
     async def _until_committed(self, wish: Wish, timeout_seconds: float) -> Commit:
         ended = self._session.ended
@@ -327,6 +364,7 @@ class Participation:
             logger.warning("the plan for %s cannot be followed: %s", plan.key, error)
             return
         self._round = _Round(exchanger, sender, data)
+        wish.confirm()
         exchanger.start()
         self._messenger.report()
 

@@ -128,6 +128,8 @@ class Ready(Message, frozen=True, kw_only=True):
     layout: Name = ""
     runs: tuple[Run, ...] = ()
     token: Counter = 0  # of the newest lease it knows: an earlier word means nothing to that coordinator
+    awaits: Weight = 0.0  # it stands by: ready as soon as all who are have so much weight together
+    until: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0  # hub time after which no plan may have it; 0: it waits on
     withdrawn: bool = False  # it no longer waits for this epoch
     completed: Completed | None = None  # so that a new coordinator can commit what the old one could not
 

@@ -12,6 +12,20 @@ from potluck.round.layout import FlatTensors
 from potluck.round.plan import Commit, Plan, Ready
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandBy:
+    """To be there for a round that is expected, so that it can start the moment it is due."""
+
+    awaits: float
+    """It is due when all who are ready have so much weight together."""
+
+    seconds: float
+    """How long to stand by."""
+
+    word_seconds: float
+    """How long a plan may be on its way that was made in the last moment."""
+
+
 @dataclass(slots=True)
 class Wish:
     """To take part in making one epoch."""
@@ -20,11 +34,19 @@ class Wish:
     tensors: FlatTensors | None
     since: float
     committed: asyncio.Future[Commit]
+    wanted: asyncio.Future[None]
+    """Done as soon as this peer does not only stand by."""
 
     @property
     def epoch(self) -> int:
         """Which one."""
         return self.ready.epoch
+
+    def confirm(self) -> None:
+        """The epoch is due, or this peer is in a plan: from now on it is ready, for as long as it takes."""
+        self.ready = msgspec.structs.replace(self.ready, awaits=0.0, until=0.0)
+        if not self.wanted.done():
+            self.wanted.set_result(None)
 
     def check(self, plan: Plan, me: int) -> None:
         """ProtocolError unless the plan is for what this peer, its member of that number, has."""

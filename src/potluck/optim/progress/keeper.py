@@ -129,7 +129,7 @@ class ProgressKeeper:
             return None
         return max(0.0, latest.due_in_seconds - self.way_seconds - (self._session.clock.monotonic() - heard_at))
 
-    async def until_due(self, epoch: int, seconds: float) -> bool:
+    async def until_due(self, epoch: int, seconds: float | None) -> bool:
         """Wait until the coordinator says that the epoch after `epoch` is due, or has come; False: not in time."""
         return await self._until(lambda: self.is_due(epoch), seconds)
 
@@ -137,7 +137,7 @@ class ProgressKeeper:
         """Wait until an epoch after `epoch` is committed; False: not in time."""
         return await self._until(lambda: self._epoch() > epoch, seconds)
 
-    async def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
+    async def _until(self, condition: Callable[[], bool], seconds: float | None) -> bool:
         try:
             async with asyncio.timeout(seconds):
                 while not condition():

@@ -59,14 +59,11 @@ def is_worth_another_step(due_in_seconds: float | None, step_seconds: float) -> 
     return step_seconds - due_in_seconds <= due_in_seconds
 
 
-def patience_seconds(
-    due_in_seconds: float, step_seconds: float, grace_seconds: float, word_seconds: float = 0.0
-) -> float:
+def patience_seconds(due_in_seconds: float, step_seconds: float, grace_seconds: float) -> float:
     """How long to wait for a round that is about to start, before computing on after all.
 
     It was predicted and may not come: then a step's time is lost, and no more. But the round waits for us only until
     `due_in_seconds` + `grace_seconds`, and who would miss it in a long step loses all its samples of the epoch, and
-    must fetch the state. The word that it starts needs `word_seconds` to come.
+    must fetch the state.
     """
-    open_seconds = due_in_seconds + grace_seconds
-    return min(step_seconds, open_seconds) + word_seconds
+    return min(step_seconds, due_in_seconds + grace_seconds)

@@ -21,8 +21,8 @@ STEP_SECONDS = PATIENCE.pause_seconds / 1.5
 class Desk:
     """A director, and reports made up for it."""
 
-    def __init__(self, plan: Plan, patience: Patience = PATIENCE) -> None:
-        self.director = Director(plan, patience, 0.0)
+    def __init__(self, plan: Plan, patience: Patience = PATIENCE, *, coordinator: str = "") -> None:
+        self.director = Director(plan, patience, 0.0, coordinator=coordinator)
         self.now = 0.0
 
     @property
@@ -123,13 +123,39 @@ def test_an_accusation_of_nobody_or_of_one_that_sends_no_more_changes_nothing() 
     assert desk.plan.revision == revision
 
 
-def test_of_equally_many_digests_the_first_by_name_counts() -> None:
-    for first, second in (("a", "b"), ("b", "a")):
-        desk = Desk(make_plan(2, 2, 1))
-        desk.done(0, digest=first)
-        finish = finish_of(desk.done(1, digest=second))
-        assert finish.digest == "a"
-        assert finish.holders == (0 if first == "a" else 1,)
+@pytest.mark.parametrize("lie", ["0" * 32, "f" * 32])
+@pytest.mark.parametrize("coordinator", [0, 1, 3])
+def test_of_equally_many_digests_the_coordinators_own_counts(coordinator: int, lie: str) -> None:
+    desk = Desk(make_plan(4, 2, 1), coordinator=f"peer{coordinator}")
+    desk.done(0, 1, digest="d" * 32)
+    finish = finish_of(desk.done(2, 3, digest=lie))
+    assert finish.digest == ("d" * 32 if coordinator < 2 else lie)
+    assert finish.holders == ((0, 1) if coordinator < 2 else (2, 3))
+
+
+def test_the_coordinators_own_digest_counts_for_no_more_than_any_other_where_most_hold_one() -> None:
+    desk = Desk(make_plan(3, 2, 1), coordinator="peer0")
+    desk.done(0, digest="a")
+    assert finish_of(desk.done(1, 2, digest="b")).holders == (1, 2)
+
+
+@pytest.mark.parametrize("coordinator", ["", "peer4"])
+def test_where_nobody_can_tell_whose_averages_are_right_nothing_is_committed(coordinator: str) -> None:
+    """The coordinator is no member, or holds what fewer hold than either of two others."""
+    desk = Desk(make_plan(5 if coordinator else 4, 2, 1), coordinator=coordinator)
+    if coordinator:
+        desk.done(4, digest="x")
+    desk.done(0, 1, digest="d" * 32)
+    [end] = desk.done(2, 3, digest="0" * 32)
+    assert isinstance(end, GiveUp)
+    assert "peer0 holds dddddddd" in end.reason
+    assert "peer3 holds 00000000" in end.reason
+
+
+def test_where_an_audit_follows_it_finds_out_whose_averages_are_right() -> None:
+    desk = Desk(msgspec.structs.replace(make_plan(2, 2, 1), audit=True))
+    desk.done(0, digest="b")
+    assert finish_of(desk.done(1, digest="a")).holders == (1,)
 
 
 def test_who_holds_something_else_is_left_out_and_its_averages_are_not_done_again() -> None:

@@ -251,7 +251,8 @@ class Coordinator:
         term.attempt += 1
         plan = proposal.plan
         self.counts["rounds"] += 1
-        self._director = Director(plan, self._patience(proposal), self._clock.monotonic())
+        now, myself = self._clock.monotonic(), self._session.peer_id
+        self._director = Director(plan, self._patience(proposal), now, coordinator=myself)
         logger.debug("%s begins with %d members and %d parts", plan.key, len(plan.members), len(plan.parts))
         await self._registrar.publish(plan, "round.plan_published")
 

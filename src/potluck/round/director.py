@@ -13,7 +13,9 @@ revised plan:
   older generation.
 
 When every receiver reports a digest under the newest revision, the round can be committed. Where digests differ, the
-one that most members hold counts, and the others are left out: they must fetch the state.
+one that most members hold counts, and the others are left out: they must fetch the state. Between digests that equally
+many hold, the coordinator's own decides, since it could commit anything anyway. If it has none, nobody can tell who
+lies (a weight is only claimed): the round is given up, unless an audit is about to find out.
 
 Members that are out though they live (silent, or cut off) may be only out of *our* reach. A minority must not run away
 with the epoch, so the round is given up unless those who hold it outnumber those who were lost that way. The next
@@ -91,8 +93,10 @@ Decision = Publish | Finish | GiveUp
 class Director:
     """Watches over one round."""
 
-    def __init__(self, plan: Plan, patience: Patience, now: float) -> None:
+    def __init__(self, plan: Plan, patience: Patience, now: float, *, coordinator: str = "") -> None:
+        """`coordinator` is the peer that directs, a member or not."""
         self.plan = plan
+        self._coordinator = coordinator
         self.started_at = now
         self._patience = patience
         self._attendance = Attendance(len(plan.members), plan.num_chunks, now)
@@ -238,7 +242,9 @@ class Director:
         if len(done) < len(receivers) or self._to_redo:
             return []
         digests = {index: self._attendance.digest(index) for index in receivers}
-        digest, _count = min(Counter(digests.values()).items(), key=lambda vote: (-vote[1], vote[0]))
+        digest = self._agreed(digests)
+        if digest is None:
+            return self._give_up("nobody can tell whose averages are right: " + self._describe_digests(digests))
         holders = tuple(index for index in receivers if digests[index] == digest)
         liars = {index: OTHER_DIGEST for index in receivers if index not in holders}
         if len(holders) <= len(self._lost):
@@ -246,6 +252,18 @@ class Director:
         self._take_out(liars, redo=False)
         self._over = True
         return [Finish(self.plan, digest, holders)]
+
+    def _agreed(self, digests: Mapping[int, str]) -> str | None:
+        """The digest that counts; None where that cannot be told."""
+        votes = Counter(digests.values())
+        first = sorted(digest for digest, count in votes.items() if count == max(votes.values()))
+        own = next((digest for index, digest in digests.items() if self._name(index) == self._coordinator), None)
+        if own in first:
+            return own
+        return first[0] if len(first) == 1 or self.plan.audit else None
+
+    def _describe_digests(self, digests: Mapping[int, str]) -> str:
+        return ", ".join(f"{self._name(index)} holds {digest[:8]}" for index, digest in digests.items())
 
     def _redo(self) -> str:
         """Give the chunks that not all survivors hold to other reducers. Returns what makes that impossible."""

@@ -205,6 +205,34 @@ def test_who_did_not_testify_counts_as_lost_and_who_lied_does_not() -> None:
         assert isinstance(decisions[-1], Finish if is_finished else GiveUp)
 
 
+def test_who_dies_during_an_audit_does_not_stand_in_the_way_of_the_rest() -> None:
+    """A coordinator, one that lied, and one that died before it could testify: the coordinator goes on alone."""
+    for missing in ({}, {2: "it did not testify"}):
+        desk = Desk(make_plan(3, 3, 2))
+        finish_of(desk.done(0, 1, 2))
+        assert desk.director.member_gone(2, "dead", 1.0) == []
+        desk.now = 2.0
+        desk.director.overrule({1: "it lied"}, missing, (0, 1, 2, 3, 4, 5), desk.now)
+        assert desk.receivers() == [0]
+        assert [member.trouble for member in desk.plan.members] == ["", "it lied", "dead"]
+        assert desk.director.lost == ()
+        assert {part.reducer for part in desk.plan.parts} == {0, 1, 2}
+        desk.report(0)
+        assert {part.reducer for part in desk.plan.parts} == {0}
+        assert finish_of(desk.done(0)).holders == (0,)
+
+
+def test_who_was_dead_before_an_audit_does_not_count_as_lost_for_not_testifying() -> None:
+    desk = Desk(make_plan(3, 3, 2))
+    desk.director.member_gone(2, "dead", 0.5)
+    desk.report(0)
+    desk.report(1)
+    finish_of(desk.done(0, 1))
+    desk.director.overrule({1: "it lied"}, {2: "it did not testify"}, (), 2.0)
+    assert desk.director.lost == ()
+    assert desk.plan.members[2].trouble == "dead"
+
+
 def test_after_an_audit_everybody_has_time_to_answer_again() -> None:
     desk = Desk(make_plan(3, 3, 2))
     finish_of(desk.done(0, 1, 2))

@@ -103,6 +103,7 @@ class Director:
         self._to_redo: set[int] = set()  # reducers whose chunks are taken over once all survivors have answered
         self._tainted: set[int] = set()  # chunks to be done again though all survivors hold them
         self._lost: set[int] = set()  # out, though perhaps alive
+        self._gone: dict[int, str] = {}  # dead, or left, and how: also while an audit is under way
         self._reach = Reach()
         self._majority_at: float | None = None
         self._published_revision = plan.revision
@@ -119,6 +120,7 @@ class Director:
 
     def member_gone(self, member: int, reason: str, now: float) -> list[Decision]:
         """A member died or left."""
+        self._gone[member] = reason
         self._lost.discard(member)  # now its fate is known
         if self._over or not self.plan.members[member].receives:
             return []
@@ -133,8 +135,9 @@ class Director:
         self._resume(now)
         self._tainted |= set(stale)
         self._to_redo |= {part.reducer for part in self.plan.parts if self._tainted & set(range(part.start, part.stop))}
+        self._take_out({index: why for index, why in self._gone.items() if self.plan.members[index].receives})
         self._take_out(dict(liars))
-        self._lose(dict(missing))
+        self._lose({index: why for index, why in missing.items() if index not in self._gone})
         return self._next(now)
 
     def tick(self, now: float) -> list[Decision]:

@@ -308,6 +308,47 @@ def test_who_has_everything_may_be_silent() -> None:
     assert desk.receivers() == [0, 1]
 
 
+@pytest.mark.parametrize("lag_seconds", [0.3, 0.8, 2.0])
+def test_a_coordinator_that_always_lags_finds_out_who_is_silent_all_the_same(lag_seconds: float) -> None:
+    desk = Desk(make_plan(3, 1, 2))
+    for _ in range(5):
+        desk.now += lag_seconds
+        desk.director.tick(desk.now)
+        for member in (0, 1):
+            desk.report(member)
+    assert desk.receivers() == ([0, 1] if 5 * lag_seconds > SILENT + 0.1 else [0, 1, 2])
+    for _ in range(5):
+        desk.now += lag_seconds
+        desk.director.tick(desk.now)
+        for member in (0, 1):
+            desk.report(member)
+    assert desk.receivers() == [0, 1]
+
+
+def test_a_coordinator_that_always_lags_waits_for_no_straggler_for_ever() -> None:
+    desk = Desk(make_plan(3, 1, 2))
+    desk.done(0, 1)
+    for _ in range(8):
+        desk.now += 0.8
+        desk.report(2)
+        desk.director.tick(desk.now)
+        if len(desk.receivers()) < 3:
+            break
+    assert desk.receivers() == [0, 1]
+
+
+@pytest.mark.parametrize("pause_seconds", [1.0, 5.0, 60.0])
+def test_who_was_not_heard_since_the_last_pause_is_excused_for_the_next_one_too(pause_seconds: float) -> None:
+    """The hub was away twice in a row, and nobody could say anything in between."""
+    desk = Desk(make_plan(3, 1, 2))
+    desk.tick(0.2, heard=(0, 1, 2))
+    for _ in range(2):
+        desk.now += pause_seconds
+        desk.director.tick(desk.now)
+        desk.tick(desk.now + 0.2)
+    assert desk.receivers() == [0, 1, 2]
+
+
 def ticking(desk: Desk, until: float, *, heard: tuple[int, ...]) -> float | None:
     """Let time pass in small steps; when somebody was left out, if anybody was."""
     while desk.now < until:

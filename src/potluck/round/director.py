@@ -58,7 +58,7 @@ class Patience:
 
     pause_seconds: float = 0.75
     """Two looks at the clock further apart than this mean that the coordinator itself stood still: what members said
-    meanwhile has not been read yet, and their silence proves nothing."""
+    meanwhile has not been read yet, and their silence proves nothing. No more than this counts of that time."""
 
     repeat_seconds: float = 0.5
     """A plan that somebody has not answered is published again after this long: the hub may have lost it."""
@@ -132,7 +132,7 @@ class Director:
     ) -> list[Decision]:
         """An audit says that the round is not finished after all: without these members, do these chunks again."""
         self._over = False
-        self._resume(now)
+        self._excuse(now - self._ticked_at, now)
         self._tainted |= set(stale)
         self._to_redo |= {part.reducer for part in self.plan.parts if self._tainted & set(range(part.start, part.stop))}
         self._take_out({index: why for index, why in self._gone.items() if self.plan.members[index].receives})
@@ -144,19 +144,21 @@ class Director:
         """Look at the clock; to be called a few times a second."""
         if self._over:
             return []
-        if now - self._ticked_at > self._patience.pause_seconds:
-            self._resume(now)
+        pause_seconds = now - self._ticked_at - self._patience.pause_seconds
+        if pause_seconds > 0:
+            self._excuse(pause_seconds, now)
         self._ticked_at = now
         self._lose(self._silent(now))
         self._lose(self._stragglers(now))
         self._mend(self._broken_links())
         return self._next(now) or self._repeat(now)
 
-    def _resume(self, now: float) -> None:
-        """The hub was away, and with it our plans, or we stood still: nobody's silence until now means anything."""
-        self._attendance.excuse(now)
+    def _excuse(self, seconds: float, now: float) -> None:
+        """The hub was away, and with it our plans, or we stood still: nobody's silence in that time means anything."""
+        self._ticked_at = now
+        self._attendance.excuse(seconds, now)
         if self._majority_at is not None:
-            self._majority_at = now
+            self._majority_at = min(now, self._majority_at + seconds)
 
     def seconds_of(self, member: int) -> float:
         """How long a member took to have all averages; 0 if it has not got them."""

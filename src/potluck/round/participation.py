@@ -186,12 +186,11 @@ class Participation:
         if tensors is None:
             return
         averages = exchanger.averages
-        writes = [
+        # A caller that gives up now must find all of its tensors written, not some, nor any that still change.
+        await tasks.finish(
             self._workers.run(lambda chunks=chunks: averages.write(chunks, tensors))  # type: ignore[misc]
             for chunks in averages.pieces(self._workers.num_threads)
-        ]
-        # Shielded: a caller that gives up now must still find all of its tensors written, not some.
-        await asyncio.shield(asyncio.gather(*writes))
+        )
 
     def _result(
         self, wish: Wish, commit: Commit, exchanger: Exchanger | None, seconds: PhaseSeconds, reason: str

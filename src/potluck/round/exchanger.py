@@ -158,7 +158,7 @@ class Exchanger:
         chunk = self.grid.chunks[number]
         if not _fits(chunk.codec, chunk, frames):
             self._refuse(sender, f"its values of chunk {number} do not have {chunk.encoded_bytes} bytes")
-            self._carry_out(self.exchange.contribution_refused(sender, number, generation))
+            self._carry_out(self.exchange.contributions_refused([sender], number, generation))
             return
         self._contributions.setdefault(number, {})[sender] = frames[0]
         self.work.received(number, self.plan.members[sender].peer, seal)
@@ -303,8 +303,7 @@ class Exchanger:
         for peer, reason in reduced.refused.items():
             self._refuse(self.index_by_peer[peer], reason)
         if reduced.frame is None:
-            for index in action.contributors:
-                self._carry_out(self.exchange.contribution_refused(index, action.chunk, action.generation))
+            self._carry_out(self.exchange.contributions_refused(action.contributors, action.chunk, action.generation))
             return
         self.averages.put(action.chunk, reduced.frame, reduced.frame_hash)
         self._milestones.reduced()

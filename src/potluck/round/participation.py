@@ -273,7 +273,7 @@ class Participation:
             except Exception:  # the next plan may be better; logged and counted
                 self.counts["errors"] += 1
                 logger.exception("obeying %s failed", heard.word.key)
-            self._mailroom.plans_changed()
+            self._mailroom.look_again()
 
     async def _obey(self, word: Word, sender: str, data: bytes) -> None:
         current = self._round
@@ -319,6 +319,7 @@ class Participation:
                 self._clock,
                 on_news=self._messenger.report,
                 on_broken=lambda error: self._broke(wish, error),
+                on_room=self._mailroom.look_again,
                 work=self._work(plan),
             )
         except PotluckError as error:

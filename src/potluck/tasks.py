@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from potluck.errors import AccessError
@@ -25,6 +25,21 @@ async def end(*tasks: asyncio.Task[Any] | None, every_seconds: float = 0.2) -> N
             task.cancel()
         await asyncio.wait(pending, timeout=every_seconds)
     log_failures(ours)
+
+
+async def finish(works: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Do all of this side by side, to its end: a caller that is cancelled meanwhile is so only when all is done."""
+    ours = [asyncio.create_task(work) for work in works]
+    cancelled: asyncio.CancelledError | None = None
+    while pending := [task for task in ours if not task.done()]:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        log_failures(ours)
+        raise cancelled
+    await asyncio.gather(*ours)
 
 
 def forgive(task: asyncio.Task[Any]) -> None:

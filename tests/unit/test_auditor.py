@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from gatheringroom import Room, presence
 
-from potluck.errors import PeerUnreachableError
+from potluck.errors import DeadlineExceededError, PeerUnreachableError
 from potluck.hub.subjects import Subjects
 from potluck.peer.roster import Roster
 from potluck.round import auditor as module
@@ -37,7 +37,8 @@ class Hearing:
         self.counts: Counter[str] = Counter()
         self.timeouts: list[float] = []
         self.inventoried: list[str] = []
-        self.slow = ""  # answers only when its time is over
+        self.slow = ""  # they let their time pass
+        self.hides = ""  # they do not show what they hold
         room = Room()
         for peer in MEMBERS:
             room.add(peer, card={"addresses": ()} if peer == "E" else None)  # E reduces nothing
@@ -56,9 +57,13 @@ class Hearing:
         self.timeouts.append(timeout_seconds)
         if isinstance(question, Inventory):
             self.inventoried.append(peer)
+            if peer in self.hides:
+                self.clock.advance(timeout_seconds)
+                raise DeadlineExceededError(f"{peer} does not answer")
             return SimpleNamespace(message=Holdings(), frames=[peer.encode()])
-        if peer == self.slow:
+        if peer in self.slow:
             await asyncio.sleep(timeout_seconds)
+            raise DeadlineExceededError(f"{peer} does not answer")
         raise PeerUnreachableError(f"{peer} does not answer")
 
     async def _work(self, work: Any) -> Any:
@@ -126,6 +131,50 @@ async def test_who_is_not_needed_is_not_waited_for() -> None:
     verdict = await hearing.audit()
     assert set(verdict.missing) == {0, 1, 2, 3}
     assert clock() - began < CONFIG.answer_seconds / 2
+
+
+@in_virtual_time
+async def test_who_lets_its_time_pass_costs_that_once_however_many_chunks_are_asked_about_one_after_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MEMORY_BYTES", 1)  # one chunk at a time
+    hearing = Hearing()
+    hearing.report(*MEMBERS)
+    hearing.slow = MEMBERS
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    verdict = await hearing.audit()
+    assert set(verdict.missing) == {0, 1, 2, 3}
+    assert clock() - began == pytest.approx(CONFIG.answer_seconds)
+
+
+async def test_the_question_who_holds_what_takes_no_longer_than_one_answer_and_leaves_time_for_everybody() -> None:
+    hearing = Hearing()
+    with_dissenter(hearing)
+    hearing.hides = MEMBERS
+    began = hearing.clock.wall()
+    verdict = await hearing.auditor.audit(hearing.director, "d", (0, 1, 2, 3))
+    assert hearing.inventoried == list(MEMBERS)
+    assert hearing.timeouts[:5] == pytest.approx([2.5, 1.25, 0.625, 0.3125, 0.15625])
+    assert hearing.clock.wall() - began < CONFIG.answer_seconds
+    assert set(verdict.missing) >= {0, 1, 2, 3}
+    assert "did not show" in verdict.missing[0] or "did not testify" in verdict.missing[0]
+
+
+@pytest.mark.parametrize("hides", ["", "A"])
+async def test_averages_that_others_do_not_have_are_not_committed_unless_somebody_shows_them(
+    monkeypatch: pytest.MonkeyPatch, hides: str
+) -> None:
+    """Nothing speaks against the chunks that are drawn, but who is to hold them shows nothing."""
+    monkeypatch.setattr(module, "read_holding", lambda *_words: b"holding")
+    monkeypatch.setattr(module, "settle", lambda *_words: {})
+    monkeypatch.setattr(module, "draw_chunks", lambda *_words: [])
+    hearing = Hearing()
+    with_dissenter(hearing)
+    hearing.hides = hides
+    verdict = await hearing.auditor.audit(hearing.director, "d", (0,))
+    assert verdict.is_good == (not hides)
+    assert verdict.missing.keys() == ({0} if hides else set())
 
 
 def with_dissenter(hearing: Hearing) -> None:

@@ -323,6 +323,38 @@ async def test_an_audit_of_a_round_that_is_over_by_then_means_nothing() -> None:
 
 
 @in_virtual_time
+async def test_a_round_that_cannot_be_finished_is_given_up_and_another_begins() -> None:
+    async with chair() as there:
+
+        def fail() -> None:
+            raise RetryableError("no audit just now")
+
+        audit_by(there, Verdict(num_good=3), fail)
+        await there.are_ready("A", "B", "C")
+        await there.finish("A", "B", "C")
+        [abort] = there.aborts
+        assert "no audit just now" in abort.reason
+        audit_by(there, Verdict(num_good=3))
+        await asyncio.sleep(0.5)
+        await there.are_ready("A", "B", "C")
+        assert there.plan.key.attempt == 1
+        await there.finish("A", "B", "C")
+        assert there.lineage.epoch == 1
+
+
+@in_virtual_time
+async def test_of_two_digests_the_coordinators_own_is_committed() -> None:
+    async with chair() as there:
+        await there.are_ready(IDENTITY.peer_id, "A")
+        there.report("A", digest="0" * 32)
+        there.report(IDENTITY.peer_id, digest="d" * 32)
+        await asyncio.sleep(MOMENT_SECONDS)
+        assert there.lineage.head is not None
+        assert there.lineage.head.digest == "d" * 32
+        assert there.lineage.head.holders == (IDENTITY.peer_id,)
+
+
+@in_virtual_time
 async def test_who_is_lost_in_attempt_after_attempt_is_done_without() -> None:
     async with chair() as there:
         for attempt in range(4):

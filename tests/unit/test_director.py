@@ -21,8 +21,8 @@ STEP_SECONDS = PATIENCE.pause_seconds / 1.5
 class Desk:
     """A director, and reports made up for it."""
 
-    def __init__(self, plan: Plan, patience: Patience = PATIENCE) -> None:
-        self.director = Director(plan, patience, 0.0)
+    def __init__(self, plan: Plan, patience: Patience = PATIENCE, *, coordinator: str = "") -> None:
+        self.director = Director(plan, patience, 0.0, coordinator=coordinator)
         self.now = 0.0
 
     @property
@@ -123,13 +123,39 @@ def test_an_accusation_of_nobody_or_of_one_that_sends_no_more_changes_nothing() 
     assert desk.plan.revision == revision
 
 
-def test_of_equally_many_digests_the_first_by_name_counts() -> None:
-    for first, second in (("a", "b"), ("b", "a")):
-        desk = Desk(make_plan(2, 2, 1))
-        desk.done(0, digest=first)
-        finish = finish_of(desk.done(1, digest=second))
-        assert finish.digest == "a"
-        assert finish.holders == (0 if first == "a" else 1,)
+@pytest.mark.parametrize("lie", ["0" * 32, "f" * 32])
+@pytest.mark.parametrize("coordinator", [0, 1, 3])
+def test_of_equally_many_digests_the_coordinators_own_counts(coordinator: int, lie: str) -> None:
+    desk = Desk(make_plan(4, 2, 1), coordinator=f"peer{coordinator}")
+    desk.done(0, 1, digest="d" * 32)
+    finish = finish_of(desk.done(2, 3, digest=lie))
+    assert finish.digest == ("d" * 32 if coordinator < 2 else lie)
+    assert finish.holders == ((0, 1) if coordinator < 2 else (2, 3))
+
+
+def test_the_coordinators_own_digest_counts_for_no_more_than_any_other_where_most_hold_one() -> None:
+    desk = Desk(make_plan(3, 2, 1), coordinator="peer0")
+    desk.done(0, digest="a")
+    assert finish_of(desk.done(1, 2, digest="b")).holders == (1, 2)
+
+
+@pytest.mark.parametrize("coordinator", ["", "peer4"])
+def test_where_nobody_can_tell_whose_averages_are_right_nothing_is_committed(coordinator: str) -> None:
+    """The coordinator is no member, or holds what fewer hold than either of two others."""
+    desk = Desk(make_plan(5 if coordinator else 4, 2, 1), coordinator=coordinator)
+    if coordinator:
+        desk.done(4, digest="x")
+    desk.done(0, 1, digest="d" * 32)
+    [end] = desk.done(2, 3, digest="0" * 32)
+    assert isinstance(end, GiveUp)
+    assert "peer0 holds dddddddd" in end.reason
+    assert "peer3 holds 00000000" in end.reason
+
+
+def test_where_an_audit_follows_it_finds_out_whose_averages_are_right() -> None:
+    desk = Desk(msgspec.structs.replace(make_plan(2, 2, 1), audit=True))
+    desk.done(0, digest="b")
+    assert finish_of(desk.done(1, digest="a")).holders == (1,)
 
 
 def test_who_holds_something_else_is_left_out_and_its_averages_are_not_done_again() -> None:
@@ -177,6 +203,34 @@ def test_who_did_not_testify_counts_as_lost_and_who_lied_does_not() -> None:
         assert desk.receivers() == [0]
         decisions = desk.done(0)
         assert isinstance(decisions[-1], Finish if is_finished else GiveUp)
+
+
+def test_who_dies_during_an_audit_does_not_stand_in_the_way_of_the_rest() -> None:
+    """A coordinator, one that lied, and one that died before it could testify: the coordinator goes on alone."""
+    for missing in ({}, {2: "it did not testify"}):
+        desk = Desk(make_plan(3, 3, 2))
+        finish_of(desk.done(0, 1, 2))
+        assert desk.director.member_gone(2, "dead", 1.0) == []
+        desk.now = 2.0
+        desk.director.overrule({1: "it lied"}, missing, (0, 1, 2, 3, 4, 5), desk.now)
+        assert desk.receivers() == [0]
+        assert [member.trouble for member in desk.plan.members] == ["", "it lied", "dead"]
+        assert desk.director.lost == ()
+        assert {part.reducer for part in desk.plan.parts} == {0, 1, 2}
+        desk.report(0)
+        assert {part.reducer for part in desk.plan.parts} == {0}
+        assert finish_of(desk.done(0)).holders == (0,)
+
+
+def test_who_was_dead_before_an_audit_does_not_count_as_lost_for_not_testifying() -> None:
+    desk = Desk(make_plan(3, 3, 2))
+    desk.director.member_gone(2, "dead", 0.5)
+    desk.report(0)
+    desk.report(1)
+    finish_of(desk.done(0, 1))
+    desk.director.overrule({1: "it lied"}, {2: "it did not testify"}, (), 2.0)
+    assert desk.director.lost == ()
+    assert desk.plan.members[2].trouble == "dead"
 
 
 def test_after_an_audit_everybody_has_time_to_answer_again() -> None:
@@ -252,6 +306,47 @@ def test_who_has_everything_may_be_silent() -> None:
     assert desk.receivers() == [0, 1, 2]
     desk.tick(2 * SILENT + 0.3, heard=(1,))
     assert desk.receivers() == [0, 1]
+
+
+@pytest.mark.parametrize("lag_seconds", [0.3, 0.8, 2.0])
+def test_a_coordinator_that_always_lags_finds_out_who_is_silent_all_the_same(lag_seconds: float) -> None:
+    desk = Desk(make_plan(3, 1, 2))
+    for _ in range(5):
+        desk.now += lag_seconds
+        desk.director.tick(desk.now)
+        for member in (0, 1):
+            desk.report(member)
+    assert desk.receivers() == ([0, 1] if 5 * lag_seconds > SILENT + 0.1 else [0, 1, 2])
+    for _ in range(5):
+        desk.now += lag_seconds
+        desk.director.tick(desk.now)
+        for member in (0, 1):
+            desk.report(member)
+    assert desk.receivers() == [0, 1]
+
+
+def test_a_coordinator_that_always_lags_waits_for_no_straggler_for_ever() -> None:
+    desk = Desk(make_plan(3, 1, 2))
+    desk.done(0, 1)
+    for _ in range(8):
+        desk.now += 0.8
+        desk.report(2)
+        desk.director.tick(desk.now)
+        if len(desk.receivers()) < 3:
+            break
+    assert desk.receivers() == [0, 1]
+
+
+@pytest.mark.parametrize("pause_seconds", [1.0, 5.0, 60.0])
+def test_who_was_not_heard_since_the_last_pause_is_excused_for_the_next_one_too(pause_seconds: float) -> None:
+    """The hub was away twice in a row, and nobody could say anything in between."""
+    desk = Desk(make_plan(3, 1, 2))
+    desk.tick(0.2, heard=(0, 1, 2))
+    for _ in range(2):
+        desk.now += pause_seconds
+        desk.director.tick(desk.now)
+        desk.tick(desk.now + 0.2)
+    assert desk.receivers() == [0, 1, 2]
 
 
 def ticking(desk: Desk, until: float, *, heard: tuple[int, ...]) -> float | None:

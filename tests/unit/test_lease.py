@@ -259,6 +259,71 @@ def test_the_view_remembers_the_last_few_holders_and_no_more() -> None:
     assert 1 not in view.past_holders
 
 
+def told(view: LeaseView, revision: int, holder: str, token: int = 0) -> None:
+    record = encode(LeaseRecord(holder=holder, token=token))
+    view.apply(Entry(key=KEY, value=record, revision=revision, written_at=0.0))
+
+
+@pytest.mark.parametrize("token", [2**62, 11, -1, 5])
+def test_a_token_that_is_made_up_or_anothers_counts_as_free(token: int) -> None:
+    """One that lies in the future would shut out everybody for ever, also when its bearer is gone."""
+    view = LeaseView()
+    told(view, 5, "A")
+    told(view, 10, "M", token)
+    assert (view.holder, view.token, view.revision, view.largest_token) == (None, 0, 10, 5)
+    assert view.past_holders == {5: "A"}
+    told(view, 11, "B")
+    assert view.accepts("B", 11)
+
+
+@in_virtual_time
+async def test_a_lease_with_a_made_up_token_is_taken_from_its_holder_at_once() -> None:
+    async with candidates() as those:
+        first = await those.join("A")
+        await until(lambda: first.is_held)
+        old_token, watcher = first.token, await those.join("W", stand=False)
+        record = encode(LeaseRecord(holder="M", session="s", token=2**62))
+        await those.hub.connect("M").store("lease").put(KEY, record, ttl_seconds=TTL_SECONDS)
+        await until(lambda: first.token > old_token, seconds=1.0)
+        await asyncio.sleep(0.5)
+        assert watcher.view.accepts("A", first.token)
+
+
+def test_the_view_knows_who_held_the_lease_as_far_as_it_was_told() -> None:
+    view = LeaseView()
+    assert view.was_held("A", 5) is None
+    told(view, 8, "A", 5)  # we came when it had been renewed already
+    told(view, 12, "A", 5)
+    assert view.was_held("A", 5) is True
+    assert view.was_held("M", 5) is False
+    assert view.was_held("M", 10) is False, "that was a renewal of A's"
+    assert view.was_held("M", 7) is None, "before our time"
+    assert view.was_held("M", 13) is None, "not yet told"
+    told(view, 20, "B")
+    assert (view.was_held("A", 20), view.was_held("B", 20), view.was_held("A", 5)) == (False, True, True)
+    assert view.was_held("M", 10) is False
+    assert view.was_held("M", 15) is None, "somebody may have held it between A and B"
+    assert view.newest_revision == 20
+    view.apply(Entry(key=KEY, value=None, revision=25, written_at=0.0))
+    assert (view.holder, view.newest_revision) == (None, 25)
+
+
+@in_virtual_time
+async def test_the_lease_is_proven_by_each_write_that_succeeds_and_by_no_other() -> None:
+    async with candidates() as those:
+        first = await those.join("A")
+        await until(lambda: first.is_held)
+        assert first.view.newest_revision >= first.token
+        taken_at = first.proven_at
+        await asyncio.sleep(2.0)
+        renewed_at = first.proven_at
+        assert renewed_at > taken_at + 1.0
+        those.hub.depose("lease")
+        await asyncio.sleep(2.0)
+        assert first.is_held
+        assert first.proven_at <= renewed_at + 0.75
+
+
 def test_what_is_no_lease_record_counts_as_free() -> None:
     view = LeaseView()
     view.apply(Entry(key=KEY, value=encode(LeaseRecord(holder="A", session="s", token=3)), revision=5, written_at=0.0))

@@ -9,14 +9,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from potluck.errors import HubUnavailableError, ProtocolError, RevisionConflictError
+from potluck.errors import HubUnavailableError, ProtocolError, RetryableError, RevisionConflictError
+from potluck.hub.connection import Entry
+from potluck.hub.leaserecord import KEY, LeaseRecord
 from potluck.messages import decode, encode
 from potluck.peer.identity import Identity
+from potluck.peer.lease import LeaseView
 from potluck.round.lineage import HEAD, Head, Lineage
 from potluck.round.plan import Abort, Commit, CommittedMember, Participant, Plan, RoundKey
 from potluck.round.signing import Signed, read_commit, read_word, sign_commit, sign_word
 from potluck.testing.memoryhub import MemoryHub
 from potluck.testing.memorystore import MemoryStore
+from potluck.testing.virtualclock import VirtualClock
 
 RUN = "test"
 
@@ -214,6 +218,190 @@ async def test_opening_a_term_is_not_a_commit(run: Run, alice: Identity) -> None
     entry = await run.store("R").get(HEAD)
     assert entry is not None
     assert decode(Head, entry.value or b"").term == 6
+
+
+# Who held the lease
+
+
+class Tenure:
+    """A peer's lease and what it has been told of the others', as far as a lineage asks for it."""
+
+    def __init__(self, token: int = 0) -> None:
+        self.view = LeaseView()
+        self.token = token
+        self.proven_at = 0.0
+        self.clock = VirtualClock()
+
+    def told(self, revision: int, who: Identity, token: int = 0) -> None:
+        """A change of the lease; without a token somebody takes it, with one it is renewed."""
+        record = encode(LeaseRecord(holder=who.peer_id, token=token))
+        self.view.apply(Entry(key=KEY, value=record, revision=revision, written_at=0.0))
+
+    def renew(self) -> None:
+        self.clock.advance(0.5)
+        self.proven_at = self.clock.monotonic()
+
+
+async def usurp(run: Run, commit: Commit | None, who: Identity, term: int) -> None:
+    """Write a head, as everybody can who may coordinate."""
+    signed = sign_commit(commit, who, RUN) if commit is not None else None
+    await run.store("M").put(HEAD, encode(Head(term=term, commit=signed)))
+    await settle()
+
+
+async def one_epoch(run: Run, who: Identity, term: int, lease: Tenure) -> Lineage:
+    """A coordinator that has committed an epoch."""
+    lease.told(term, who)
+    lease.told(term + 3, who, term)
+    lineage = await run.follow("A", lease=lease)
+    await lineage.open_term(term)
+    await lineage.commit(commit_after(lineage, who, term), who)
+    await settle()
+    return lineage
+
+
+@pytest.mark.parametrize(("term", "opened"), [(5, 5), (7, 7), (4, 5), (9, 5)])
+async def test_a_commit_of_one_that_did_not_hold_the_lease_is_passed_over_and_overwritten(
+    run: Run, alice: Identity, bob: Identity, term: int, opened: int
+) -> None:
+    """With the holder's token, that of a renewal, an earlier one, and one that was never opened."""
+    lease, others = Tenure(5), Tenure()
+    lineage = await one_epoch(run, alice, 5, lease)
+    others.told(5, alice)
+    others.told(8, alice, 5)
+    follower = await run.follow("F", lease=others)
+    await usurp(run, commit_after(lineage, bob, term), bob, opened)
+    assert [(each.epoch, each.bad_heads) for each in (lineage, follower)] == [(1, 1), (1, 1)]
+    lease.renew()
+    commit = commit_after(lineage, alice, 5)
+    await lineage.commit(commit, alice)
+    await settle()
+    assert follower.head == lineage.head == commit
+
+
+async def test_a_commit_of_a_lease_that_was_not_heard_of_waits_for_the_news(
+    run: Run, alice: Identity, bob: Identity
+) -> None:
+    heard: list[int] = []
+    lease, knowing = Tenure(), Tenure()
+    lineage = await one_epoch(run, alice, 5, lease)
+    follower = await run.follow("F", lease=lease, on_commit=lambda commit: heard.append(commit.epoch))
+    knowing.token = 12
+    knowing.told(12, bob)
+    successor = await run.follow("B", lease=knowing)
+    await successor.open_term(12)
+    await successor.commit(commit_after(successor, bob, 12), bob)
+    await settle()
+    assert (follower.epoch, heard) == (1, [1])
+    lease.told(10, alice, 5)
+    follower.lease_changed()
+    assert follower.epoch == 1
+    lease.told(12, bob)
+    follower.lease_changed()
+    assert (follower.epoch, follower.bad_heads, heard) == (2, 0, [1, 2])
+    assert lineage.epoch == 1, "nobody has told it of the lease"
+
+
+async def test_a_commit_that_waited_is_passed_over_when_the_lease_turns_out_to_be_another_s(
+    run: Run, alice: Identity, bob: Identity
+) -> None:
+    lease = Tenure()
+    lineage = await one_epoch(run, alice, 5, lease)
+    await usurp(run, commit_after(lineage, bob, 12), bob, 12)
+    assert (lineage.epoch, lineage.bad_heads) == (1, 0)
+    lease.told(12, alice)
+    lineage.lease_changed()
+    assert (lineage.epoch, lineage.bad_heads) == (1, 1)
+    lineage.lease_changed()
+    assert lineage.bad_heads == 1
+
+
+async def test_a_newcomer_believes_what_it_finds_of_terms_before_its_time(
+    run: Run, alice: Identity, bob: Identity
+) -> None:
+    await one_epoch(run, alice, 5, Tenure())
+    for told in ((), (7,), (7, 9)):  # nobody coordinates now, somebody else does, and has renewed
+        lease = Tenure()
+        for revision in told:
+            lease.told(revision, bob, 7 if revision > 7 else 0)
+        newcomer = await run.follow("N", lease=lease)
+        assert (newcomer.epoch, newcomer.bad_heads) == (1, 0)
+
+
+@pytest.mark.parametrize("with_commit", [False, True])
+async def test_a_term_that_nobody_was_given_shuts_out_nobody(
+    run: Run, alice: Identity, bob: Identity, with_commit: bool
+) -> None:
+    lease = Tenure(5)
+    lineage = await one_epoch(run, alice, 5, lease)
+    lease.renew()
+    lie = commit_after(lineage, bob, 2**62) if with_commit else None
+    lease.clock.advance(0.1)
+    await usurp(run, lie, bob, 2**62)
+    commit = commit_after(lineage, alice, 5)
+    with pytest.raises(RetryableError, match="once renewed"):  # there might be a later holder
+        await lineage.commit(commit, alice)
+    lease.renew()
+    await lineage.commit(commit, alice)
+    assert (lineage.epoch, lineage.term, lineage.bad_heads) == (2, 5, 1)
+    later = Tenure(20)
+    later.told(20, bob)
+    await usurp(run, None, bob, 2**62)
+    successor = await run.follow("S", lease=later)
+    later.renew()
+    await successor.open_term(20)
+    assert successor.term == 20
+
+
+async def test_a_later_term_that_was_given_to_somebody_shuts_out_those_before(
+    run: Run, alice: Identity, bob: Identity
+) -> None:
+    lease, later = Tenure(5), Tenure(12)
+    lineage = await one_epoch(run, alice, 5, lease)
+    lease.renew()
+    later.told(12, bob)
+    successor = await run.follow("B", lease=later)
+    lease.clock.advance(0.1)
+    await successor.open_term(12)
+    await settle()
+    commit = commit_after(lineage, alice, 5)
+    with pytest.raises(RetryableError):
+        await lineage.commit(commit, alice)
+    lease.token = 0  # it cannot be renewed
+    with pytest.raises(RevisionConflictError, match="a lease of term 5 is over"):
+        await lineage.commit(commit, alice)
+    assert lineage.epoch == 1
+
+
+async def test_who_takes_the_lease_takes_over_what_was_committed_under_one_that_it_never_heard_of(
+    run: Run, alice: Identity, bob: Identity
+) -> None:
+    lease, other = Tenure(), Tenure(9)
+    mine = await one_epoch(run, alice, 5, lease)
+    other.told(9, bob)
+    theirs = await run.follow("B", lease=other)
+    await theirs.open_term(9)
+    await theirs.commit(commit_after(theirs, bob, 9), bob)
+    await settle()
+    assert mine.epoch == 1
+    lease.token = lease.view.newest_revision = 12  # taken, and the change is not told yet
+    mine.lease_changed()
+    await mine.open_term(12)
+    assert (mine.epoch, mine.parent_digest()) == (2, theirs.parent_digest())
+
+
+async def test_a_newcomer_puts_nothing_in_the_place_of_what_it_can_only_doubt(
+    run: Run, alice: Identity, bob: Identity
+) -> None:
+    lineage = await one_epoch(run, alice, 5, Tenure())
+    await usurp(run, commit_after(lineage, bob, 2**62), bob, 2**62)
+    lease = Tenure(20)
+    lease.told(20, alice)
+    newcomer = await run.follow("N", lease=lease)
+    lease.renew()
+    with pytest.raises(RetryableError, match="nothing better"):
+        await newcomer.open_term(20)
+    assert newcomer.epoch == 0
 
 
 # Signatures

@@ -13,6 +13,7 @@ from roundworld import KEY, World, make_plan
 
 from potluck.round.commitment import make_commit
 from potluck.round.director import Director, Finish, GiveUp, Patience
+from potluck.round.exchange import Exchange, SendContribution
 from potluck.round.plan import Part, Participant, Plan, Report, bitmap, from_bitmap
 from potluck.round.reach import Reach
 
@@ -31,6 +32,29 @@ def test_a_group_of_one() -> None:
     world = World(make_plan(1, 1, 3), random.Random(0))
     world.settle()
     assert isinstance(world.outcome, Finish)
+
+
+@pytest.mark.parametrize(("num_members", "chunks_each"), [(2, 3), (5, 1), (5, 4), (8, 3)])
+def test_contributions_go_to_all_reducers_in_turn_beginning_with_the_next_one(
+    num_members: int, chunks_each: int
+) -> None:
+    """So all have something to do at once, and not all members begin with the same one."""
+    plan = make_plan(num_members, num_members, chunks_each)
+    for me in range(num_members):
+        sends = [action for action in Exchange(plan, me).start() if isinstance(action, SendContribution)]
+        others = [(me + step) % num_members for step in range(1, num_members)]
+        assert [send.to for send in sends] == others * chunks_each
+        for reducer in others:
+            chunks = [send.chunk for send in sends if send.to == reducer]
+            assert chunks == list(range(reducer * chunks_each, (reducer + 1) * chunks_each))
+
+
+def test_a_reducer_with_more_chunks_than_others_gets_the_rest_of_them_at_the_end() -> None:
+    plan = make_plan(4, 1, 1)
+    parts = (Part(reducer=1, start=0, stop=1), Part(reducer=2, start=1, stop=5), Part(reducer=3, start=5, stop=7))
+    plan = msgspec.structs.replace(plan, parts=parts)
+    sends = [action for action in Exchange(plan, 0).start() if isinstance(action, SendContribution)]
+    assert [(send.to, send.chunk) for send in sends] == [(1, 0), (2, 1), (3, 5), (2, 2), (3, 6), (2, 3), (2, 4)]
 
 
 @pytest.mark.parametrize("when", range(0, 60, 4))

@@ -31,6 +31,46 @@ async def test_a_task_that_swallows_cancellations_ends_all_the_same() -> None:
 
 
 @in_virtual_time
+async def test_what_is_to_be_finished_is_so_before_a_caller_that_is_cancelled_goes_on() -> None:
+    done: list[float] = []
+
+    async def work(seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        done.append(seconds)
+
+    caller = asyncio.create_task(tasks.finish([work(1.0), work(3.0)]))
+    for _ in range(2):  # as often as it likes
+        await asyncio.sleep(0.5)
+        caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert done == [1.0, 3.0]
+
+
+@in_virtual_time
+async def test_an_error_of_what_is_to_be_finished_is_raised_when_all_is_done(caplog: pytest.LogCaptureFixture) -> None:
+    done: list[str] = []
+
+    async def fail() -> None:
+        raise ValueError("no")
+
+    async def work() -> None:
+        await asyncio.sleep(1.0)
+        done.append("work")
+
+    with pytest.raises(ValueError, match="no"):
+        await tasks.finish([fail(), work()])
+    assert done == ["work"]
+    caller = asyncio.create_task(tasks.finish([fail(), work()]))
+    await asyncio.sleep(0.5)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert "ValueError" in caplog.text
+    assert len(done) == 2
+
+
+@in_virtual_time
 async def test_all_of_several_end_and_none_is_no_task() -> None:
     seen: list[int] = []
     several = [asyncio.create_task(stubborn(count, seen)) for count in (0, 1, 3)]

@@ -69,25 +69,47 @@ class LeaseView:
         self.token = 0
         self.largest_token = 0
         self.revision = 0  # of what stands there now, readable or not; 0: nothing
+        self.newest_revision = 0  # of anything that stood there: no token that was given out until then is larger
         self.past_holders: dict[int, str] = {}  # by token: the last few terms
+        self._told: dict[int, tuple[int, int]] = {}  # by token: the first and the last revision that we were told of
 
     def apply(self, entry: Entry) -> None:
         """Take in one change of the lease key."""
         self.revision = entry.revision if entry.value is not None else 0
+        self.newest_revision = max(self.newest_revision, entry.revision)
         self.holder, self.session, self.token = None, "", 0
         if entry.value is None:
             return
         try:
             record = decode(LeaseRecord, entry.value)
+            self.token = self._check_token(record, entry.revision)
         except ProtocolError:
             logger.warning("the lease holds something that is not a lease record; counted as free", exc_info=True)
             return
         self.holder, self.session = record.holder, record.session
-        self.token = record.token or entry.revision
         self.largest_token = max(self.largest_token, self.token)
         self.past_holders[self.token] = record.holder
+        self._told[self.token] = (self._told.get(self.token, (entry.revision,))[0], entry.revision)
         while len(self.past_holders) > KEPT_TERMS:
-            del self.past_holders[min(self.past_holders)]
+            oldest = min(self.past_holders)
+            del self.past_holders[oldest], self._told[oldest]
+
+    def _check_token(self, record: LeaseRecord, revision: int) -> int:
+        """The token of a record. One that is made up would shut out all who come after it, or take another's place."""
+        token = record.token or revision
+        if not 0 < token <= revision:
+            raise ProtocolError(f"{record.holder} claims token {token}, and the store has come to {revision} only")
+        if self.past_holders.get(token, record.holder) != record.holder:
+            raise ProtocolError(f"{record.holder} claims token {token}, which was given to {self.past_holders[token]}")
+        return token
+
+    def was_held(self, peer: str, token: int) -> bool | None:
+        """Whether a peer had the lease with this token; None where that is not known, or not yet."""
+        if token in self.past_holders:
+            return self.past_holders[token] == peer
+        if any(first < token <= last for first, last in self._told.values()):
+            return False  # that revision was a renewal: each is a compare-and-set on the one before
+        return None
 
     def accepts(self, sender: str, token: int) -> bool:
         """Whether a plan or commit with this sender and token comes from the holder of the newest lease."""
@@ -109,10 +131,12 @@ class Lease:
     ) -> None:
         """`is_gone` tells whether a peer no longer lives in a session; `stand` makes this peer a candidate."""
         self.view = LeaseView()
+        self.proven_at = -math.inf
+        """When we sent the newest write that succeeded: at that time nobody had taken the lease after us."""
         self._store = store
         self._self_id = self_id
         self._session = session
-        self._clock = clock
+        self.clock = clock
         self._is_gone = is_gone or (lambda _holder, _session: False)
         self._on_change = on_change or (lambda: None)
         self._revision = 0  # of our last write, while we hold it
@@ -130,7 +154,7 @@ class Lease:
     @property
     def is_held(self) -> bool:
         """Whether this peer may act as the coordinator right now."""
-        return self._token != 0 and self._clock.monotonic() < self._valid_until
+        return self._token != 0 and self.clock.monotonic() < self._valid_until
 
     @property
     def token(self) -> int:
@@ -167,7 +191,7 @@ class Lease:
     def _changed(self, entry: Entry) -> None:
         if entry.key != KEY:
             return
-        self._renewal_seen_at = self._clock.monotonic()
+        self._renewal_seen_at = self.clock.monotonic()
         self._note_leader(True)
         before = (self.view.holder, self.view.token)
         self.view.apply(entry)
@@ -217,11 +241,11 @@ class Lease:
         if view.holder in (None, self._self_id) or self._is_gone(view.holder, view.session):
             await self._take()
             return RENEW_EVERY_SECONDS if self._token else TRY_AGAIN_SECONDS
-        silent_seconds = self._clock.monotonic() - self._renewal_seen_at
+        silent_seconds = self.clock.monotonic() - self._renewal_seen_at
         if silent_seconds < TRY_STORE_AFTER_SECONDS:
             return min(RENEW_EVERY_SECONDS, TRY_STORE_AFTER_SECONDS - silent_seconds)
         await self._try_store()
-        if silent_seconds >= SILENT_SECONDS and self._clock.monotonic() >= self._leader_since + GRACE_SECONDS:
+        if silent_seconds >= SILENT_SECONDS and self.clock.monotonic() >= self._leader_since + GRACE_SECONDS:
             logger.info("%s is silent for %.1f s and loses the coordinator's lease", view.holder, silent_seconds)
             await self._take()
         return TRY_AGAIN_SECONDS
@@ -234,7 +258,7 @@ class Lease:
             self._note_leader(True)
 
     async def _take(self) -> None:
-        sent = self._clock.monotonic()
+        sent = self.clock.monotonic()
         record = encode(LeaseRecord(holder=self._self_id, session=self._session))
         try:
             token = await self._store.put(KEY, record, expected=self.view.revision, ttl_seconds=TTL_SECONDS)
@@ -242,6 +266,7 @@ class Lease:
             await self._look()  # the holder renews, or somebody was faster, and we have not heard of it
             return
         self._revision = self._token = token
+        self.view.newest_revision = max(self.view.newest_revision, token)
         self._hold_from(sent)
         self._unanswered_since = None
         logger.info("took the coordinator's lease, token %d", self._token)
@@ -250,7 +275,7 @@ class Lease:
     # As the holder
 
     async def _renew(self) -> float:
-        sent = self._clock.monotonic()
+        sent = self.clock.monotonic()
         if self._unanswered_since is None:
             self._unanswered_since = sent
         record = encode(LeaseRecord(holder=self._self_id, session=self._session, token=self._token))
@@ -273,6 +298,7 @@ class Lease:
             self._unanswered_since = None
 
     def _hold_from(self, sent: float) -> None:
+        self.proven_at = sent
         self._valid_until = sent + SILENT_SECONDS - MARGIN_SECONDS
         self._expires_at = sent + TTL_SECONDS - MARGIN_SECONDS
 
@@ -280,7 +306,7 @@ class Lease:
         """Nobody can write the lease now, so nobody can take it from us: it is ours a little longer, if it still is."""
         if self.is_held:
             self._valid_until = max(
-                self._valid_until, min(self._clock.monotonic() + EXTENSION_SECONDS, self._expires_at)
+                self._valid_until, min(self.clock.monotonic() + EXTENSION_SECONDS, self._expires_at)
             )
 
     def _lose(self) -> None:
@@ -301,5 +327,5 @@ class Lease:
 
     def _note_leader(self, has_leader: bool) -> None:
         if has_leader and not self._has_leader:
-            self._leader_since = self._clock.monotonic()
+            self._leader_since = self.clock.monotonic()
         self._has_leader = has_leader

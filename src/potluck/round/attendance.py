@@ -16,6 +16,7 @@ class _Known:
     report: Report | None = None
     revision: int = -1  # of the plan that its newest report answers
     done_at: float | None = None  # when it first had all averages
+    excused: bool = False  # since it was last heard
 
 
 class Attendance:
@@ -31,16 +32,20 @@ class Attendance:
         is_old = known.report is not None and report.number < known.report.number  # reports come on two ways
         if report.revision < known.revision or is_old:
             return False
-        known.heard_at = now
+        known.heard_at, known.excused = now, False
         known.report, known.revision = report, report.revision
         if report.digest and known.done_at is None:
             known.done_at = now
         return True
 
-    def excuse(self, now: float) -> None:
-        """Nobody's silence until now means anything."""
+    def excuse(self, seconds: float, now: float) -> None:
+        """For so long until now nobody could be heard. Their silence begins anew; if it was excused before, it goes on.
+
+        So one that says nothing is found out, however often its coordinator stands still.
+        """
         for known in self._members:
-            known.heard_at = now
+            known.heard_at = min(now, known.heard_at + seconds) if known.excused else now
+            known.excused = True
 
     def report_of(self, member: int) -> Report | None:
         """The newest word of a member."""

@@ -3,8 +3,10 @@
     draw chunks ──▶ ask reducer and contributors ──▶ examine each answer ──▶ recompute ──▶ verdict
                     (requests over links)            (in a worker)           (in a worker)
 
-So many chunks are under way at once as fit into a fixed memory; every question has a deadline, and none reaches beyond
-the round's own. The draw comes from the operating system's randomness, after everybody has reported.
+So many chunks are under way at once as fit into a fixed memory. A question may take `answer_seconds` and never reaches
+beyond the round's own deadline; who has let one pass is not asked another, so that one silent member costs that time
+once, however many chunks it has to do with. The draw comes from the operating system's randomness, after everybody has
+reported.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from potluck import tasks
-from potluck.errors import PotluckError
+from potluck.errors import DeadlineExceededError, PotluckError
 from potluck.faultpoints import reach
 from potluck.link.carrier import Buffer
 from potluck.link.links import Links
@@ -83,10 +85,12 @@ class Auditor:
             Notary(self._session.subjects.run, plan.key),
             plan,
             reports,
-            min(self._config.answer_seconds, max(0.0, plan.deadline - self._session.now())),
+            self._config.answer_seconds,
+            self._session.now,
         )
-        liars = await inquiry.settle(holders, dissenters) if dissenters else {}
-        verdict = await inquiry.hear(Audit(plan, holders, draw_chunks(plan, self._config, self._rng), liars))
+        settled = await inquiry.settle(holders, dissenters) if dissenters else Settled()
+        verdict = await inquiry.hear(Audit(plan, holders, draw_chunks(plan, self._config, self._rng), settled.liars))
+        verdict = replace(verdict, missing={**settled.unshown, **verdict.missing})
         self._counts["audits"] += 1
         self._counts["audited_chunks"] += verdict.num_good
         self._counts["unanswered_audits"] += len(verdict.missing)
@@ -114,6 +118,15 @@ class Auditor:
         return presence is not None and presence.state == "alive" and presence.card.session == member.session
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """What came of members holding different averages."""
+
+    liars: Mapping[int, str] = field(default_factory=dict)
+    unshown: Mapping[int, str] = field(default_factory=dict)
+    """Who should have shown the averages that are to be committed; empty if anybody has."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """What a member said of a chunk, or why it said nothing."""
@@ -134,13 +147,17 @@ class _Inquiry:
         plan: Plan,
         reports: Mapping[int, Report],
         answer_seconds: float,
+        now: Callable[[], float],
     ) -> None:
+        """`now` is hub time, as is the plan's deadline."""
         self._links = links
         self._workers = workers
         self._notary = notary
         self._plan = plan
         self._reports = reports
         self._answer_seconds = answer_seconds
+        self._now = now
+        self._silent: dict[int, str] = {}  # who has let a question's time pass
         self._grid = ChunkGrid(runs=plan.runs, chunk_bytes=plan.chunk_bytes)
         self._aggregator = aggregator_for(plan.aggregator)
         self._generations = {n: part.generation for part in plan.parts for n in range(part.start, part.stop)}
@@ -148,37 +165,51 @@ class _Inquiry:
         self._room = asyncio.Semaphore(max(1, MEMORY_BYTES // (plan.chunk_bytes * num_senders)))
         self._verdict: Verdict | None = None
 
-    async def settle(self, holders: Collection[int], dissenters: Collection[int]) -> dict[int, str]:
-        """Who lied so that members hold different averages, as far as they can show it."""
+    async def settle(self, holders: Collection[int], dissenters: Collection[int]) -> Settled:
+        """Who lied so that members hold different averages, as far as they can show it.
+
+        All of that may take `answer_seconds`: each who is asked has half of what is left of them.
+        """
+        until = self._now() + self._answer_seconds
         liars: dict[int, str] = {}
+        unshown: dict[int, str] = {}
         agreed: Holding | None = None
         for holder in holders:
-            agreed = await self._take_inventory(holder, liars)
+            agreed = await self._take_inventory(holder, until, liars, unshown)
             if agreed is not None:
+                unshown.clear()
                 break
         for dissenter in dissenters:
-            other = await self._take_inventory(dissenter, liars)
+            other = await self._take_inventory(dissenter, until, liars, {})
             if agreed is not None and other is not None:
                 found = await self._workers.run(partial(settle, self._plan, self._notary, agreed, other))
                 liars = {**found, **liars}
-        return liars
+        return Settled(liars=liars, unshown=unshown)
 
-    async def _take_inventory(self, member: int, liars: dict[int, str]) -> Holding | None:
+    async def _take_inventory(
+        self, member: int, until: float, liars: dict[int, str], unshown: dict[int, str]
+    ) -> Holding | None:
         """What a member holds; None if it cannot say, or lies."""
+        peer = self._plan.members[member].peer
         try:
             incoming = await self._links.request(
-                self._plan.members[member].peer,
+                peer,
                 Inventory(key=self._plan.key),
                 reply=Holdings,
-                timeout_seconds=self._answer_seconds,
+                timeout_seconds=self._patience((until - self._now()) / 2),
             )
         except PotluckError as error:
-            logger.info("%s cannot say what it holds of %s: %s", self._plan.members[member].peer, self._plan.key, error)
+            logger.info("%s cannot say what it holds of %s: %s", peer, self._plan.key, error)
+            unshown[member] = f"it did not show the averages that others do not have: {error}"
             return None
         holding = read_holding(self._plan, member, self._reports[member].digest, incoming.frames)
         if holding is None:
             liars[member] = UNPROVEN
         return holding
+
+    def _patience(self, seconds: float) -> float:
+        """So long, if the round has that long."""
+        return max(0.0, min(seconds, self._plan.deadline - self._now()))
 
     async def hear(self, audit: Audit) -> Verdict:
         """Ask everybody everything about the chunks that were drawn."""
@@ -216,17 +247,22 @@ class _Inquiry:
 
     async def _ask(self, chunk: int, member: int) -> _Answer:
         """One member's answer about one chunk."""
+        if member in self._silent:
+            return _Answer(member, self._silent[member])
         challenge = Challenge(key=self._plan.key, chunk=chunk, generation=self._generations[chunk])
         try:
             incoming = await self._links.request(
                 self._plan.members[member].peer,
                 challenge,
                 reply=Testimony,
-                timeout_seconds=self._answer_seconds,
+                timeout_seconds=self._patience(self._answer_seconds),
                 bulk=True,
             )
         except PotluckError as error:
-            return _Answer(member, f"it did not testify in the audit: {error}")
+            reason = f"it did not testify in the audit: {error}"
+            if isinstance(error, DeadlineExceededError):
+                self._silent[member] = reason
+            return _Answer(member, reason)
         testimony, frames, report = incoming.message, incoming.frames, self._reports[member]
         account = await self._workers.run(
             lambda: examine(self._plan, self._notary, challenge, member, report, testimony, frames)

@@ -94,7 +94,7 @@ class Averager:
             is_gone=self._is_gone,
             on_change=self._lease_changed,
         )
-        self.lineage = Lineage(session.hub.store("lineage"), session.subjects.run, self._committed)
+        self.lineage = Lineage(session.hub.store("lineage"), session.subjects.run, self._committed, lease=self.lease)
         self._workers = workers or Workers(self.config.num_threads)
         self._participation = Participation(self._links, session, self.lease.view, self.lineage, self._workers)
         self._coordinator = Coordinator(
@@ -109,8 +109,8 @@ class Averager:
         """Follow the run's lineage and lease, and be a candidate where this peer may coordinate."""
         try:
             self._workers.start()
+            await self.lease.start()  # first: who holds it says which commits count
             await self.lineage.start()
-            await self.lease.start()
             await self._participation.start()
             self._stop_listening = self._session.roster.listen(self._roster_changed)
             self._stand_if_allowed()
@@ -242,6 +242,7 @@ class Averager:
             listener(commit)
 
     def _lease_changed(self) -> None:
+        self.lineage.lease_changed()
         self._coordinator.lease_changed()
         self._participation.lease_changed()
 

@@ -251,7 +251,8 @@ class Coordinator:
         term.attempt += 1
         plan = proposal.plan
         self.counts["rounds"] += 1
-        self._director = Director(plan, self._patience(proposal), self._clock.monotonic())
+        now, myself = self._clock.monotonic(), self._session.peer_id
+        self._director = Director(plan, self._patience(proposal), now, coordinator=myself)
         logger.debug("%s begins with %d members and %d parts", plan.key, len(plan.members), len(plan.parts))
         await self._registrar.publish(plan, "round.plan_published")
 
@@ -284,18 +285,27 @@ class Coordinator:
             match self._decisions.pop(0):
                 case Publish(plan):
                     await self._registrar.publish(plan, "round.revision_published")
-                case Finish(plan, digest, holders):
-                    verdict = await self._auditor.audit(director, digest, holders) if plan.audit else Verdict()
-                    if self._director is not director:
-                        return
-                    if verdict.is_good:
-                        await self._commit(plan, digest, holders, director, audited=verdict.num_good)
-                    else:
-                        now = self._clock.monotonic()
-                        self._decisions += director.overrule(verdict.liars, verdict.missing, verdict.stale, now)
+                case Finish() as finish:
+                    try:
+                        await self._finish(director, finish)
+                    except RetryableError as error:  # the director takes the round for over, and would say no more
+                        if self._director is director:
+                            await self._give_up(term, director, f"it could not be finished: {error}")
                 case GiveUp(reason):
                     self._convener.given_up(director.lost)
                     await self._give_up(term, director, reason)
+
+    async def _finish(self, director: Director, finish: Finish) -> None:
+        """Commit, unless an audit says otherwise."""
+        plan, digest, holders = finish.plan, finish.digest, finish.holders
+        verdict = await self._auditor.audit(director, digest, holders) if plan.audit else Verdict()
+        if self._director is not director:
+            return
+        if verdict.is_good:
+            await self._commit(plan, digest, holders, director, audited=verdict.num_good)
+        else:
+            now = self._clock.monotonic()
+            self._decisions += director.overrule(verdict.liars, verdict.missing, verdict.stale, now)
 
     async def _give_up(self, term: Term, director: Director, reason: str) -> None:
         plan = director.plan

@@ -13,7 +13,9 @@ revised plan:
   older generation.
 
 When every receiver reports a digest under the newest revision, the round can be committed. Where digests differ, the
-one that most members hold counts, and the others are left out: they must fetch the state.
+one that most members hold counts, and the others are left out: they must fetch the state. Between digests that equally
+many hold, the coordinator's own decides, since it could commit anything anyway. If it has none, nobody can tell who
+lies (a weight is only claimed): the round is given up, unless an audit is about to find out.
 
 Members that are out though they live (silent, or cut off) may be only out of *our* reach. A minority must not run away
 with the epoch, so the round is given up unless those who hold it outnumber those who were lost that way. The next
@@ -56,7 +58,7 @@ class Patience:
 
     pause_seconds: float = 0.75
     """Two looks at the clock further apart than this mean that the coordinator itself stood still: what members said
-    meanwhile has not been read yet, and their silence proves nothing."""
+    meanwhile has not been read yet, and their silence proves nothing. No more than this counts of that time."""
 
     repeat_seconds: float = 0.5
     """A plan that somebody has not answered is published again after this long: the hub may have lost it."""
@@ -91,14 +93,17 @@ Decision = Publish | Finish | GiveUp
 class Director:
     """Watches over one round."""
 
-    def __init__(self, plan: Plan, patience: Patience, now: float) -> None:
+    def __init__(self, plan: Plan, patience: Patience, now: float, *, coordinator: str = "") -> None:
+        """`coordinator` is the peer that directs, a member or not."""
         self.plan = plan
+        self._coordinator = coordinator
         self.started_at = now
         self._patience = patience
         self._attendance = Attendance(len(plan.members), plan.num_chunks, now)
         self._to_redo: set[int] = set()  # reducers whose chunks are taken over once all survivors have answered
         self._tainted: set[int] = set()  # chunks to be done again though all survivors hold them
         self._lost: set[int] = set()  # out, though perhaps alive
+        self._gone: dict[int, str] = {}  # dead, or left, and how: also while an audit is under way
         self._reach = Reach()
         self._majority_at: float | None = None
         self._published_revision = plan.revision
@@ -115,6 +120,7 @@ class Director:
 
     def member_gone(self, member: int, reason: str, now: float) -> list[Decision]:
         """A member died or left."""
+        self._gone[member] = reason
         self._lost.discard(member)  # now its fate is known
         if self._over or not self.plan.members[member].receives:
             return []
@@ -126,30 +132,33 @@ class Director:
     ) -> list[Decision]:
         """An audit says that the round is not finished after all: without these members, do these chunks again."""
         self._over = False
-        self._resume(now)
+        self._excuse(now - self._ticked_at, now)
         self._tainted |= set(stale)
         self._to_redo |= {part.reducer for part in self.plan.parts if self._tainted & set(range(part.start, part.stop))}
+        self._take_out({index: why for index, why in self._gone.items() if self.plan.members[index].receives})
         self._take_out(dict(liars))
-        self._lose(dict(missing))
+        self._lose({index: why for index, why in missing.items() if index not in self._gone})
         return self._next(now)
 
     def tick(self, now: float) -> list[Decision]:
         """Look at the clock; to be called a few times a second."""
         if self._over:
             return []
-        if now - self._ticked_at > self._patience.pause_seconds:
-            self._resume(now)
+        pause_seconds = now - self._ticked_at - self._patience.pause_seconds
+        if pause_seconds > 0:
+            self._excuse(pause_seconds, now)
         self._ticked_at = now
         self._lose(self._silent(now))
         self._lose(self._stragglers(now))
         self._mend(self._broken_links())
         return self._next(now) or self._repeat(now)
 
-    def _resume(self, now: float) -> None:
-        """The hub was away, and with it our plans, or we stood still: nobody's silence until now means anything."""
-        self._attendance.excuse(now)
+    def _excuse(self, seconds: float, now: float) -> None:
+        """The hub was away, and with it our plans, or we stood still: nobody's silence in that time means anything."""
+        self._ticked_at = now
+        self._attendance.excuse(seconds, now)
         if self._majority_at is not None:
-            self._majority_at = now
+            self._majority_at = min(now, self._majority_at + seconds)
 
     def seconds_of(self, member: int) -> float:
         """How long a member took to have all averages; 0 if it has not got them."""
@@ -238,7 +247,9 @@ class Director:
         if len(done) < len(receivers) or self._to_redo:
             return []
         digests = {index: self._attendance.digest(index) for index in receivers}
-        digest, _count = min(Counter(digests.values()).items(), key=lambda vote: (-vote[1], vote[0]))
+        digest = self._agreed(digests)
+        if digest is None:
+            return self._give_up("nobody can tell whose averages are right: " + self._describe_digests(digests))
         holders = tuple(index for index in receivers if digests[index] == digest)
         liars = {index: OTHER_DIGEST for index in receivers if index not in holders}
         if len(holders) <= len(self._lost):
@@ -246,6 +257,18 @@ class Director:
         self._take_out(liars, redo=False)
         self._over = True
         return [Finish(self.plan, digest, holders)]
+
+    def _agreed(self, digests: Mapping[int, str]) -> str | None:
+        """The digest that counts; None where that cannot be told."""
+        votes = Counter(digests.values())
+        first = sorted(digest for digest, count in votes.items() if count == max(votes.values()))
+        own = next((digest for index, digest in digests.items() if self._name(index) == self._coordinator), None)
+        if own in first:
+            return own
+        return first[0] if len(first) == 1 or self.plan.audit else None
+
+    def _describe_digests(self, digests: Mapping[int, str]) -> str:
+        return ", ".join(f"{self._name(index)} holds {digest[:8]}" for index, digest in digests.items())
 
     def _redo(self) -> str:
         """Give the chunks that not all survivors hold to other reducers. Returns what makes that impossible."""

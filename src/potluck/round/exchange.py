@@ -13,6 +13,7 @@ the older generation is forgotten. So after any sequence of revisions all surviv
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from potluck.round.plan import Plan
@@ -168,13 +169,13 @@ class Exchange:
             and self.plan.members[sender].weight > 0
         )
 
-    def contribution_refused(self, sender: int, number: int, generation: int) -> list[Action]:
-        """A member's values cannot be used (not finite, not decodable): go on without them."""
+    def contributions_refused(self, senders: Collection[int], number: int, generation: int) -> list[Action]:
+        """These members' values cannot be used (not finite, not decodable): go on without all of them."""
         chunk = self._chunks[number]
         if chunk.generation != generation or chunk.reducer != self.me:
             return []
-        chunk.arrived.discard(sender)
-        chunk.refused.add(sender)
+        chunk.arrived.difference_update(senders)
+        chunk.refused.update(senders)
         chunk.reducing = False
         return self._reduce_if_ready(number)
 

@@ -70,9 +70,11 @@ class Exchanger:
         clock: Clock,
         on_news: Callable[[], None],
         on_broken: Callable[[Exception], None],
+        on_room: Callable[[], None] = lambda: None,
         work: TensorWork | None = None,
     ) -> None:
-        """`on_news` says that the coordinator should hear a report; `on_broken`, that this member cannot go on.
+        """`on_news` says that the coordinator should hear a report; `on_broken`, that this member cannot go on;
+        `on_room`, that there is room for more contributions.
 
         `work` is what is done with tensors and frames; an audited round needs more of it.
         """
@@ -96,9 +98,11 @@ class Exchanger:
         self._clock = clock
         self._on_news = on_news
         self._on_broken = on_broken
+        self._on_room = on_room
         self._aggregator = aggregator_for(plan.aggregator)
         self._lanes: dict[int, Lane] = {}
         self._contributions: dict[int, dict[int, Buffer]] = {}  # frames by chunk and sender
+        self._ahead: dict[int, set[int]] = {}  # by sender, the chunks that wait for others' contributions
         self._unchecked: list[_Arrival] = []
         self._in_check: set[tuple[int, int]] = set()  # chunk and generation
         self._is_checking = False
@@ -147,6 +151,17 @@ class Exchanger:
         """Whether a message belongs to a revision that has not come yet."""
         return chunk < len(self.grid) and generation > self.exchange.generation(chunk)
 
+    def has_room(self, sender: int, number: int, generation: int) -> bool:
+        """Whether a contribution can be taken in now. Senders keep to the limit themselves: it stops those who do not.
+
+        What is done again is not limited, as in a lane; what is not wanted takes no room.
+        """
+        return (
+            generation > 0
+            or len(self._ahead.get(sender, ())) < self._ahead_chunks()
+            or not self.exchange.wants_contribution(sender, number, generation)
+        )
+
     def take_contribution(
         self, sender: int, number: int, generation: int, frames: Sequence[Buffer], seal: bytes = b""
     ) -> None:
@@ -158,9 +173,11 @@ class Exchanger:
         chunk = self.grid.chunks[number]
         if not _fits(chunk.codec, chunk, frames):
             self._refuse(sender, f"its values of chunk {number} do not have {chunk.encoded_bytes} bytes")
-            self._carry_out(self.exchange.contribution_refused(sender, number, generation))
+            self._carry_out(self.exchange.contributions_refused([sender], number, generation))
             return
         self._contributions.setdefault(number, {})[sender] = frames[0]
+        if not generation:
+            self._ahead.setdefault(sender, set()).add(number)
         self.work.received(number, self.plan.members[sender].peer, seal)
         self._carry_out(self.exchange.contribution_arrived(sender, number, generation))
 
@@ -230,9 +247,18 @@ class Exchanger:
                         self._lane(index).send_average(number, generation, self.averages.frame(number))
                 case Discard(number):
                     self.averages.discard(number)
-                    self._contributions.pop(number, None)
+                    self._take_out(number)
                 case Complete():
                     self._complete()
+
+    def _take_out(self, number: int) -> dict[int, Buffer]:
+        """The contributions to a chunk, which are kept no longer."""
+        frames = self._contributions.pop(number, {})
+        for chunks in self._ahead.values():
+            chunks.discard(number)
+        if frames:
+            self._on_room()
+        return frames
 
     def _complete(self) -> None:
         self.digest = self.work.digest(self.averages.hashes)
@@ -284,7 +310,7 @@ class Exchanger:
     def _reduce(self, action: Reduce) -> None:
         chunk = self.grid.chunks[action.chunk]
         members = self.plan.members
-        arrived = self._contributions.pop(action.chunk, {})
+        arrived = self._take_out(action.chunk)
         frames = {members[index].peer: arrived[index] for index in action.contributors if index != self.me}
         weights = {members[index].peer: members[index].weight for index in action.contributors}
         own = None
@@ -303,8 +329,7 @@ class Exchanger:
         for peer, reason in reduced.refused.items():
             self._refuse(self.index_by_peer[peer], reason)
         if reduced.frame is None:
-            for index in action.contributors:
-                self._carry_out(self.exchange.contribution_refused(index, action.chunk, action.generation))
+            self._carry_out(self.exchange.contributions_refused(action.contributors, action.chunk, action.generation))
             return
         self.averages.put(action.chunk, reduced.frame, reduced.frame_hash)
         self._milestones.reduced()

@@ -20,7 +20,7 @@ from potluck.hub.presence import Presence
 from potluck.round.aggregators import AggregatorSpec, cap_weights
 from potluck.round.audit import AuditConfig
 from potluck.round.chunks import ChunkGrid, fitting_chunk_bytes, largest_reply_bytes, traffic_bytes
-from potluck.round.partition import Partition, PartitionConfig, partition, round_shares
+from potluck.round.partition import Partition, PartitionConfig, partition, predicted_seconds, round_shares
 from potluck.round.plan import MAX_MEMBERS, MEAN, Part, Participant, Plan, Ready, RoundKey
 from potluck.round.shares import Member, known_speeds, levelled
 from potluck.round.specs import Run
@@ -238,17 +238,22 @@ class Gathering:
     def _cut(self, members: list[Member], runs: tuple[Run, ...]) -> tuple[int, tuple[Part, ...], float]:
         """The size of a chunk, who reduces which, and how long it should take."""
         num_senders = sum(1 for member in members if member.sends)
-        shared = _shares(tuple(members), traffic_bytes(runs, num_senders), self.config.partition)
+        contribution_bytes = traffic_bytes(runs, num_senders)
+        shared = _shares(tuple(members), contribution_bytes, self.config.partition)
         used = sum(1 for share in shared.shares if share > 0)
         chunk_bytes = fitting_chunk_bytes(runs, used, self._slowest_upload(members))
         grid = ChunkGrid(runs=runs, chunk_bytes=chunk_bytes)
-        ranges = grid.parts(round_shares(shared.shares, len(grid)))
+        counts = round_shares(shared.shares, len(grid))
+        ranges = grid.parts(counts)
         parts = tuple(
             Part(reducer=index, start=chunks.start, stop=chunks.stop)
             for index, chunks in enumerate(ranges)
             if len(chunks)
         )
-        return chunk_bytes, parts, shared.predicted_seconds
+        seconds = predicted_seconds(
+            members, counts, contribution_bytes=contribution_bytes, config=self.config.partition
+        )
+        return chunk_bytes, parts, seconds
 
     def _chunk_seconds(self, plan: Plan, members: list[Member], reducers: set[int]) -> float:
         """How long the busiest member takes to send one chunk to everybody it sends to."""

@@ -1,8 +1,9 @@
 """Contributions and averages on their way to the round that they belong to.
 
 The plan comes by way of the hub, and the members' messages over links: either may be first. A message that is ahead of
-its plan, or of a revision of it, waits here for a while. Its handler then is not finished, so that its sender gets no
-credit for it, and memory stays bounded. What is behind, or for no round of ours, is dropped and counted.
+its plan, or of a revision of it, waits here for a while, and so does a contribution that is further ahead of the
+averages than there is room for, as no honest member's is (lane.py). Its handler then is not finished, so that its
+sender gets no credit for it, and memory stays bounded. What is behind, or for no round of ours, is dropped and counted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from potluck.link.links import Incoming, Links
 from potluck.round.exchanger import Exchanger
 from potluck.round.plan import Average, Contribution, RoundKey
 
-EARLY_SECONDS = 5.0  # how long a message may be ahead of its plan
+EARLY_SECONDS = 5.0  # how long a message may be ahead of its plan, or wait for room
 
 Mail = Incoming[Contribution] | Incoming[Average]
 
@@ -30,12 +31,12 @@ class Mailroom:
         self.counts: Counter[str] = Counter()
         self._current = current
         self._expects = expects
-        self._news = asyncio.Event()  # set, and replaced by another, when plans have changed
+        self._news = asyncio.Event()  # set, and replaced by another, when plans have changed or there is more room
         links.handle(Contribution, self._arrived)
         links.handle(Average, self._arrived)
 
-    def plans_changed(self) -> None:
-        """Look again at what waits."""
+    def look_again(self) -> None:
+        """Plans have changed, or there is more room: what waits may have its turn."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
@@ -49,7 +50,7 @@ class Mailroom:
         """Take it in or drop it; False where it has to wait."""
         exchanger, message = self._current(), mail.message
         if exchanger is not None and message.key == exchanger.key:
-            if exchanger.is_early(message.chunk, message.generation):
+            if exchanger.is_early(message.chunk, message.generation) or self._lacks_room(exchanger, mail):
                 return False
             self._deliver(exchanger, mail)
         elif self._expects(message.key) and (exchanger is None or message.key > exchanger.key):
@@ -57,6 +58,12 @@ class Mailroom:
         else:
             self.counts["late_messages"] += 1
         return True
+
+    def _lacks_room(self, exchanger: Exchanger, mail: Mail) -> bool:
+        message, sender = mail.message, exchanger.index_by_peer.get(mail.sender)
+        if not isinstance(message, Contribution) or sender is None:
+            return False
+        return not exchanger.has_room(sender, message.chunk, message.generation)
 
     def _deliver(self, exchanger: Exchanger, mail: Mail) -> None:
         message = mail.message

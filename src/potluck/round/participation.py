@@ -223,12 +223,11 @@ class Participation:
         if tensors is None:
             return
         averages = exchanger.averages
-        writes = [
+        # A caller that gives up now must find all of its tensors written, not some, nor any that still change.
+        await tasks.finish(
             self._workers.run(lambda chunks=chunks: averages.write(chunks, tensors))  # type: ignore[misc]
             for chunks in averages.pieces(self._workers.num_threads)
-        ]
-        # Shielded: a caller that gives up now must still find all of its tensors written, not some.
-        await asyncio.shield(asyncio.gather(*writes))
+        )
 
     def _result(
         self, wish: Wish, commit: Commit, exchanger: Exchanger | None, seconds: PhaseSeconds, reason: str
@@ -311,7 +310,7 @@ class Participation:
             except Exception:  # the next plan may be better; logged and counted
                 self.counts["errors"] += 1
                 logger.exception("obeying %s failed", heard.word.key)
-            self._mailroom.plans_changed()
+            self._mailroom.look_again()
 
     async def _obey(self, word: Word, sender: str, data: bytes) -> None:
         current = self._round
@@ -357,6 +356,7 @@ class Participation:
                 self._clock,
                 on_news=self._messenger.report,
                 on_broken=lambda error: self._broke(wish, error),
+                on_room=self._mailroom.look_again,
                 work=self._work(plan),
             )
         except PotluckError as error:

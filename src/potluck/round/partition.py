@@ -70,17 +70,32 @@ def partition(
     """Share the chunks out among the members that may reduce."""
     config = config or PartitionConfig()
     reducers = _eligible(members)
-    model = RoundModel(
-        members,
-        contribution_bytes=contribution_bytes,
-        default_bytes_per_second=config.default_bytes_per_second,
-    )
+    model = _model(members, contribution_bytes, config)
     shares = _best_shares(model, reducers, contribution_bytes, config)
     counts = round_shares(shares.tolist(), num_chunks)
-    actual = np.array(counts) / num_chunks if num_chunks else shares
     return Partition(
-        shares=tuple(shares.tolist()), num_chunks=tuple(counts), predicted_seconds=float(model.seconds(actual).max())
+        shares=tuple(shares.tolist()),
+        num_chunks=tuple(counts),
+        predicted_seconds=_slowest_seconds(model, counts if num_chunks else shares.tolist()),
     )
+
+
+def predicted_seconds(
+    members: Sequence[Member], num_chunks: Sequence[int], *, contribution_bytes: int, config: PartitionConfig
+) -> float:
+    """How long a round should take in which each member reduces so many chunks, without the links' cost."""
+    return _slowest_seconds(_model(members, contribution_bytes, config), num_chunks)
+
+
+def _model(members: Sequence[Member], contribution_bytes: int, config: PartitionConfig) -> RoundModel:
+    return RoundModel(
+        members, contribution_bytes=contribution_bytes, default_bytes_per_second=config.default_bytes_per_second
+    )
+
+
+def _slowest_seconds(model: RoundModel, parts: Sequence[float]) -> float:
+    total = math.fsum(parts)
+    return float(model.seconds(np.array(parts) / total).max()) if total else 0.0  # a model without tensors
 
 
 def round_shares(shares: Sequence[float], num_chunks: int) -> list[int]:

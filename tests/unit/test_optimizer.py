@@ -437,6 +437,24 @@ def test_parameters_that_are_not_finite_are_rolled_back(caplog: pytest.LogCaptur
         assert_equal(trainers)
 
 
+def test_local_updates_that_end_in_nan_go_back_though_nobody_else_is_there(caplog: pytest.LogCaptureFixture) -> None:
+    with train_lab() as lab:
+        trainer = Trainer(lab, 0, target_batch_size=16, use_local_updates=True)
+        trainer.train(2)
+        good = parameters_of(trainer.model)
+        group = trainer.optimizer.param_groups[0]
+        rate, group["lr"] = group["lr"], float("inf")
+        trainer.step()
+        group["lr"] = rate
+        with caplog.at_level(logging.ERROR):
+            for _ in range(2):  # a bad batch, and one whose gradients are of the spoilt state
+                trainer.step()
+        assert "rolled back" in caplog.text
+        assert all(torch.equal(a, b) for a, b in zip(parameters_of(trainer.model), good, strict=True))
+        trainer.train(4)
+        assert trainer.optimizer.statistics()["rolled_back"] == 1
+
+
 def test_a_trainer_that_dies_is_done_without() -> None:
     with train_lab() as lab:
         trainers = [Trainer(lab, number, target_batch_size=24) for number in range(3)]

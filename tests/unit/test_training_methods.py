@@ -16,12 +16,15 @@ from potluck.optim.method import Method
 from potluck.optim.methods.delayed import DelayedNesterov
 from potluck.optim.methods.outer import Nesterov, OuterOptimizer, OuterSGD
 from potluck.optim.methods.powersgd import PowerSGD
+from potluck.optim.methods.quantised import Quantised
 from potluck.optim.methods.sparseloco import SparseLoCo
 from potluck.optim.methods.streaming import Schedule
+from potluck.optim.methods.transform import Transform
 from potluck.optim.modelstate import ModelState
 from potluck.optim.outerloop import OuterLoop
 from potluck.optim.parameters import are_finite
 from potluck.optim.targetbatch import TargetBatch
+from potluck.round.codecs import CodecChoice
 
 torch.set_num_threads(1)
 
@@ -383,7 +386,90 @@ def test_sparseloco_learns_with_a_fraction_of_the_bytes() -> None:
     assert quality_of(workers[0].model) < 0.5 * first
 
 
+def spoil(worker: Worker) -> None:
+    """One step that makes everything infinite or NaN, out of gradients that are finite."""
+    group = worker.state.optimizer.param_groups[0]
+    rate, group["lr"] = group["lr"], float("inf")
+    worker.inner_step(0)
+    group["lr"] = rate
+    assert not are_finite(worker.state.parameters.values())
+
+
+def assert_goes_on(worker: Worker) -> None:
+    assert_shared(worker)
+    assert (worker.method.samples, worker.method.statistics()["spoilt"]) == (0, 1)
+    assert not worker.state.optimizer.state
+    for step in range(3):
+        worker.inner_step(100 + step)
+    assert worker.method.samples == 12
+    assert are_finite(worker.state.parameters.values())
+
+
+def assert_shared(worker: Worker) -> None:
+    assert all(torch.equal(p, worker.method.shared[name]) for name, p in worker.state.model.items())
+
+
+def test_a_bad_batch_shows_that_local_work_is_spoilt() -> None:
+    worker = Worker(outer_loop(Nesterov(), inner_steps=8), adam)
+    worker.inner_step(0)
+    spoil(worker)
+    worker.inner_step(1)  # its gradients are NaN
+    assert_goes_on(worker)
+
+
+@pytest.mark.parametrize("transform", [None, SparseLoCo(k=4), Quantised(CodecChoice.everything("e3m0"))])
+def test_spoilt_work_is_not_offered(transform: Transform | None) -> None:
+    worker = Worker(lambda state: OuterLoop(state, Nesterov(), Schedule(inner_steps=2), transform=transform), adam)
+    worker.inner_step(0)
+    spoil(worker)
+    offer = worker.method.offer(1)
+    assert offer.weight == 0
+    assert are_finite(offer.tensors.values())
+    worker.method.withdraw(offer)
+    assert_goes_on(worker)
+
+
+@pytest.mark.parametrize("schedule", [{"mixing": 0.5}, {"keeps_overlap": True}, {"num_fragments": 2}], ids=str)
+def test_what_is_spoilt_during_an_exchange_is_left(schedule: dict[str, Any]) -> None:
+    worker = Worker(outer_loop(OuterSGD(1.0), inner_steps=8, overlap_steps=2, **schedule), adam)
+    worker.inner_step(0)
+    offer = worker.method.offer(1)
+    spoil(worker)
+    worker.inner_step(1)
+    assert not are_finite(worker.state.parameters.values())  # what is shared may be changing just now
+    worker.method.accept(offer, epoch=1, alone=True)
+    worker.method.land()
+    assert_goes_on(worker)
+
+
+def test_spoilt_work_is_not_put_on_top_of_another_state() -> None:
+    one, other = (Worker(outer_loop(Nesterov(), inner_steps=2), adam) for _ in range(2))
+    one.inner_step(0)
+    average([one.method], 1)
+    other.inner_step(1)
+    spoil(other)
+    other.method.discard()
+    other.method.load(one.method.tensors(), one.method.metadata())
+    assert_equal(one.model, other.model)
+    assert_goes_on(other)
+
+
 # Local updates
+
+
+def test_spoilt_local_updates_are_offered_without_weight_and_replaced() -> None:
+    workers = [Worker(LocalUpdates) for _ in range(2)]
+    for number, worker in enumerate(workers):
+        worker.backward(number)
+        worker.method.local_step(4, True)
+    with torch.no_grad():
+        next(workers[0].model.parameters()).view(-1)[0] = float("nan")
+    offers = [worker.method.offer(1) for worker in workers]
+    assert [offer.weight for offer in offers] == [0.0, 4.0]
+    for name, tensor in offers[0].tensors.items():
+        tensor.copy_(offers[1].tensors[name])  # what came of the round
+    workers[0].method.accept(offers[0], epoch=1, alone=False)
+    assert_equal(workers[0].model, workers[1].model)
 
 
 def test_local_updates_average_parameters_by_samples() -> None:

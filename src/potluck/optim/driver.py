@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from potluck.errors import ConfigurationError, RoundFailedError
-from potluck.optim.collaboration import Collaboration
+from potluck.optim.collaboration import Collaboration, has_other_trainers
 from potluck.optim.method import Method, Offer, StateSource
 from potluck.optim.recovery import Recovery, RecoveryConfig
 from potluck.round.outcome import RoundResult
@@ -198,6 +198,8 @@ class Driver:
         return _Pending(epoch, offer, self._run.submit(self._average(offer, epoch, patience)))
 
     async def _average(self, offer: Offer, epoch: int, timeout_seconds: float) -> RoundResult:
+        if not offer.weight and not await has_other_trainers(self._run.peer.session):
+            raise RoundFailedError(f"nobody has anything for epoch {epoch}")
         if not offer.is_made:
             await self._collaboration.work(lambda: offer.tensors)
         return await self._collaboration.average(

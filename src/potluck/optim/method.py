@@ -152,6 +152,15 @@ class Method(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
 
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether local steps have made something that is not finite, so that only going back helps."""
+        return False
+
+    def statistics(self) -> dict[str, int]:
+        """Counters."""
+        return {}
+
     def is_common(self, epoch: int) -> bool:
         """Whether all who hold this epoch should hold the same bits in `tensors`."""
         return True

@@ -9,10 +9,15 @@ With fragments, an epoch synchronises one of them (methods/streaming.py). The in
 *Late work is kept.* A peer that missed an epoch takes over the new θ and puts its own change on top of it:
 θ_k ← θ_new − (θ_old − θ_k). So a straggler's work counts in the next round, a little stale, and asynchronous training
 is nothing else than everybody always being late.
+
+*Spoilt work is not.* Local steps that end in NaN or infinity can neither be sent nor gone on with: θ_k ← θ, and the
+inner optimizer begins anew.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -27,6 +32,8 @@ from potluck.optim.methods.streaming import Schedule, mix, split
 from potluck.optim.methods.transform import Plain, Transform
 from potluck.optim.modelstate import ModelState
 from potluck.optim.parameters import EXTRA, GRADIENT, MEASURE, PARAMETER, are_finite, prefixed, without_prefix
+
+logger = logging.getLogger(__name__)
 
 OUTER = "optimizer/outer/"
 TRANSFORM = "buffer/transform/"
@@ -52,6 +59,7 @@ class OuterLoop(Method):
         self.transform = transform or Plain()
         self.samples = 0
         self.steps = 0
+        self.counts: Counter[str] = Counter()
         self.fragments = split(list(state.parameters), schedule.num_fragments)
         self._weighting: Weighting = weighting
         self._shared = {name: _float32(parameter) for name, parameter in state.parameters.items()}
@@ -59,6 +67,7 @@ class OuterLoop(Method):
         self._fresh_extra: dict[str, Tensor] = {}  # averages that have not been brought into the model either
         self._fresh_measures: dict[str, Tensor] = {}  # averages that the scheduler has not been told
         self._offered: dict[str, Tensor] = {}  # parameters as they were offered, where overlapping work is kept
+        self._is_offered = False  # an exchange is under way: what is shared may change in another thread
 
     @property
     def shared(self) -> Mapping[str, Tensor]:
@@ -75,15 +84,35 @@ class OuterLoop(Method):
             self.state.land()
             self.samples += batch_size
             self.steps += 1
+        elif not self._is_offered:  # else when its result is brought in
+            self._leave_spoilt_work()
         for parameter in self.state.model.values():
             parameter.grad = None
         return is_finite
+
+    @torch.no_grad()
+    def _leave_spoilt_work(self) -> None:
+        """Go on from what is shared, if local steps have made parameters that are not finite."""
+        if are_finite(self.state.parameters.values()):
+            return
+        self.counts["spoilt"] += 1
+        logger.error(
+            "local steps made parameters that are not finite (NaN or infinity): this peer goes on from what all share, "
+            "and its last %d samples are lost. If this comes again, take a smaller learning rate or max_grad_norm",
+            self.samples,
+        )
+        for name, parameter in self.state.parameters.items():
+            parameter.copy_(self._shared[name])
+        self._fresh, self._offered = set(), {}
+        self.forget()  # moments may be infinite too, and would spoil the next step
+        self.state.land()
 
     # Rounds
 
     @torch.no_grad()
     def offer(self, epoch: int) -> Offer:
         """How far this peer got in the fragment whose turn it is."""
+        self._leave_spoilt_work()
         names = self.fragments[self.schedule.fragment_of_epoch(epoch)]
         change = {name: self._shared[name] - self.state.parameters[name].float() for name in names}
         if self.schedule.keeps_overlap:
@@ -91,6 +120,7 @@ class OuterLoop(Method):
         beside = self._copied_extra() | self.state.measures()
         offer = Offer(lambda: self._to_travel(change) | beside, self._weight(), (self.samples, self.steps))
         self.samples = self.steps = 0
+        self._is_offered = True
         return offer
 
     def blank(self, epoch: int) -> Offer:
@@ -131,11 +161,13 @@ class OuterLoop(Method):
     @torch.no_grad()
     def land(self) -> None:
         """Mix what is new into this peer's parameters."""
+        self._is_offered = False
         for name, average in self._fresh_extra.items():
             self.state.extra[name].copy_(average)
         self._fresh_extra = {}
         self.state.hear_measures(self._fresh_measures)
         self._fresh_measures = {}
+        self._leave_spoilt_work()  # NaN would survive any mixing
         self._keep_overlap()
         mix(self.state.parameters, self._shared, sorted(self._fresh), self.schedule.mixing)
         self._fresh = set()
@@ -155,6 +187,7 @@ class OuterLoop(Method):
         """The change is still there, and counts again."""
         self.transform.abandon()
         self._offered = {}
+        self._is_offered = False
         samples, steps = offer.detail
         self.samples += samples
         self.steps += steps
@@ -168,6 +201,10 @@ class OuterLoop(Method):
         self.discard()
         self.samples = self.steps = 0
         self.state.optimizer.state.clear()
+
+    def statistics(self) -> dict[str, int]:
+        """How often local work was spoilt."""
+        return dict(self.counts)
 
     # State
 
@@ -193,6 +230,8 @@ class OuterLoop(Method):
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
         """Take over what is shared, and put this peer's own change on top."""
+        self._is_offered = False
+        self._leave_spoilt_work()
         for name, shared in self._shared.items():
             given = tensors.get(PARAMETER + name)
             if given is None or given.shape != shared.shape:

@@ -3,7 +3,7 @@
     begin       the run's state, from whoever has it, in memory or on disk; this peer's own where there is none
     catch_up    the lineage is further than this peer: the newest state there is, and what came since (listening.py)
     mend        this peer's bits are not those of the others: the chunks that differ
-    roll_back   the step made something that is not finite: another peer's state, or the last good one
+    roll_back   a step made something that is not finite: another peer's state, or the last good one
 
 Every one of them ends in the same way: the state is loaded, and kept.
 """
@@ -75,8 +75,9 @@ class Recovery:
         self._mending_seconds = 0.0  # so far
 
     def statistics(self) -> dict[str, int]:
-        """Counters, those of the source of states included."""
-        return {**self.counts, **(self._source.statistics() if self._source is not None else {})}
+        """Counters, those of the method and of the source of states included."""
+        of_source = self._source.statistics() if self._source is not None else {}
+        return {**self.counts, **self._method.statistics(), **of_source}
 
     # At the start, and when behind
 
@@ -167,7 +168,10 @@ class Recovery:
     # Deviating
 
     def mend(self) -> bool:
-        """Take over what most of the others hold, if this peer's tensors are others; whether they were."""
+        """Take over what most of the others hold, if this peer's tensors are others, or spoilt; whether they were."""
+        if self._method.is_spoilt:
+            self.roll_back()
+            return True
         source, now = self._source, time.monotonic()
         if source is None or not source.deviates() or now < self._mend_at:
             return False
@@ -219,7 +223,7 @@ class Recovery:
         return are_finite(self._method.tensors().values())
 
     def roll_back(self) -> None:
-        """The step made something that is not finite: go back, and have it said."""
+        """A step made something that is not finite: go back, and have it said."""
         self.counts["rolled_back"] += 1
         bad_epoch = self.epoch
         if (snapshot := self._healthy_elsewhere(bad_epoch)) is not None:
@@ -231,11 +235,11 @@ class Recovery:
             self.epoch = bad_epoch  # the epoch stands; its update is left out, by all who saw the same
         else:
             raise FatalError(
-                f"epoch {bad_epoch} made parameters that are not finite, and there is no good state to go back to: "
+                f"the parameters are not finite after epoch {bad_epoch}, and there is no good state to go back to: "
                 "start again from a checkpoint, with a smaller learning rate or with max_grad_norm"
             )
         logger.error(
-            "epoch %d made parameters that are not finite (NaN or infinity); rolled back to %s. If this comes again, "
+            "the parameters are not finite (NaN or infinity) after epoch %d: rolled back to %s. If this comes again, "
             "take a smaller learning rate or max_grad_norm",
             bad_epoch,
             where,

@@ -144,6 +144,10 @@ class Method(ABC):
     def load(self, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
         """Take over somebody's state."""
 
+    def load_numbers(self, metadata: Metadata) -> None:
+        """Take over what somebody has beside tensors that are the same here: no work is lost."""
+        self.load(self.tensors(), metadata)
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """All that this peer needs to go on with the same bits, local work included."""

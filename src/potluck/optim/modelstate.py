@@ -175,7 +175,10 @@ class ModelState:
         self.land()
 
     def load_numbers(self, metadata: Metadata) -> None:
-        """Take over hyperparameters and the scheduler."""
+        """Take over hyperparameters, the scheduler, and what the optimizer keeps beside tensors."""
+        for name, values in metadata.get("state", {}).items():
+            if name in self.parameters:
+                self.optimizer.state[self.parameters[name]].update(values)
         for group, values in zip(self.optimizer.param_groups, metadata.get("groups", ()), strict=False):
             for key, value in values.items():
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value

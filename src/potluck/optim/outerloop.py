@@ -8,7 +8,12 @@ With fragments, an epoch synchronises one of them (methods/streaming.py). The in
 
 *Late work is kept.* A peer that missed an epoch takes over the new θ and puts its own change on top of it:
 θ_k ← θ_new − (θ_old − θ_k). So a straggler's work counts in the next round, a little stale, and asynchronous training
-is nothing else than everybody always being late.
+is nothing else than everybody always being late. What a transform has left out of earlier changes is still owed, too.
+
+*Nothing counts twice.* Who is taken out of a round in the middle may have given its change already, and then that is in
+θ_new. Which parts of it are used nobody can tell it, but it knows how much has arrived. If that is most of it, the
+change is spent: θ_k ← θ_new, plus what was done since. Otherwise it is late work. So at most half of a change is lost,
+or counts twice; and mostly nothing is, since a straggler has mostly given all, and who came too late nothing.
 
 *Spoilt work is not.* Local steps that end in NaN or infinity can neither be sent nor gone on with: θ_k ← θ, and the
 inner optimizer begins anew.
@@ -90,7 +95,6 @@ class OuterLoop(Method):
             parameter.grad = None
         return is_finite
 
-    @torch.no_grad()
     def _leave_spoilt_work(self) -> None:
         """Go on from what is shared, if local steps have made parameters that are not finite."""
         if are_finite(self.state.parameters.values()):
@@ -101,11 +105,17 @@ class OuterLoop(Method):
             "and its last %d samples are lost. If this comes again, take a smaller learning rate or max_grad_norm",
             self.samples,
         )
+        self._begin_anew()  # moments may be infinite too, and would spoil the next step
+
+    @torch.no_grad()
+    def _begin_anew(self) -> None:
+        self.discard()
         for name, parameter in self.state.parameters.items():
             parameter.copy_(self._shared[name])
-        self._fresh, self._offered = set(), {}
-        self.forget()  # moments may be infinite too, and would spoil the next step
+        self.state.optimizer.state.clear()
         self.state.land()
+        self.samples = self.steps = 0
+        self._fresh, self._offered = set(), {}
 
     # Rounds
 
@@ -197,10 +207,9 @@ class OuterLoop(Method):
         self.transform.abandon()
 
     def forget(self) -> None:
-        """Local changes, and the inner optimizer's memory of how it came by them."""
-        self.discard()
-        self.samples = self.steps = 0
-        self.state.optimizer.state.clear()
+        """Local changes, what is owed of earlier ones, and the inner optimizer's memory of how it came by them."""
+        self._begin_anew()
+        self.transform.forget()
 
     def statistics(self) -> dict[str, int]:
         """How often local work was spoilt."""
@@ -249,6 +258,12 @@ class OuterLoop(Method):
         self.state.load_numbers(metadata)
         self._fresh, self._fresh_extra, self._fresh_measures, self._offered = set(), {}, {}, {}
         self.state.land()
+
+    def load_numbers(self, metadata: Metadata) -> None:
+        """Take over hyperparameters, the scheduler, and the numbers of the outer optimizer and the transform."""
+        self.state.load_numbers(metadata)
+        self.outer.load_numbers(metadata.get("outer", {}))
+        self.transform.load_shared(self.transform.shared(), metadata.get("transform", {}))
 
     def state_dict(self) -> dict[str, Any]:
         """Inner and outer state, local work, and the transform's memory."""

@@ -198,7 +198,7 @@ class Recovery:
 
     def _take_numbers(self, snapshot: Snapshot) -> None:
         """The tensors are the same, and the numbers beside them differ, as a learning rate may: no work is lost."""
-        self._method.load(snapshot.tensors, snapshot.metadata)
+        self._method.load_numbers(snapshot.metadata)
         self.epoch = snapshot.epoch
         self.counts["mended_numbers"] += 1
         logger.debug("hyperparameters or schedule of epoch %d were not those of the others: taken over", self.epoch)

@@ -111,9 +111,15 @@ class TargetBatch(Method):
         return {**self.state.metadata(), "transform": self.transform.shared_numbers()}
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
-        """Take over somebody's state."""
+        """Take over somebody's state; what the transform owes is of an outdated one."""
         self.state.load(tensors, metadata)
+        self.transform.forget()
         self.transform.load_shared(without_prefix(TRANSFORM, tensors), metadata.get("transform", {}))
+
+    def load_numbers(self, metadata: Metadata) -> None:
+        """Take over hyperparameters, the scheduler, and the transform's numbers."""
+        self.state.load_numbers(metadata)
+        self.transform.load_shared(self.transform.shared(), metadata.get("transform", {}))
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer, scheduler, gradients so far, and the transform's memory."""

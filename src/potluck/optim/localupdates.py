@@ -98,17 +98,17 @@ class LocalUpdates(Method):
         """The model's state."""
         return self.state.tensors()
 
-    def is_common(self, epoch: int) -> bool:
-        """No: statistics are local, and so are parameters when local steps go on during an average."""
-        return False
+    def is_own(self, name: str) -> bool:
+        """Everything is: statistics are local, and so are parameters when local steps go on during an average."""
+        return True
 
     def metadata(self) -> Metadata:
-        """The optimizer's and scheduler's numbers."""
-        return self.state.metadata()
+        """The optimizer's and scheduler's numbers, local like the rest."""
+        return {"own": self.state.metadata()}
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
         """Take over somebody's state."""
-        self.state.load(tensors, metadata)
+        self.state.load(tensors, {**metadata, **metadata.get("own", {})})
         self._is_spoilt = False
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,7 +18,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 Metadata = dict[str, Any]
-"""What belongs to a state beside tensors: numbers, texts, lists and dicts of them, as JSON can hold."""
+"""What belongs to a state beside tensors: numbers, texts, lists and dicts of them, as JSON can hold.
+
+What stands under "own" is each peer's own, and the rest is the same for all."""
 
 
 class Offer:
@@ -51,20 +53,20 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The state of a run after an epoch: the same, to the last bit, for all who hold it."""
+    """The state of a run after an epoch: the same, to the last bit, for all who hold it, but for what is their own."""
 
     epoch: int
     tensors: Mapping[str, Tensor]
     metadata: Metadata = field(default_factory=dict)
-    is_common: bool = True
-    """Whether that is so: with local statistics, for one, each peer has its own."""
+    own: frozenset[str] = frozenset()
+    """Tensors that are each peer's own, as local statistics are."""
 
     num_chunks: int = 0
     num_moved_chunks: int = 0
     """Of a state that was fetched: the pieces it is kept in, and how many of them were not at hand."""
 
     is_as_base: bool = False
-    """Of a state that was fetched: whether its tensors are what was there before."""
+    """Of a state that was fetched: whether its tensors are what was there before, own ones aside."""
 
 
 class StateSource(Protocol):
@@ -165,9 +167,9 @@ class Method(ABC):
         """Counters."""
         return {}
 
-    def is_common(self, epoch: int) -> bool:
-        """Whether all who hold this epoch should hold the same bits in `tensors`."""
-        return True
+    def is_own(self, name: str) -> bool:
+        """Whether one of `tensors` is each peer's own: in all others, who holds an epoch should hold the same bits."""
+        return False
 
     def land(self) -> None:  # noqa: B027 - most methods have nothing to bring over
         """Bring what `accept` made into the user's model. Called in the user's thread."""

@@ -168,7 +168,8 @@ class ModelState:
                 )
             parameter.copy_(given)
         for name, tensor in self.extra.items():
-            if (given := tensors.get(EXTRA + name)) is not None:
+            # Nobody else vouches for them: what is of no use is not taken.
+            if (given := tensors.get(EXTRA + name)) is not None and given.shape == tensor.shape and are_finite([given]):
                 tensor.copy_(given)
         self._load_statistics(tensors, metadata.get("state", {}))
         self.load_numbers(metadata)

@@ -10,6 +10,7 @@ Every one of them ends in the same way: the state is loaded, and kept.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import Counter
@@ -160,9 +161,12 @@ class Recovery:
         )
 
     def _load(self, snapshot: Snapshot) -> None:
-        self._method.discard()
-        self._method.load(snapshot.tensors, snapshot.metadata)
-        self._method.land()
+        # Nobody vouches for what a keeper says to be its own: other tensors than we ourselves have so are left out.
+        method, own = self._method, snapshot.own
+        tensors = {name: t for name, t in snapshot.tensors.items() if name not in own or method.is_own(name)}
+        method.discard()
+        method.load(tensors, snapshot.metadata)
+        method.land()
         self.epoch = snapshot.epoch
 
     # Deviating
@@ -186,7 +190,10 @@ class Recovery:
             self._mend_at = time.monotonic() + FAILED_MEND_SECONDS
             logger.warning("this peer's state deviates from the others', and could not be repaired yet: %s", error)
             return False
-        if snapshot is None or not are_finite(snapshot.tensors.values()):
+        if snapshot is None:
+            return False
+        snapshot = self._with_own(snapshot)
+        if not are_finite(snapshot.tensors.values()):
             return False
         if snapshot.is_as_base:
             self._take_numbers(snapshot)
@@ -195,6 +202,15 @@ class Recovery:
         self.keep()
         self._mending_seconds += time.monotonic() - now
         return not snapshot.is_as_base
+
+    def _with_own(self, snapshot: Snapshot) -> Snapshot:
+        """Somebody's state, with what is this peer's own in place of theirs."""
+        tensors, metadata = self._method.tensors(), self._method.metadata()
+        kept = {name: tensors.get(name, theirs) for name, theirs in snapshot.tensors.items() if name in snapshot.own}
+        numbers = {"own": metadata["own"]} if "own" in metadata else {}
+        return dataclasses.replace(
+            snapshot, tensors={**snapshot.tensors, **kept}, metadata={**snapshot.metadata, **numbers}
+        )
 
     def _take_numbers(self, snapshot: Snapshot) -> None:
         """The tensors are the same, and the numbers beside them differ, as a learning rate may: no work is lost."""
@@ -261,11 +277,12 @@ class Recovery:
 
     def keep(self) -> None:
         """This state is good: copy it, and let others have it."""
+        tensors = self._method.tensors()
         live = Snapshot(
             epoch=self.epoch,
-            tensors=self._method.tensors(),
+            tensors=tensors,
             metadata=self._method.metadata(),
-            is_common=self._method.is_common(self.epoch),
+            own=frozenset(filter(self._method.is_own, tensors)),
         )
         if self._config.keep_last_good:
             self._good = _copied(live, self._good)

@@ -102,9 +102,9 @@ class TargetBatch(Method):
         """The model's state, and what the transform shares."""
         return {**self.state.tensors(), **prefixed(TRANSFORM, self.transform.shared())}
 
-    def is_common(self, epoch: int) -> bool:
-        """Extra tensors are each peer's own until they are averaged."""
-        return not self.state.extra or bool(self._average_state_every and epoch % self._average_state_every == 0)
+    def is_own(self, name: str) -> bool:
+        """Extra tensors are, whether averaged now and then or not: forward passes change them."""
+        return name.startswith(EXTRA) and name.removeprefix(EXTRA) in self.state.extra
 
     def metadata(self) -> Metadata:
         """The optimizer's and scheduler's numbers."""

@@ -351,6 +351,73 @@ def test_late_work_is_put_on_top_of_the_new_state() -> None:
     assert_equal(early.model, late.model)
 
 
+@pytest.mark.parametrize("keeps_overlap", [False, True])
+@pytest.mark.parametrize("contributed", [0.25, 1.0])
+def test_a_change_that_others_have_does_not_count_twice(contributed: float, keeps_overlap: bool) -> None:
+    schedule = {"inner_steps": 4, "overlap_steps": 1, "keeps_overlap": keeps_overlap}
+    early, late = (Worker(outer_loop(OuterSGD(1.0), **schedule)) for _ in range(2))
+    for worker in (early, late):
+        worker.inner_step(0)
+    offer = late.method.offer(1)
+    offered = parameters_of(late.model)
+    if keeps_overlap:
+        late.inner_step(2)
+    done_since = [now - then for now, then in zip(parameters_of(late.model), offered, strict=True)]
+    average([early.method], 1)
+    late.method.left_behind(offer, contributed=contributed)
+    assert late.method.samples == 4 * keeps_overlap + (4 if contributed < 0.5 else 0)
+    late.method.discard()
+    late.method.load(early.method.tensors(), early.method.metadata())
+    on_top = [mine - theirs for mine, theirs in zip(parameters_of(late.model), parameters_of(early.model), strict=True)]
+    change = [then - start for then, start in zip(offered, parameters_of(make_model()), strict=True)]
+    for got, since, before in zip(on_top, done_since, change, strict=True):
+        wanted = since + before if contributed < 0.5 else since
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_change_that_others_have_left_out_is_owed() -> None:
+    worker = Worker(
+        lambda state: OuterLoop(state, OuterSGD(1.0), Schedule(inner_steps=2), transform=SparseLoCo(k=4)), adam
+    )
+    worker.inner_step(0)
+    change = worker.method.shared["0.weight"] - worker.state.parameters["0.weight"].detach()
+    offer = worker.method.offer(1)
+    sent = worker.method.transform.received("0.weight", offer.tensors["gradient/0.weight"])
+    worker.method.left_behind(offer, contributed=1.0)
+    torch.testing.assert_close(worker.method.transform.error_of("0.weight"), change - sent)
+    assert_shared(worker)
+
+
+def test_fragments_whose_turn_it_was_not_keep_their_work() -> None:
+    early, late = (Worker(outer_loop(OuterSGD(1.0), inner_steps=2, num_fragments=2)) for _ in range(2))
+    for worker in (early, late):
+        worker.inner_step(0)
+    offer = late.method.offer(1)
+    average([early.method], 1)
+    late.method.left_behind(offer, contributed=1.0)
+    late.method.load(early.method.tensors(), early.method.metadata())
+    assert_close(late.model, early.model, 1e-6)  # which has done the same
+
+
+def test_what_is_owed_stays_owed_to_another_state() -> None:
+    def make(state: ModelState) -> OuterLoop:
+        return OuterLoop(state, Nesterov(), Schedule(inner_steps=2), transform=SparseLoCo(k=4))
+
+    early, late = Worker(make), Worker(make)
+    for worker in (early, late):
+        worker.inner_step(0)
+    average([early.method, late.method], 1)
+    owed = late.method.transform.error_of("0.weight").clone()
+    assert owed.any()
+    early.inner_step(1)
+    average([early.method], 2)
+    late.method.discard()
+    late.method.load(early.method.tensors(), early.method.metadata())
+    assert torch.equal(late.method.transform.error_of("0.weight"), owed)
+    late.method.forget()  # the run has gone back on purpose
+    assert late.method.transform.error_of("0.weight") is None
+
+
 def test_a_newcomer_without_work_takes_the_state_as_it_is() -> None:
     old, new = Worker(outer_loop(Nesterov())), Worker(outer_loop(Nesterov()))
     for epoch in (1, 2):

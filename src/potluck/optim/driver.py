@@ -241,7 +241,7 @@ class Driver:
             return False
         self.last_result = result
         if not result.holds:
-            self._method.withdraw(pending.offer)
+            self._method.left_behind(pending.offer, contributed=result.contributed)
             self.counts["left_behind"] += 1
             assert result.left_behind is not None
             logger.warning("epoch %d stands without this peer: %s", result.commit.epoch, result.left_behind.reason)

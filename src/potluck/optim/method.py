@@ -2,7 +2,7 @@
 
     local work ──▶ offer() ──▶ [a round] ──▶ accept() ──▶ land()
                       ▲            │ failed
-                      └─ withdraw()┘          fell behind: load(the state of others)
+                      └─ withdraw()┘          fell behind: left_behind(), load(the state of others)
 
 The driver (driver.py) does everything else: it asks for an offer when a round is due, has its tensors averaged in
 place, and tells the method how that ended. A new method is one file with one subclass of `Method`.
@@ -125,6 +125,10 @@ class Method(ABC):
     @abstractmethod
     def withdraw(self, offer: Offer) -> None:
         """The round failed, or went on without us: the offer's tensors are as we gave them."""
+
+    def left_behind(self, offer: Offer, *, contributed: float) -> None:
+        """The epoch stands without us, and this share of the offer is in it all the same: a state will be loaded."""
+        self.withdraw(offer)
 
     @abstractmethod
     def discard(self) -> None:

@@ -202,6 +202,21 @@ class OuterLoop(Method):
         self.samples += samples
         self.steps += steps
 
+    @torch.no_grad()
+    def left_behind(self, offer: Offer, *, contributed: float) -> None:
+        """The change is still there, or spent if others have most of it."""
+        if contributed <= 0.5 or not offer.weight:
+            self.withdraw(offer)
+            return
+        change = self.transform.decode(without_prefix(GRADIENT, offer.tensors))  # what was left out is owed from now on
+        for name in change:
+            parameter, offered = self.state.parameters[name], self._offered.get(name)
+            done_since = 0.0 if offered is None else parameter.float().sub(offered)
+            parameter.copy_(self._shared[name] + done_since)
+        self._offered = {}
+        self._is_offered = False
+        self.state.land()
+
     def discard(self) -> None:
         """Nothing: work is kept, see `load`."""
         self.transform.abandon()
@@ -239,6 +254,7 @@ class OuterLoop(Method):
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
         """Take over what is shared, and put this peer's own change on top."""
+        has_work = self.samples > 0 or len(self.fragments) > 1  # of fragments whose turn it was not
         self._is_offered = False
         self._leave_spoilt_work()
         for name, shared in self._shared.items():
@@ -248,7 +264,7 @@ class OuterLoop(Method):
             parameter = self.state.parameters[name]
             change = shared - parameter.float()
             shared.copy_(given)
-            parameter.copy_(shared - change if self.samples and are_finite([change]) else shared)
+            parameter.copy_(shared - change if has_work and are_finite([change]) else shared)
         for name, tensor in self.state.extra.items():
             if (given := tensors.get(EXTRA + name)) is not None:
                 tensor.copy_(given)

@@ -35,7 +35,7 @@ from potluck.round.coordinator import CoordinatorConfig
 from potluck.round.director import Patience
 from potluck.round.plan import Commit
 from potluck.round.trigger import Quorum
-from potluck.testing.polling import poll_until
+from potluck.testing.polling import poll_until, poll_until_sync
 
 EXACT = CodecChoice.everything("float32")
 
@@ -394,6 +394,36 @@ def test_who_falls_behind_catches_up() -> None:
         assert slow.optimizer.statistics()["caught_up"] == 1
         assert slow.optimizer.samples == 0  # gradients of an outdated state do not count
         assert_equal([quick, slow])
+
+
+def test_gradients_of_a_state_that_was_left_are_left_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with train_lab() as lab:
+        trainer = Trainer(lab, 0, target_batch_size=16, delay_grad_averaging=True)
+        trainer.step()
+        driver = trainer.optimizer.driver
+
+        def left_behind(*, wait: bool = True) -> bool:
+            assert lab.states.newest is not None
+            driver._recovery._load(lab.states.newest)  # what becomes of a round that went on without this peer
+            return False
+
+        monkeypatch.setattr(driver, "land", left_behind)
+        trainer.step()
+        assert trainer.optimizer.samples == 0
+        monkeypatch.undo()
+
+
+def test_a_round_that_is_left_at_the_end_gives_its_samples_back() -> None:
+    with train_lab() as lab:
+        options = {"target_batch_size": 8, "delay_grad_averaging": True, "config": Patient}
+        trainer, _other = Trainer(lab, 0, **options), Trainer(lab, 1, **options)  # who is waited for
+        for _ in range(2):
+            trainer.step()
+        poll_until_sync(lambda: trainer.step() or trainer.optimizer.driver.is_busy, PATIENCE_SECONDS, "a round")
+        handed_in = 4 * trainer.position
+        trainer.optimizer.driver.close(wait_seconds=0.0)
+        assert trainer.optimizer.samples == handed_in
+        assert trainer.optimizer.state_dict()["method"]["gradients"]["samples"] == handed_in
 
 
 def test_without_a_source_of_states_it_says_what_to_do() -> None:

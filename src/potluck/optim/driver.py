@@ -112,6 +112,11 @@ class Driver:
         return {**self.counts, "local_epoch": self.epoch, **self._recovery.statistics()}
 
     @property
+    def num_loaded(self) -> int:
+        """How often this peer took over another state than it had made itself."""
+        return self._recovery.num_loaded
+
+    @property
     def is_busy(self) -> bool:
         """Whether a round is under way in the background."""
         return self._pending is not None
@@ -173,15 +178,18 @@ class Driver:
         pending = self._pending
         if pending is not None and pending.last.wait(wait_seconds) and self._has_averages(pending):
             self.land()
-        self._leave_round()
+        left = self._leave_round()
         steps, self._steps = self._steps, None
         if steps is not None:
             steps.shutdown()
+        if left is not None and not self._has_averages(left):
+            self._method.withdraw(left.offer)  # a state that is saved after this has its work
 
-    def _leave_round(self) -> None:
+    def _leave_round(self) -> _Pending | None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result.end(LEAVE_SECONDS)
+        return pending
 
     async def _release(self) -> None:
         """On the event loop, when the run is left; whoever is interrupted does not want to wait for others."""

@@ -250,10 +250,13 @@ class Optimizer(torch.optim.Optimizer):
     def _settle(self) -> bool:
         """Bring in what the background has done; False if these gradients are of an outdated state, and are lost."""
         driver = self.driver
+        num_loaded = driver.num_loaded
         driver.land(wait=False)
         if driver.is_behind:
             driver.catch_up()
-        elif not driver.mend():
+        else:
+            driver.mend()
+        if driver.num_loaded == num_loaded:
             return True
         self.zero_grad()
         self._report()

@@ -63,6 +63,8 @@ class Recovery:
     ) -> None:
         self.epoch = 0
         """How many updates of the run this peer's state holds."""
+        self.num_loaded = 0
+        """How often this peer took over another state than it had made itself."""
         self.counts: Counter[str] = Counter()
         self._run = run
         self._method = method
@@ -168,6 +170,7 @@ class Recovery:
         method.load(tensors, snapshot.metadata)
         method.land()
         self.epoch = snapshot.epoch
+        self.num_loaded += 1
 
     # Deviating
 

@@ -568,6 +568,24 @@ def test_what_was_done_during_a_delayed_average_stays() -> None:
         assert not torch.equal(live[name], offered[f"parameter/{name}"])
 
 
+# Optimizers and schedulers
+
+
+def test_an_optimizer_that_computes_gradients_anew_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="LBFGS needs a closure"):
+        ModelState(torch.optim.LBFGS(make_model().parameters()))
+
+
+def test_a_scheduler_that_was_made_beforehand() -> None:
+    inner = sgd(make_model().parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    state = ModelState(inner, scheduler=scheduler)
+    state.step({name: torch.zeros_like(parameter) for name, parameter in state.parameters.items()})
+    assert (state.scheduler, inner.param_groups[0]["lr"]) == (scheduler, 0.05)
+    with pytest.raises(ConfigurationError, match="belongs to another optimizer"):
+        ModelState(sgd(make_model().parameters()), scheduler=scheduler)
+
+
 # Saved and loaded
 
 METHODS: dict[str, Callable[[ModelState], Any]] = {

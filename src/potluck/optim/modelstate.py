@@ -7,6 +7,7 @@ has full-precision weights behind it); `land` copies them into the model. Withou
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -57,7 +58,7 @@ class ModelState:
         extra_tensors: Mapping[str, Tensor] | Iterable[Tensor] = (),
         offload: bool = False,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer = _steps_once(optimizer)
         self.model = named_parameters(optimizer, named)
         self.extra = _named_extra(extra_tensors)
         self.parameters = self._offloaded() if offload else self.model
@@ -252,6 +253,17 @@ def _named_extra(extra: Mapping[str, Tensor] | Iterable[Tensor]) -> dict[str, Te
     if isinstance(extra, Mapping):
         return dict(extra)
     return {str(number): tensor for number, tensor in enumerate(extra)}
+
+
+def _steps_once(optimizer: Optimizer) -> Optimizer:
+    """The optimizer; ConfigurationError for one that computes gradients anew within a step, as LBFGS does."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} needs a closure, to compute gradients anew within a step; but a step is taken "
+            "on gradients that were averaged: use an optimizer that does without, such as AdamW"
+        )
+    return optimizer
 
 
 def _scheduler(scheduler: LRScheduler | SchedulerFactory | None, optimizer: Optimizer) -> LRScheduler | None:

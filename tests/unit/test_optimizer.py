@@ -682,6 +682,53 @@ def test_options_that_cannot_be(wrong: dict[str, Any]) -> None:
         OptimizerConfig(**{"target_batch_size": 4, **wrong})
 
 
+def test_a_bad_batch_in_reused_buffers_says_what_else_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    with train_lab() as lab:
+        trainer = Trainer(lab, 0, target_batch_size=16, reuse_grad_buffers=True)
+        trainer.step()
+        loss_of(trainer.model, (make_batch(1)[0] * float("nan"), make_batch(1)[1])).backward()
+        with caplog.at_level(logging.WARNING):
+            trainer.optimizer.step(batch_size=3)
+        assert "a batch of 3 samples" in caplog.text
+        assert "and so are the 4 samples before it" in caplog.text
+        assert trainer.optimizer.samples == 0
+
+
+def test_hooks_are_those_of_the_wrapped_optimizer() -> None:
+    with train_lab() as lab:
+        trainer = Trainer(lab, 0, target_batch_size=8)
+        optimizer, called = trainer.optimizer, []
+        handles = [
+            optimizer.register_step_pre_hook(lambda *_: called.append("before")),
+            optimizer.register_step_post_hook(lambda *_: called.append("after")),
+            optimizer.register_state_dict_post_hook(lambda _, state: called.append("saved")),
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: called.append("loaded")),
+        ]
+        trainer.train(1)
+        assert called == ["before", "after"]
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert called[2:] == ["saved", "loaded"]
+        for handle in handles:
+            handle.remove()
+        trainer.train(2)
+        assert len(called) == 4
+        with pytest.raises(ConfigurationError, match="all its groups first"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def test_an_auxiliary_peer_can_be_looked_at() -> None:
+    with train_lab() as lab:
+        Trainer(lab, 0, target_batch_size=8).train(1)
+        run = lab.join("aux", role="aux")
+        aux = Optimizer(run, None, auxiliary=True, target_batch_size=8, codecs=EXACT, num_threads=1)
+        poll_until_sync(lambda: aux.epoch == 1, PATIENCE_SECONDS, "it to hear of the epoch")
+        assert (aux.samples, aux.param_groups, aux.state_dict(), aux.hand_in(1.0)) == (0, [], {}, 0)
+        assert aux.statistics()
+        aux.load_state_dict(aux.state_dict())
+        with pytest.raises(ConfigurationError, match="takes no steps"):
+            aux.register_step_post_hook(print)
+
+
 def test_mistakes_are_explained() -> None:
     with train_lab() as lab:
         trainer = Trainer(lab, 0, target_batch_size=64)

@@ -311,10 +311,15 @@ def test_a_inventory_that_was_tampered_with_is_refused(data: st.DataObject) -> N
         {"tensors": (TensorSpec(name="a", dtype="int8", shape=()), TensorSpec(name="a", dtype="int8", shape=()))},
         {"metadata": b"\xc1"},
         {"metadata": b"\x01"},
+        {"own": (1, 0)},
+        {"own": (0, 0)},
+        {"own": (1_000,)},
+        {"own": (-1,)},
     ],
 )
 def test_inventories_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
     fields = {name: getattr(good(), name) for name in good().__struct_fields__}
-    data = msgspec.msgpack.encode(list({**fields, **changes}.values()))
+    values = list({**fields, **changes}.values())
+    data = msgspec.msgpack.encode(values if values[-1] else values[:-1])
     with pytest.raises(ProtocolError):
         read_inventory(data, hashlib.sha256(data).hexdigest())

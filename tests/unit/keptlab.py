@@ -16,7 +16,9 @@ EXACT = CodecChoice.everything("float32")
 class Trainer:
     """A peer whose states go by way of the run's keepers."""
 
-    def __init__(self, lab: TrainLab, number: int, *, seed: int = 0, kind: type = Optimizer, **options: Any) -> None:
+    def __init__(
+        self, lab: TrainLab, number: int, *, seed: int = 0, kind: type = Optimizer, run: Any = None, **options: Any
+    ) -> None:
         self.number = number
         self.model = make_model(seed)
         self.position = 0
@@ -25,8 +27,8 @@ class Trainer:
             options = {"target_batch_size": 16, "matchmaking_seconds": 10.0, **options}
         else:
             options = {"inner_steps": 2, "grace_seconds": 10.0, **options}
-        run = lab.join(f"trainer {number}")
-        self.optimizer = kind(run, inner, codecs=EXACT, num_threads=1, **options)
+        joined = lab.join(f"trainer {number}", **(run or {}))
+        self.optimizer = kind(joined, inner, codecs=EXACT, num_threads=1, **options)
 
     @property
     def statistics(self) -> dict[str, int]:

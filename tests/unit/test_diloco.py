@@ -191,6 +191,23 @@ def test_a_straggler_is_left_behind_once_and_its_work_is_kept() -> None:
         assert slow.optimizer.method.samples == 4 * 16
 
 
+@pytest.mark.parametrize("transform", [None, SparseLoCo(k=16)])
+def test_local_steps_that_end_in_nan_cost_no_more_than_themselves(transform: Any) -> None:
+    with train_lab() as lab:
+        worker = Worker(lab, 0, transform=transform)
+        worker.train(1)
+        for bad_step in (1, 3):  # 3: just before the exchange, where no bad batch tells of it
+            for step in range(4):
+                worker.optimizer.param_groups[0]["lr"] = float("inf") if step == bad_step else 0.02
+                worker.step()
+            assert all(parameter.isfinite().all() for parameter in worker.model.parameters())
+        worker.optimizer.param_groups[0]["lr"] = 0.02
+        worker.train(4)
+        statistics = worker.optimizer.statistics()
+        assert statistics["spoilt"] == 2
+        assert "rolled_back" not in statistics
+
+
 def test_a_newcomer_takes_over_the_outer_state() -> None:
     with train_lab() as lab:
         first = Worker(lab, 0)

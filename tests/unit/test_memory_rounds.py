@@ -613,8 +613,24 @@ async def test_a_member_that_only_the_roster_misses_is_left_out_and_learns_it() 
         result = await tasks[2]
         assert result.left_behind is not None
         assert set(result.left_behind.holders) == {m.id for m in there.members[:2]}
+        assert result.contributed == 0.0
         await there.average()
         assert_same_average(there.members, mean_of(there.members))
+
+
+@in_virtual_time
+async def test_who_is_left_out_after_it_gave_its_values_knows_that_they_count() -> None:
+    async with lab(3) as there:
+        await there.average()
+        silent = there.members[2]
+        with at_point("round.all_sent", lambda: there.sever(silent), peer=silent.id) as reached:
+            tasks = there.start()
+            await asyncio.gather(*tasks[:2])
+        assert reached
+        there.run.reunite(silent.peer)
+        result = await tasks[2]
+        assert not result.holds
+        assert 0.5 < result.contributed <= 1.0
 
 
 @in_virtual_time

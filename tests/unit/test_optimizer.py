@@ -396,6 +396,36 @@ def test_who_falls_behind_catches_up() -> None:
         assert_equal([quick, slow])
 
 
+def test_gradients_of_a_state_that_was_left_are_left_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with train_lab() as lab:
+        trainer = Trainer(lab, 0, target_batch_size=16, delay_grad_averaging=True)
+        trainer.step()
+        driver = trainer.optimizer.driver
+
+        def left_behind(*, wait: bool = True) -> bool:
+            assert lab.states.newest is not None
+            driver._recovery._load(lab.states.newest)  # what becomes of a round that went on without this peer
+            return False
+
+        monkeypatch.setattr(driver, "land", left_behind)
+        trainer.step()
+        assert trainer.optimizer.samples == 0
+        monkeypatch.undo()
+
+
+def test_a_round_that_is_left_at_the_end_gives_its_samples_back() -> None:
+    with train_lab() as lab:
+        options = {"target_batch_size": 8, "delay_grad_averaging": True, "config": Patient}
+        trainer, _other = Trainer(lab, 0, **options), Trainer(lab, 1, **options)  # who is waited for
+        for _ in range(2):
+            trainer.step()
+        poll_until_sync(lambda: trainer.step() or trainer.optimizer.driver.is_busy, PATIENCE_SECONDS, "a round")
+        handed_in = 4 * trainer.position
+        trainer.optimizer.driver.close(wait_seconds=0.0)
+        assert trainer.optimizer.samples == handed_in
+        assert trainer.optimizer.state_dict()["method"]["gradients"]["samples"] == handed_in
+
+
 def test_without_a_source_of_states_it_says_what_to_do() -> None:
     with train_lab() as lab:
         Trainer(lab, 0, target_batch_size=4).train(2)
@@ -468,6 +498,24 @@ def test_parameters_that_are_not_finite_are_rolled_back(caplog: pytest.LogCaptur
             trainer.optimizer.param_groups[0]["lr"] = 0.1
         train_all(trainers, 5)
         assert_equal(trainers)
+
+
+def test_local_updates_that_end_in_nan_go_back_though_nobody_else_is_there(caplog: pytest.LogCaptureFixture) -> None:
+    with train_lab() as lab:
+        trainer = Trainer(lab, 0, target_batch_size=16, use_local_updates=True)
+        trainer.train(2)
+        good = parameters_of(trainer.model)
+        group = trainer.optimizer.param_groups[0]
+        rate, group["lr"] = group["lr"], float("inf")
+        trainer.step()
+        group["lr"] = rate
+        with caplog.at_level(logging.ERROR):
+            for _ in range(2):  # a bad batch, and one whose gradients are of the spoilt state
+                trainer.step()
+        assert "rolled back" in caplog.text
+        assert all(torch.equal(a, b) for a, b in zip(parameters_of(trainer.model), good, strict=True))
+        trainer.train(4)
+        assert trainer.optimizer.statistics()["rolled_back"] == 1
 
 
 def test_a_trainer_that_dies_is_done_without() -> None:
@@ -665,6 +713,53 @@ def test_a_new_run_goes_on_from_a_saved_state() -> None:
 def test_options_that_cannot_be(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         OptimizerConfig(**{"target_batch_size": 4, **wrong})
+
+
+def test_a_bad_batch_in_reused_buffers_says_what_else_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    with train_lab() as lab:
+        trainer = Trainer(lab, 0, target_batch_size=16, reuse_grad_buffers=True)
+        trainer.step()
+        loss_of(trainer.model, (make_batch(1)[0] * float("nan"), make_batch(1)[1])).backward()
+        with caplog.at_level(logging.WARNING):
+            trainer.optimizer.step(batch_size=3)
+        assert "a batch of 3 samples" in caplog.text
+        assert "and so are the 4 samples before it" in caplog.text
+        assert trainer.optimizer.samples == 0
+
+
+def test_hooks_are_those_of_the_wrapped_optimizer() -> None:
+    with train_lab() as lab:
+        trainer = Trainer(lab, 0, target_batch_size=8)
+        optimizer, called = trainer.optimizer, []
+        handles = [
+            optimizer.register_step_pre_hook(lambda *_: called.append("before")),
+            optimizer.register_step_post_hook(lambda *_: called.append("after")),
+            optimizer.register_state_dict_post_hook(lambda _, state: called.append("saved")),
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: called.append("loaded")),
+        ]
+        trainer.train(1)
+        assert called == ["before", "after"]
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert called[2:] == ["saved", "loaded"]
+        for handle in handles:
+            handle.remove()
+        trainer.train(2)
+        assert len(called) == 4
+        with pytest.raises(ConfigurationError, match="all its groups first"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def test_an_auxiliary_peer_can_be_looked_at() -> None:
+    with train_lab() as lab:
+        Trainer(lab, 0, target_batch_size=8).train(1)
+        run = lab.join("aux", role="aux")
+        aux = Optimizer(run, None, auxiliary=True, target_batch_size=8, codecs=EXACT, num_threads=1)
+        poll_until_sync(lambda: aux.epoch == 1, PATIENCE_SECONDS, "it to hear of the epoch")
+        assert (aux.samples, aux.param_groups, aux.state_dict(), aux.hand_in(1.0)) == (0, [], {}, 0)
+        assert aux.statistics()
+        aux.load_state_dict(aux.state_dict())
+        with pytest.raises(ConfigurationError, match="takes no steps"):
+            aux.register_step_post_hook(print)
 
 
 def test_mistakes_are_explained() -> None:

@@ -202,6 +202,22 @@ def test_what_a_peer_had_counts_and_is_not_asked_for() -> None:
     assert announcements.epochs(there) == [5]
 
 
+def test_what_is_each_peers_own_takes_no_part_in_the_vote() -> None:
+    claims = [Claim(peer, peer, 2, said(peer * 64, common=TRUE)) for peer in "def"]
+    claims.append(Claim("a", "a", 3, said(OTHER, common=TRUE)))
+    verdict = judge(5, claims)
+    assert verdict is not None
+    assert (verdict.common, verdict.keepers, verdict.dissenters) == (TRUE, ("d", "e", "f", "a"), ())
+    assert verdict.digest == "d" * 64  # of one of those who hold the epoch
+    asked_in_vain = judge(5, claims, {"d": 2, "e": 1})
+    assert asked_in_vain is not None
+    assert asked_in_vain.digest == "f" * 64
+    liar = Claim("0", "0", 2, said(FALSE, common=TRUE))
+    whole = judge(5, [liar, claim("g", TRUE), claim("h", TRUE)])
+    assert whole is not None
+    assert whole.digest == TRUE  # what can be checked by its own digest comes first
+
+
 def test_a_disagreement_is_described() -> None:
     text = describe_claims([claim("alice", TRUE), claim("bob", FALSE), claim("carol", None)])
     assert "alice" in text

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from roundlab import at_point
-from statelab import MIB, model, same, state_lab
+from statelab import MIB, Keeping, model, same, state_lab
 
 from potluck.errors import StateUnavailableError
 from potluck.messages import encode
@@ -316,9 +317,80 @@ async def test_states_that_are_each_peers_own_are_not_compared() -> None:
     async with state_lab() as lab:
         peers = [await lab.join(f"p{number}") for number in range(2)]
         for number, peer in enumerate(peers):
-            await asyncio.wrap_future(peer.keeper.publish(model(number, 1), {}, 0, is_common=False))
+            tensors = model(number, 1)
+            await asyncio.wrap_future(peer.keeper.publish(tensors, {"own": number}, 0, own=tensors))
         await asyncio.sleep(1.0)
         assert [peer.keeper.deviation for peer in peers] == [None, None]
+
+
+async def publish_with_own(keeping: Keeping, number: int, *, epoch: int = 1, weight: float = 0.0) -> None:
+    """A state that is the same for all but for one tensor, a number, and what is added to a weight."""
+    tensors = {**model(epoch, 1), "mean": torch.full((3,), float(number))}
+    tensors["weight"][0] += weight
+    published = keeping.keeper.publish(tensors, {"epoch": epoch, "own": {"steps": number}}, epoch, own=["mean"])
+    await asyncio.wrap_future(published)
+
+
+@in_virtual_time
+async def test_strangers_agree_on_what_they_hold_alike_and_each_gives_its_own_part() -> None:
+    async with state_lab() as lab:
+        keepers = [await lab.join(f"p{number}", coordinates=False) for number in range(3)]
+        joiner = await lab.join("joiner", coordinates=False)
+        lab.commit(1, *keepers)
+        for number, keeper in enumerate(keepers):
+            await publish_with_own(keeper, number)
+        with await joiner.keeper.fetch(timeout_seconds=TIMEOUT_SECONDS) as fetched:
+            tensors = fetched.tensors()
+            number = int(tensors.pop("mean")[0])
+            assert same(tensors, model(1, 1))
+            assert fetched.metadata == {"epoch": 1, "own": {"steps": number}}
+            assert fetched.snapshot.inventory.own_names == {"mean"}
+            assert list(fetched.report.given) == [keepers[number].id]
+        assert [keeping.keeper.deviation for keeping in lab.there] == [None] * 4
+
+
+@in_virtual_time
+async def test_the_common_part_is_compared_and_repaired_where_another_part_is_each_peers_own() -> None:
+    async with state_lab() as lab:
+        peers = [await lab.join(f"p{number}", coordinates=False) for number in range(3)]
+        lab.commit(1, *peers)
+        for number, peer in enumerate(peers):
+            await publish_with_own(peer, number, weight=0.5 if number == 1 else 0.0)
+        await asyncio.sleep(1.0)
+        assert [peer.keeper.deviation is not None for peer in peers] == [False, True, False]
+        repaired = await peers[1].keeper.repair(
+            {**model(1, 1), "mean": torch.ones(3)}, epoch=1, timeout_seconds=TIMEOUT_SECONDS
+        )
+        assert repaired is not None
+        with repaired:
+            assert torch.equal(repaired.tensors()["weight"], model(1, 1)["weight"])
+        assert peers[1].keeper.deviation is None
+
+
+@pytest.mark.parametrize("lie", ["another state", "nothing"])
+@in_virtual_time
+async def test_who_announces_a_common_part_that_it_does_not_have_is_asked_last(lie: str) -> None:
+    async with state_lab() as lab:
+        peers = [await lab.join(f"p{number}", coordinates=False) for number in range(4)]
+        *keepers, joiner = sorted(peers, key=lambda keeping: keeping.id)
+        liar = keepers[0]  # the first by id, whom all would ask
+        lab.commit(1, *keepers)
+        for number, keeper in enumerate(keepers):
+            await publish_with_own(keeper, number, weight=5.0 if keeper is liar else 0.0)
+        await asyncio.sleep(1.0)
+        true = keepers[1].keeper._shelf.newest().announced()  # type: ignore[union-attr]
+        said = liar.keeper._shelf.newest().announced()  # type: ignore[union-attr]
+        digest = said.digest if lie == "another state" else "0" * 64
+        lies = Kept(session=liar.peer.session.card.session, states=(structs.replace(true, digest=digest),))
+        liar.keeper.herald._kept = lambda: lies  # type: ignore[method-assign]
+        liar.keeper.herald._speak.set()
+        await asyncio.sleep(1.0)
+        verdict = joiner.keeper.herald.verdict(1)
+        assert verdict is not None
+        assert (verdict.digest, set(verdict.keepers)) == (digest, {keeper.id for keeper in keepers})
+        with await joiner.keeper.fetch(timeout_seconds=TIMEOUT_SECONDS) as fetched:
+            assert torch.equal(fetched.tensors()["weight"], model(1, 1)["weight"])
+        assert joiner.keeper.herald._failures.keys() == {liar.id}
 
 
 @in_virtual_time

@@ -150,6 +150,26 @@ def test_any_change_changes_the_digest() -> None:
     assert snap(base, pool, epoch=1).digest == digest
 
 
+def test_what_is_each_peers_own_is_not_compared() -> None:
+    def snapshot(weight: float, mean: float, names: tuple[str, ...] = ("mean",), **metadata: Any) -> Snapshot:
+        tensors = {"weight": torch.full((5,), weight), "mean": torch.full((3,), mean)}
+        return stage(tensors, metadata, ChunkPool(16), own=names).hashed()
+
+    one = snapshot(1.0, 2.0, epoch=1, own={"steps": 3})
+    assert one.common_digest == snapshot(1.0, 4.0, epoch=1, own={"steps": 5}).common_digest != one.digest
+    for other in (snapshot(1.5, 2.0, epoch=1), snapshot(1.0, 2.0, epoch=2), snapshot(1.0, 2.0, (), epoch=1)):
+        assert other.common_digest != one.common_digest
+    assert one.inventory.own_names == {"mean"}
+    assert read_inventory(one.inventory.encoded, one.digest) == one.inventory
+    whole = snapshot(1.0, 2.0, (), epoch=1)
+    assert whole.common_digest == whole.digest
+
+
+def test_a_digest_is_what_it_was_before_there_were_own_parts() -> None:
+    inventory = stage({"weight": torch.ones(5)}, {"epoch": 1}, ChunkPool(16)).hashed().inventory
+    assert inventory.encoded == msgspec.msgpack.encode([inventory.tensors, 16, inventory.hashes, inventory.metadata])
+
+
 def test_chunks_that_did_not_change_are_shared_with_the_epoch_before() -> None:
     pool = ChunkPool(1024)
     frozen, trained = torch.randn(25_600), torch.randn(2_560)
@@ -291,10 +311,15 @@ def test_a_inventory_that_was_tampered_with_is_refused(data: st.DataObject) -> N
         {"tensors": (TensorSpec(name="a", dtype="int8", shape=()), TensorSpec(name="a", dtype="int8", shape=()))},
         {"metadata": b"\xc1"},
         {"metadata": b"\x01"},
+        {"own": (1, 0)},
+        {"own": (0, 0)},
+        {"own": (1_000,)},
+        {"own": (-1,)},
     ],
 )
 def test_inventories_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
     fields = {name: getattr(good(), name) for name in good().__struct_fields__}
-    data = msgspec.msgpack.encode(list({**fields, **changes}.values()))
+    values = list({**fields, **changes}.values())
+    data = msgspec.msgpack.encode(values if values[-1] else values[:-1])
     with pytest.raises(ProtocolError):
         read_inventory(data, hashlib.sha256(data).hexdigest())

@@ -16,12 +16,15 @@ from potluck.optim.method import Method
 from potluck.optim.methods.delayed import DelayedNesterov
 from potluck.optim.methods.outer import Nesterov, OuterOptimizer, OuterSGD
 from potluck.optim.methods.powersgd import PowerSGD
+from potluck.optim.methods.quantised import Quantised
 from potluck.optim.methods.sparseloco import SparseLoCo
 from potluck.optim.methods.streaming import Schedule
+from potluck.optim.methods.transform import Transform
 from potluck.optim.modelstate import ModelState
 from potluck.optim.outerloop import OuterLoop
 from potluck.optim.parameters import are_finite
 from potluck.optim.targetbatch import TargetBatch
+from potluck.round.codecs import CodecChoice
 
 torch.set_num_threads(1)
 
@@ -348,6 +351,73 @@ def test_late_work_is_put_on_top_of_the_new_state() -> None:
     assert_equal(early.model, late.model)
 
 
+@pytest.mark.parametrize("keeps_overlap", [False, True])
+@pytest.mark.parametrize("contributed", [0.25, 1.0])
+def test_a_change_that_others_have_does_not_count_twice(contributed: float, keeps_overlap: bool) -> None:
+    schedule = {"inner_steps": 4, "overlap_steps": 1, "keeps_overlap": keeps_overlap}
+    early, late = (Worker(outer_loop(OuterSGD(1.0), **schedule)) for _ in range(2))
+    for worker in (early, late):
+        worker.inner_step(0)
+    offer = late.method.offer(1)
+    offered = parameters_of(late.model)
+    if keeps_overlap:
+        late.inner_step(2)
+    done_since = [now - then for now, then in zip(parameters_of(late.model), offered, strict=True)]
+    average([early.method], 1)
+    late.method.left_behind(offer, contributed=contributed)
+    assert late.method.samples == 4 * keeps_overlap + (4 if contributed < 0.5 else 0)
+    late.method.discard()
+    late.method.load(early.method.tensors(), early.method.metadata())
+    on_top = [mine - theirs for mine, theirs in zip(parameters_of(late.model), parameters_of(early.model), strict=True)]
+    change = [then - start for then, start in zip(offered, parameters_of(make_model()), strict=True)]
+    for got, since, before in zip(on_top, done_since, change, strict=True):
+        wanted = since + before if contributed < 0.5 else since
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_change_that_others_have_left_out_is_owed() -> None:
+    worker = Worker(
+        lambda state: OuterLoop(state, OuterSGD(1.0), Schedule(inner_steps=2), transform=SparseLoCo(k=4)), adam
+    )
+    worker.inner_step(0)
+    change = worker.method.shared["0.weight"] - worker.state.parameters["0.weight"].detach()
+    offer = worker.method.offer(1)
+    sent = worker.method.transform.received("0.weight", offer.tensors["gradient/0.weight"])
+    worker.method.left_behind(offer, contributed=1.0)
+    torch.testing.assert_close(worker.method.transform.error_of("0.weight"), change - sent)
+    assert_shared(worker)
+
+
+def test_fragments_whose_turn_it_was_not_keep_their_work() -> None:
+    early, late = (Worker(outer_loop(OuterSGD(1.0), inner_steps=2, num_fragments=2)) for _ in range(2))
+    for worker in (early, late):
+        worker.inner_step(0)
+    offer = late.method.offer(1)
+    average([early.method], 1)
+    late.method.left_behind(offer, contributed=1.0)
+    late.method.load(early.method.tensors(), early.method.metadata())
+    assert_close(late.model, early.model, 1e-6)  # which has done the same
+
+
+def test_what_is_owed_stays_owed_to_another_state() -> None:
+    def make(state: ModelState) -> OuterLoop:
+        return OuterLoop(state, Nesterov(), Schedule(inner_steps=2), transform=SparseLoCo(k=4))
+
+    early, late = Worker(make), Worker(make)
+    for worker in (early, late):
+        worker.inner_step(0)
+    average([early.method, late.method], 1)
+    owed = late.method.transform.error_of("0.weight").clone()
+    assert owed.any()
+    early.inner_step(1)
+    average([early.method], 2)
+    late.method.discard()
+    late.method.load(early.method.tensors(), early.method.metadata())
+    assert torch.equal(late.method.transform.error_of("0.weight"), owed)
+    late.method.forget()  # the run has gone back on purpose
+    assert late.method.transform.error_of("0.weight") is None
+
+
 def test_a_newcomer_without_work_takes_the_state_as_it_is() -> None:
     old, new = Worker(outer_loop(Nesterov())), Worker(outer_loop(Nesterov()))
     for epoch in (1, 2):
@@ -383,7 +453,90 @@ def test_sparseloco_learns_with_a_fraction_of_the_bytes() -> None:
     assert quality_of(workers[0].model) < 0.5 * first
 
 
+def spoil(worker: Worker) -> None:
+    """One step that makes everything infinite or NaN, out of gradients that are finite."""
+    group = worker.state.optimizer.param_groups[0]
+    rate, group["lr"] = group["lr"], float("inf")
+    worker.inner_step(0)
+    group["lr"] = rate
+    assert not are_finite(worker.state.parameters.values())
+
+
+def assert_goes_on(worker: Worker) -> None:
+    assert_shared(worker)
+    assert (worker.method.samples, worker.method.statistics()["spoilt"]) == (0, 1)
+    assert not worker.state.optimizer.state
+    for step in range(3):
+        worker.inner_step(100 + step)
+    assert worker.method.samples == 12
+    assert are_finite(worker.state.parameters.values())
+
+
+def assert_shared(worker: Worker) -> None:
+    assert all(torch.equal(p, worker.method.shared[name]) for name, p in worker.state.model.items())
+
+
+def test_a_bad_batch_shows_that_local_work_is_spoilt() -> None:
+    worker = Worker(outer_loop(Nesterov(), inner_steps=8), adam)
+    worker.inner_step(0)
+    spoil(worker)
+    worker.inner_step(1)  # its gradients are NaN
+    assert_goes_on(worker)
+
+
+@pytest.mark.parametrize("transform", [None, SparseLoCo(k=4), Quantised(CodecChoice.everything("e3m0"))])
+def test_spoilt_work_is_not_offered(transform: Transform | None) -> None:
+    worker = Worker(lambda state: OuterLoop(state, Nesterov(), Schedule(inner_steps=2), transform=transform), adam)
+    worker.inner_step(0)
+    spoil(worker)
+    offer = worker.method.offer(1)
+    assert offer.weight == 0
+    assert are_finite(offer.tensors.values())
+    worker.method.withdraw(offer)
+    assert_goes_on(worker)
+
+
+@pytest.mark.parametrize("schedule", [{"mixing": 0.5}, {"keeps_overlap": True}, {"num_fragments": 2}], ids=str)
+def test_what_is_spoilt_during_an_exchange_is_left(schedule: dict[str, Any]) -> None:
+    worker = Worker(outer_loop(OuterSGD(1.0), inner_steps=8, overlap_steps=2, **schedule), adam)
+    worker.inner_step(0)
+    offer = worker.method.offer(1)
+    spoil(worker)
+    worker.inner_step(1)
+    assert not are_finite(worker.state.parameters.values())  # what is shared may be changing just now
+    worker.method.accept(offer, epoch=1, alone=True)
+    worker.method.land()
+    assert_goes_on(worker)
+
+
+def test_spoilt_work_is_not_put_on_top_of_another_state() -> None:
+    one, other = (Worker(outer_loop(Nesterov(), inner_steps=2), adam) for _ in range(2))
+    one.inner_step(0)
+    average([one.method], 1)
+    other.inner_step(1)
+    spoil(other)
+    other.method.discard()
+    other.method.load(one.method.tensors(), one.method.metadata())
+    assert_equal(one.model, other.model)
+    assert_goes_on(other)
+
+
 # Local updates
+
+
+def test_spoilt_local_updates_are_offered_without_weight_and_replaced() -> None:
+    workers = [Worker(LocalUpdates) for _ in range(2)]
+    for number, worker in enumerate(workers):
+        worker.backward(number)
+        worker.method.local_step(4, True)
+    with torch.no_grad():
+        next(workers[0].model.parameters()).view(-1)[0] = float("nan")
+    offers = [worker.method.offer(1) for worker in workers]
+    assert [offer.weight for offer in offers] == [0.0, 4.0]
+    for name, tensor in offers[0].tensors.items():
+        tensor.copy_(offers[1].tensors[name])  # what came of the round
+    workers[0].method.accept(offers[0], epoch=1, alone=False)
+    assert_equal(workers[0].model, workers[1].model)
 
 
 def test_local_updates_average_parameters_by_samples() -> None:
@@ -413,6 +566,24 @@ def test_what_was_done_during_a_delayed_average_stays() -> None:
     for name, parameter in worker.state.parameters.items():
         torch.testing.assert_close(parameter.detach(), live[name] + 1.0)
         assert not torch.equal(live[name], offered[f"parameter/{name}"])
+
+
+# Optimizers and schedulers
+
+
+def test_an_optimizer_that_computes_gradients_anew_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="LBFGS needs a closure"):
+        ModelState(torch.optim.LBFGS(make_model().parameters()))
+
+
+def test_a_scheduler_that_was_made_beforehand() -> None:
+    inner = sgd(make_model().parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    state = ModelState(inner, scheduler=scheduler)
+    state.step({name: torch.zeros_like(parameter) for name, parameter in state.parameters.items()})
+    assert (state.scheduler, inner.param_groups[0]["lr"]) == (scheduler, 0.05)
+    with pytest.raises(ConfigurationError, match="belongs to another optimizer"):
+        ModelState(sgd(make_model().parameters()), scheduler=scheduler)
 
 
 # Saved and loaded

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
 
 import pytest
 import torch
-from keptlab import Trainer, assert_alike, shared_of, train_all
+from keptlab import EXACT, Trainer, assert_alike, shared_of, train_all
 from trainlab import PATIENCE_SECONDS, parameters_of, train_lab
 
 from potluck.optim.diloco import DiLoCo
+from potluck.optim.methods.sparseloco import SparseLoCo
 from potluck.optim.optimizer import Optimizer
 from potluck.testing.polling import poll_until_sync
 
@@ -102,6 +104,75 @@ def test_parameters_that_are_not_finite_on_one_peer_are_fetched_from_another(cap
         assert victim.statistics["rolled_back"] == 1
         assert_alike(trainers)
         assert all(parameter.isfinite().all() for parameter in parameters_of(victim.model))
+
+
+def test_who_deviates_keeps_its_own_tensors() -> None:
+    with train_lab() as lab:
+        means = [torch.full((3,), float(number)) for number in range(3)]
+        trainers = [Trainer(lab, number, extra_tensors={"mean": means[number]}) for number in range(3)]
+        for number, mean in enumerate(means):
+            mean.fill_(number)  # who came later had taken over that of another
+        train_all(trainers, 2)
+        victim = trainers[1]
+        with torch.no_grad():
+            next(victim.model.parameters()).view(-1)[0] += 0.25
+        train_all(trainers, 3)
+        assert until_deviates(trainers) == [victim]
+        train_all(trainers, 5)
+        assert [trainer.statistics.get("mended", 0) for trainer in trainers] == [0, 1, 0]
+        for number, trainer in enumerate(trainers):
+            assert all(map(torch.equal, parameters_of(trainer.model), parameters_of(trainers[0].model)))
+            assert torch.equal(means[number], torch.full((3,), float(number)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"extra_tensors": True}, {"use_local_updates": True}, {"use_local_updates": True, "delay_state_averaging": True}],
+    ids=["extra tensors", "local updates", "delayed local updates"],
+)
+def test_newcomers_get_in_among_strangers_whose_states_differ_in_what_is_their_own(options: dict[str, Any]) -> None:
+    with train_lab() as lab:
+        host = lab.join("host", role="aux")
+        Optimizer(host, None, auxiliary=True, target_batch_size=16, codecs=EXACT, num_threads=1)
+
+        def stranger(number: int) -> Trainer:
+            extra = {"extra_tensors": {"mean": torch.full((3,), float(number))}} if "extra_tensors" in options else {}
+            return Trainer(lab, number, run={"trusted": False}, matchmaking_seconds=1.0, **{**options, **extra})
+
+        trainers = [stranger(number) for number in range(2)]
+        if "extra_tensors" in options:
+            trainers[1].optimizer.state_of_model.extra["mean"].fill_(1.0)
+        train_all(trainers, 3)
+        for trainer in trainers:
+            trainer.optimizer.driver.land()
+        late = stranger(2)
+        assert late.statistics["resumed"] == 1
+        assert late.optimizer.epoch == max(trainer.optimizer.epoch for trainer in trainers)
+
+
+def test_numbers_cost_nothing_of_what_is_owed() -> None:
+    with train_lab() as lab:
+        trainers = [
+            Trainer(
+                lab,
+                number,
+                kind=DiLoCo,
+                transform=SparseLoCo(k=4),
+                scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 100),
+            )
+            for number in (0, 1, 2)
+        ]
+        train_all(trainers, 1)
+        victim = trainers[2]
+        method = victim.optimizer.method
+        method.state.scheduler.last_epoch += 7
+        train_all(trainers, 2)
+        assert until_deviates(trainers) == [victim]
+        owed = {name: method.transform.error_of(name).clone() for name in method.shared}
+        assert any(tensor.any() for tensor in owed.values())
+        victim.step()
+        assert victim.statistics["mended_numbers"] == 1
+        assert all(torch.equal(method.transform.error_of(name), tensor) for name, tensor in owed.items())
 
 
 def test_local_updates_are_never_repaired() -> None:

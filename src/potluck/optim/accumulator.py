@@ -45,7 +45,10 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def add(self, batch_size: int) -> bool:
-        """Take in the gradients of one batch; False when they are not finite, and then nothing of them counts."""
+        """Take in the gradients of one batch; False when they are not finite, and then nothing of them counts.
+
+        With reused buffers, nothing counts then of the batches before it either: they cannot be told apart any more.
+        """
         if batch_size < 1:
             raise ConfigurationError(f"batch_size={batch_size}: a step needs at least 1 sample")
         gradients = self._gradients()

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from potluck.errors import ConfigurationError, RoundFailedError
-from potluck.optim.collaboration import Collaboration
+from potluck.optim.collaboration import Collaboration, has_other_trainers
 from potluck.optim.method import Method, Offer, StateSource
 from potluck.optim.recovery import Recovery, RecoveryConfig
 from potluck.round.outcome import RoundResult
@@ -113,6 +113,11 @@ class Driver:
         return {**self.counts, "local_epoch": self.epoch, **self._recovery.statistics()}
 
     @property
+    def num_loaded(self) -> int:
+        """How often this peer took over another state than it had made itself."""
+        return self._recovery.num_loaded
+
+    @property
     def is_busy(self) -> bool:
         """Whether a round is under way in the background."""
         return self._pending is not None
@@ -178,15 +183,18 @@ class Driver:
         pending = self._pending
         if pending is not None and pending.last.wait(wait_seconds) and _epoch_of(pending) is not None:
             self.land()
-        self._leave_round()
+        left = self._leave_round()
         steps, self._steps = self._steps, None
         if steps is not None:
             steps.shutdown()
+        if left is not None and _epoch_of(left) is None:
+            self._method.withdraw(left.offer)  # a state that is saved after this has its work
 
-    def _leave_round(self) -> None:
+    def _leave_round(self) -> _Pending | None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result.end(LEAVE_SECONDS)
+        return pending
 
     async def _release(self) -> None:
         """On the event loop, when the run is left; whoever is interrupted does not want to wait for others."""
@@ -207,6 +215,8 @@ class Driver:
     async def _average(
         self, offer: Offer, epoch: int, stand_by: StandBy | None, timeout_seconds: float
     ) -> RoundResult | None:
+        if not offer.weight and not await has_other_trainers(self._run.peer.session):
+            raise RoundFailedError(f"nobody has anything for epoch {epoch}")
         if not offer.is_made:
             await self._collaboration.work(lambda: offer.tensors)
         if stand_by is None:
@@ -247,7 +257,7 @@ class Driver:
             return False
         self.last_result = result
         if not result.holds:
-            self._method.withdraw(pending.offer)
+            self._method.left_behind(pending.offer, contributed=result.contributed)
             self.counts["left_behind"] += 1
             assert result.left_behind is not None
             logger.warning("epoch %d stands without this peer: %s", result.commit.epoch, result.left_behind.reason)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from potluck.errors import StateUnavailableError
@@ -34,9 +35,7 @@ class KeptStates:
 
     def publish(self, snapshot: Snapshot) -> None:
         """Copy the state; hashing and keeping it happen elsewhere."""
-        published = self._keeper.publish(
-            snapshot.tensors, snapshot.metadata, snapshot.epoch, is_common=snapshot.is_common
-        )
+        published = self._keeper.publish(snapshot.tensors, snapshot.metadata, snapshot.epoch, own=snapshot.own)
         published.add_done_callback(self._published)
 
     async def resume(self, *, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
@@ -57,7 +56,7 @@ class KeptStates:
     async def repair(self, *, epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
         """What most of the keepers hold."""
         fetched = await self._keeper.repair(base, epoch=epoch, timeout_seconds=timeout_seconds)
-        return self._taken(fetched) if fetched is not None else None
+        return self._taken(fetched, base) if fetched is not None else None
 
     def statistics(self) -> dict[str, int]:
         """Counters."""
@@ -65,18 +64,20 @@ class KeptStates:
         saved = {f"backups_{name}": count for name, count in backups.counts.items()} if backups is not None else {}
         return {**{f"states_{name}": count for name, count in self.counts.items()}, **saved}
 
-    def _taken(self, fetched: FetchedState) -> Snapshot:
+    def _taken(self, fetched: FetchedState, base: Mapping[str, Tensor] | None = None) -> Snapshot:
         with fetched:
+            tensors, own = fetched.tensors(), fetched.snapshot.inventory.own_names
             num_moved_chunks = sum(fetched.report.given.values())
             self.counts["fetched"] += 1
             self.counts["fetched_chunks"] += num_moved_chunks
             return Snapshot(
                 epoch=fetched.epoch,
-                tensors=fetched.tensors(),
+                tensors=tensors,
                 metadata=fetched.metadata,
+                own=own,
                 num_chunks=fetched.snapshot.inventory.num_chunks,
                 num_moved_chunks=num_moved_chunks,
-                is_as_base=fetched.changed == frozenset(),
+                is_as_base=fetched.changed == frozenset() or (base is not None and _are_same(tensors, base, aside=own)),
             )
 
     def _published(self, published: concurrent.futures.Future[str]) -> None:
@@ -88,6 +89,13 @@ class KeptStates:
             log("a state of this peer was not kept: %s", error)
         else:
             self.counts["kept"] += 1
+
+
+def _are_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, aside: frozenset[str]) -> bool:
+    names = one.keys() - aside
+    return names == other.keys() - aside and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name].cpu()) for name in names
+    )
 
 
 def source_of_states(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from potluck.optim.method import Metadata, Method, Offer
 from potluck.optim.modelstate import ModelState
-from potluck.optim.parameters import EXTRA, PARAMETER, STATISTIC, prefixed
+from potluck.optim.parameters import EXTRA, PARAMETER, STATISTIC, are_finite, prefixed
 
 
 class LocalUpdates(Method):
@@ -29,6 +29,12 @@ class LocalUpdates(Method):
         self.num_failed = 0
         self._max_grad_norm = max_grad_norm
         self._average_statistics = average_statistics
+        self._is_spoilt = False
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether a step has made something that is not finite: all later batches would be bad."""
+        return self._is_spoilt
 
     def local_step(self, batch_size: int, is_finite: bool) -> None:
         """One step on this peer's own gradients; passed over if they are not finite."""
@@ -42,12 +48,16 @@ class LocalUpdates(Method):
             finally:
                 self.state.scheduler = scheduler
             self.samples += batch_size
+        else:
+            self._is_spoilt = not are_finite(self.tensors().values())
         for parameter in self.state.model.values():
             parameter.grad = None
         self.state.land()
 
     def offer(self, epoch: int) -> Offer:
-        """The state as it is now."""
+        """The state as it is now; without weight if it is not finite."""
+        if not are_finite(self.tensors().values()):
+            self.samples = 0
         offer = self.blank(epoch)
         offer.weight, self.samples = float(self.samples), 0
         return offer
@@ -65,7 +75,7 @@ class LocalUpdates(Method):
             live = self._averaged()
             for name, before in offer.detail.items():
                 tensor, average = live[name], offer.tensors[name]
-                if torch.equal(tensor, before):
+                if torch.equal(tensor, before) or not are_finite([before]):
                     tensor.copy_(average)  # exactly, so that all members hold the same bits
                 else:
                     tensor.add_(average.to(tensor.dtype) - before)
@@ -88,17 +98,18 @@ class LocalUpdates(Method):
         """The model's state."""
         return self.state.tensors()
 
-    def is_common(self, epoch: int) -> bool:
-        """No: statistics are local, and so are parameters when local steps go on during an average."""
-        return False
+    def is_own(self, name: str) -> bool:
+        """Everything is: statistics are local, and so are parameters when local steps go on during an average."""
+        return True
 
     def metadata(self) -> Metadata:
-        """The optimizer's and scheduler's numbers."""
-        return self.state.metadata()
+        """The optimizer's and scheduler's numbers, local like the rest."""
+        return {"own": self.state.metadata()}
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
         """Take over somebody's state."""
-        self.state.load(tensors, metadata)
+        self.state.load(tensors, {**metadata, **metadata.get("own", {})})
+        self._is_spoilt = False
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer, scheduler, and the samples so far."""

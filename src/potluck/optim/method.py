@@ -2,7 +2,7 @@
 
     local work ──▶ offer() ──▶ [a round] ──▶ accept() ──▶ land()
                       ▲            │ failed
-                      └─ withdraw()┘          fell behind: load(the state of others)
+                      └─ withdraw()┘          fell behind: left_behind(), load(the state of others)
 
 The driver (driver.py) does everything else: it asks for an offer when a round is due, has its tensors averaged in
 place, and tells the method how that ended. A new method is one file with one subclass of `Method`.
@@ -18,7 +18,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 Metadata = dict[str, Any]
-"""What belongs to a state beside tensors: numbers, texts, lists and dicts of them, as JSON can hold."""
+"""What belongs to a state beside tensors: numbers, texts, lists and dicts of them, as JSON can hold.
+
+What stands under "own" is each peer's own, and the rest is the same for all."""
 
 
 class Offer:
@@ -51,20 +53,20 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The state of a run after an epoch: the same, to the last bit, for all who hold it."""
+    """The state of a run after an epoch: the same, to the last bit, for all who hold it, but for what is their own."""
 
     epoch: int
     tensors: Mapping[str, Tensor]
     metadata: Metadata = field(default_factory=dict)
-    is_common: bool = True
-    """Whether that is so: with local statistics, for one, each peer has its own."""
+    own: frozenset[str] = frozenset()
+    """Tensors that are each peer's own, as local statistics are."""
 
     num_chunks: int = 0
     num_moved_chunks: int = 0
     """Of a state that was fetched: the pieces it is kept in, and how many of them were not at hand."""
 
     is_as_base: bool = False
-    """Of a state that was fetched: whether its tensors are what was there before."""
+    """Of a state that was fetched: whether its tensors are what was there before, own ones aside."""
 
 
 class StateSource(Protocol):
@@ -124,6 +126,10 @@ class Method(ABC):
     def withdraw(self, offer: Offer) -> None:
         """The round failed, or went on without us: the offer's tensors are as we gave them."""
 
+    def left_behind(self, offer: Offer, *, contributed: float) -> None:
+        """The epoch stands without us, and this share of the offer is in it all the same: a state will be loaded."""
+        self.withdraw(offer)
+
     @abstractmethod
     def discard(self) -> None:
         """Local work since the last epoch is worthless: another state is about to be loaded."""
@@ -144,6 +150,10 @@ class Method(ABC):
     def load(self, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
         """Take over somebody's state."""
 
+    def load_numbers(self, metadata: Metadata) -> None:
+        """Take over what somebody has beside tensors that are the same here: no work is lost."""
+        self.load(self.tensors(), metadata)
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """All that this peer needs to go on with the same bits, local work included."""
@@ -152,9 +162,18 @@ class Method(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
 
-    def is_common(self, epoch: int) -> bool:
-        """Whether all who hold this epoch should hold the same bits in `tensors`."""
-        return True
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether local steps have made something that is not finite, so that only going back helps."""
+        return False
+
+    def statistics(self) -> dict[str, int]:
+        """Counters."""
+        return {}
+
+    def is_own(self, name: str) -> bool:
+        """Whether one of `tensors` is each peer's own: in all others, who holds an epoch should hold the same bits."""
+        return False
 
     def land(self) -> None:  # noqa: B027 - most methods have nothing to bring over
         """Bring what `accept` made into the user's model. Called in the user's thread."""

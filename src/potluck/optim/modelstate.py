@@ -7,6 +7,7 @@ has full-precision weights behind it); `land` copies them into the model. Withou
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -57,7 +58,7 @@ class ModelState:
         extra_tensors: Mapping[str, Tensor] | Iterable[Tensor] = (),
         offload: bool = False,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer = _steps_once(optimizer)
         self.model = named_parameters(optimizer, named)
         self.extra = _named_extra(extra_tensors)
         self.parameters = self._offloaded() if offload else self.model
@@ -168,14 +169,18 @@ class ModelState:
                 )
             parameter.copy_(given)
         for name, tensor in self.extra.items():
-            if (given := tensors.get(EXTRA + name)) is not None:
+            # Nobody else vouches for them: what is of no use is not taken.
+            if (given := tensors.get(EXTRA + name)) is not None and given.shape == tensor.shape and are_finite([given]):
                 tensor.copy_(given)
         self._load_statistics(tensors, metadata.get("state", {}))
         self.load_numbers(metadata)
         self.land()
 
     def load_numbers(self, metadata: Metadata) -> None:
-        """Take over hyperparameters and the scheduler."""
+        """Take over hyperparameters, the scheduler, and what the optimizer keeps beside tensors."""
+        for name, values in metadata.get("state", {}).items():
+            if name in self.parameters:
+                self.optimizer.state[self.parameters[name]].update(values)
         for group, values in zip(self.optimizer.param_groups, metadata.get("groups", ()), strict=False):
             for key, value in values.items():
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
@@ -248,6 +253,17 @@ def _named_extra(extra: Mapping[str, Tensor] | Iterable[Tensor]) -> dict[str, Te
     if isinstance(extra, Mapping):
         return dict(extra)
     return {str(number): tensor for number, tensor in enumerate(extra)}
+
+
+def _steps_once(optimizer: Optimizer) -> Optimizer:
+    """The optimizer; ConfigurationError for one that computes gradients anew within a step, as LBFGS does."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} needs a closure, to compute gradients anew within a step; but a step is taken "
+            "on gradients that were averaged: use an optimizer that does without, such as AdamW"
+        )
+    return optimizer
 
 
 def _scheduler(scheduler: LRScheduler | SchedulerFactory | None, optimizer: Optimizer) -> LRScheduler | None:

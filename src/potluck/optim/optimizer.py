@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.utils.hooks import RemovableHandle
 
 from potluck.errors import ConfigurationError
 from potluck.optim.collaboration import has_other_trainers, join_collaboration, require_hub
@@ -101,18 +102,55 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the wrapped optimizer."""
-        return self.inner.param_groups
+        """Those of the wrapped optimizer; an auxiliary peer has none."""
+        return self.inner.param_groups if self._helper is None else []
 
     @property
     def state(self) -> Any:  # type: ignore[override]
         """That of the wrapped optimizer."""
-        return self.inner.state
+        return self.inner.state if self._helper is None else {}
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """Those of the wrapped optimizer."""
-        return self.inner.defaults
+        return self.inner.defaults if self._helper is None else {}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: all peers have to train the same parameters, from the first epoch on."""
+        raise ConfigurationError(
+            "parameters cannot be added to a potluck.Optimizer, since all peers have to train the same: give the "
+            "optimizer that is wrapped all its groups first, and set their learning rate to 0 as long as they rest"
+        )
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Called before the wrapped optimizer steps, which is once an epoch, or with each local step."""
+        return self._hooked.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Called after the wrapped optimizer has stepped."""
+        return self._hooked.register_step_post_hook(hook)
+
+    def register_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        """Called before the wrapped optimizer's state is saved, as a part of this one's."""
+        return self._hooked.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        """Called after the wrapped optimizer's state was saved."""
+        return self._hooked.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        """Called before the wrapped optimizer's state is loaded."""
+        return self._hooked.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        """Called after the wrapped optimizer's state was loaded."""
+        return self._hooked.register_load_state_dict_post_hook(hook, prepend)
+
+    @property
+    def _hooked(self) -> torch.optim.Optimizer:
+        if self._helper is not None:
+            raise ConfigurationError("an auxiliary peer takes no steps: hooks would never be called")
+        return self.inner
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that were not handed in. Those that were are kept until the run has its batch."""
@@ -151,6 +189,8 @@ class Optimizer(torch.optim.Optimizer):
         Who is alone makes it at once, of fewer samples than usual; and so do those who all leave at the same time.
         HubUnavailableError where there is no hub.
         """
+        if self._helper is not None:
+            return 0
         self.run.call(require_hub(self.run.peer.session))
         self.driver.land()
         samples, epoch = self.samples, self.epoch
@@ -181,8 +221,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def epoch(self) -> int:
-        """How many updates of the run this peer's parameters hold."""
-        return self.driver.epoch
+        """How many updates of the run this peer's parameters hold; of an auxiliary peer, how many the run has."""
+        return self.driver.epoch if self._helper is None else self.collaboration.epoch
 
     @property
     def target_batch_size(self) -> int:
@@ -198,19 +238,24 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def samples(self) -> int:
         """This peer's samples towards the next epoch."""
+        if self._helper is not None:
+            return 0
         method = self.method
         return method.samples if isinstance(method, LocalUpdates) else method.gradients.samples
 
     def statistics(self) -> dict[str, int]:
         """Counters of this optimizer and of its rounds."""
-        return {**self.driver.statistics(), **self.collaboration.averager.statistics()}
+        of_states = self.driver.statistics() if self._helper is None else {}
+        return {**of_states, **self.collaboration.averager.statistics()}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that this peer needs to go on with the same bits: load it with `load_state_dict`."""
-        return self.driver.state_dict()
+        return self.driver.state_dict() if self._helper is None else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Go on from a saved state; an auxiliary peer has none of its own."""
+        if self._helper is not None:
+            return
         self.driver.load_state_dict(state)
         self._report()
 
@@ -251,10 +296,13 @@ class Optimizer(torch.optim.Optimizer):
     def _settle(self) -> bool:
         """Bring in what the background has done; False if these gradients are of an outdated state, and are lost."""
         driver = self.driver
+        num_loaded = driver.num_loaded
         driver.land(wait=False)
         if driver.is_behind:
             driver.catch_up()
-        elif not driver.mend():
+        else:
+            driver.mend()
+        if driver.num_loaded == num_loaded:
             return True
         self.zero_grad()
         self._report()
@@ -263,7 +311,7 @@ class Optimizer(torch.optim.Optimizer):
     def _add(self, batch_size: int, scaler: GradScaler | None) -> None:
         if scaler is not None and self.config.reuse_grad_buffers:
             raise ConfigurationError("a gradient scaler cannot be used with reuse_grad_buffers: turn that off")
-        is_finite = scaler is None or self._unscaler.unscale(scaler)
+        is_finite, before = scaler is None or self._unscaler.unscale(scaler), self.samples
         if isinstance(self.method, LocalUpdates):
             parameters = self.state_of_model.model.values()
             is_finite = is_finite and are_finite(p.grad for p in parameters if p.grad is not None)
@@ -274,7 +322,12 @@ class Optimizer(torch.optim.Optimizer):
             self.zero_grad()
         if not is_finite:
             self.driver.counts["bad_batches"] += 1
-            logger.warning("a batch of %d samples has gradients that are not finite: it is left out", batch_size)
+            also = f", and so are the {before} samples before it, since they were added up in the same buffers"
+            logger.warning(
+                "a batch of %d samples has gradients that are not finite: it is left out%s",
+                batch_size,
+                also if self.samples < before else "",
+            )
         self._pace.step_done(batch_size, time.monotonic())
         self._report()
 

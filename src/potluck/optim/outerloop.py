@@ -8,11 +8,21 @@ With fragments, an epoch synchronises one of them (methods/streaming.py). The in
 
 *Late work is kept.* A peer that missed an epoch takes over the new θ and puts its own change on top of it:
 θ_k ← θ_new − (θ_old − θ_k). So a straggler's work counts in the next round, a little stale, and asynchronous training
-is nothing else than everybody always being late.
+is nothing else than everybody always being late. What a transform has left out of earlier changes is still owed, too.
+
+*Nothing counts twice.* Who is taken out of a round in the middle may have given its change already, and then that is in
+θ_new. Which parts of it are used nobody can tell it, but it knows how much has arrived. If that is most of it, the
+change is spent: θ_k ← θ_new, plus what was done since. Otherwise it is late work. So at most half of a change is lost,
+or counts twice; and mostly nothing is, since a straggler has mostly given all, and who came too late nothing.
+
+*Spoilt work is not.* Local steps that end in NaN or infinity can neither be sent nor gone on with: θ_k ← θ, and the
+inner optimizer begins anew.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -27,6 +37,8 @@ from potluck.optim.methods.streaming import Schedule, mix, split
 from potluck.optim.methods.transform import Plain, Transform
 from potluck.optim.modelstate import ModelState
 from potluck.optim.parameters import EXTRA, GRADIENT, MEASURE, PARAMETER, are_finite, prefixed, without_prefix
+
+logger = logging.getLogger(__name__)
 
 OUTER = "optimizer/outer/"
 TRANSFORM = "buffer/transform/"
@@ -52,6 +64,7 @@ class OuterLoop(Method):
         self.transform = transform or Plain()
         self.samples = 0
         self.steps = 0
+        self.counts: Counter[str] = Counter()
         self.fragments = split(list(state.parameters), schedule.num_fragments)
         self._weighting: Weighting = weighting
         self._shared = {name: _float32(parameter) for name, parameter in state.parameters.items()}
@@ -59,6 +72,7 @@ class OuterLoop(Method):
         self._fresh_extra: dict[str, Tensor] = {}  # averages that have not been brought into the model either
         self._fresh_measures: dict[str, Tensor] = {}  # averages that the scheduler has not been told
         self._offered: dict[str, Tensor] = {}  # parameters as they were offered, where overlapping work is kept
+        self._is_offered = False  # an exchange is under way: what is shared may change in another thread
 
     @property
     def shared(self) -> Mapping[str, Tensor]:
@@ -75,15 +89,40 @@ class OuterLoop(Method):
             self.state.land()
             self.samples += batch_size
             self.steps += 1
+        elif not self._is_offered:  # else when its result is brought in
+            self._leave_spoilt_work()
         for parameter in self.state.model.values():
             parameter.grad = None
         return is_finite
+
+    def _leave_spoilt_work(self) -> None:
+        """Go on from what is shared, if local steps have made parameters that are not finite."""
+        if are_finite(self.state.parameters.values()):
+            return
+        self.counts["spoilt"] += 1
+        logger.error(
+            "local steps made parameters that are not finite (NaN or infinity): this peer goes on from what all share, "
+            "and its last %d samples are lost. If this comes again, take a smaller learning rate or max_grad_norm",
+            self.samples,
+        )
+        self._begin_anew()  # moments may be infinite too, and would spoil the next step
+
+    @torch.no_grad()
+    def _begin_anew(self) -> None:
+        self.discard()
+        for name, parameter in self.state.parameters.items():
+            parameter.copy_(self._shared[name])
+        self.state.optimizer.state.clear()
+        self.state.land()
+        self.samples = self.steps = 0
+        self._fresh, self._offered = set(), {}
 
     # Rounds
 
     @torch.no_grad()
     def offer(self, epoch: int) -> Offer:
         """How far this peer got in the fragment whose turn it is."""
+        self._leave_spoilt_work()
         names = self.fragments[self.schedule.fragment_of_epoch(epoch)]
         change = {name: self._shared[name] - self.state.parameters[name].float() for name in names}
         if self.schedule.keeps_overlap:
@@ -91,6 +130,7 @@ class OuterLoop(Method):
         beside = self._copied_extra() | self.state.measures()
         offer = Offer(lambda: self._to_travel(change) | beside, self._weight(), (self.samples, self.steps))
         self.samples = self.steps = 0
+        self._is_offered = True
         return offer
 
     def blank(self, epoch: int) -> Offer:
@@ -131,11 +171,13 @@ class OuterLoop(Method):
     @torch.no_grad()
     def land(self) -> None:
         """Mix what is new into this peer's parameters."""
+        self._is_offered = False
         for name, average in self._fresh_extra.items():
             self.state.extra[name].copy_(average)
         self._fresh_extra = {}
         self.state.hear_measures(self._fresh_measures)
         self._fresh_measures = {}
+        self._leave_spoilt_work()  # NaN would survive any mixing
         self._keep_overlap()
         mix(self.state.parameters, self._shared, sorted(self._fresh), self.schedule.mixing)
         self._fresh = set()
@@ -155,19 +197,38 @@ class OuterLoop(Method):
         """The change is still there, and counts again."""
         self.transform.abandon()
         self._offered = {}
+        self._is_offered = False
         samples, steps = offer.detail
         self.samples += samples
         self.steps += steps
+
+    @torch.no_grad()
+    def left_behind(self, offer: Offer, *, contributed: float) -> None:
+        """The change is still there, or spent if others have most of it."""
+        if contributed <= 0.5 or not offer.weight:
+            self.withdraw(offer)
+            return
+        change = self.transform.decode(without_prefix(GRADIENT, offer.tensors))  # what was left out is owed from now on
+        for name in change:
+            parameter, offered = self.state.parameters[name], self._offered.get(name)
+            done_since = 0.0 if offered is None else parameter.float().sub(offered)
+            parameter.copy_(self._shared[name] + done_since)
+        self._offered = {}
+        self._is_offered = False
+        self.state.land()
 
     def discard(self) -> None:
         """Nothing: work is kept, see `load`."""
         self.transform.abandon()
 
     def forget(self) -> None:
-        """Local changes, and the inner optimizer's memory of how it came by them."""
-        self.discard()
-        self.samples = self.steps = 0
-        self.state.optimizer.state.clear()
+        """Local changes, what is owed of earlier ones, and the inner optimizer's memory of how it came by them."""
+        self._begin_anew()
+        self.transform.forget()
+
+    def statistics(self) -> dict[str, int]:
+        """How often local work was spoilt."""
+        return dict(self.counts)
 
     # State
 
@@ -193,6 +254,9 @@ class OuterLoop(Method):
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
         """Take over what is shared, and put this peer's own change on top."""
+        has_work = self.samples > 0 or len(self.fragments) > 1  # of fragments whose turn it was not
+        self._is_offered = False
+        self._leave_spoilt_work()
         for name, shared in self._shared.items():
             given = tensors.get(PARAMETER + name)
             if given is None or given.shape != shared.shape:
@@ -200,7 +264,7 @@ class OuterLoop(Method):
             parameter = self.state.parameters[name]
             change = shared - parameter.float()
             shared.copy_(given)
-            parameter.copy_(shared - change if self.samples and are_finite([change]) else shared)
+            parameter.copy_(shared - change if has_work and are_finite([change]) else shared)
         for name, tensor in self.state.extra.items():
             if (given := tensors.get(EXTRA + name)) is not None:
                 tensor.copy_(given)
@@ -210,6 +274,12 @@ class OuterLoop(Method):
         self.state.load_numbers(metadata)
         self._fresh, self._fresh_extra, self._fresh_measures, self._offered = set(), {}, {}, {}
         self.state.land()
+
+    def load_numbers(self, metadata: Metadata) -> None:
+        """Take over hyperparameters, the scheduler, and the numbers of the outer optimizer and the transform."""
+        self.state.load_numbers(metadata)
+        self.outer.load_numbers(metadata.get("outer", {}))
+        self.transform.load_shared(self.transform.shared(), metadata.get("transform", {}))
 
     def state_dict(self) -> dict[str, Any]:
         """Inner and outer state, local work, and the transform's memory."""

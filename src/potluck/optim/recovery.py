@@ -3,13 +3,14 @@
     begin       the run's state, from whoever has it, in memory or on disk; this peer's own where there is none
     catch_up    the lineage is further than this peer: the newest state there is, and what came since (listening.py)
     mend        this peer's bits are not those of the others: the chunks that differ
-    roll_back   the step made something that is not finite: another peer's state, or the last good one
+    roll_back   a step made something that is not finite: another peer's state, or the last good one
 
 Every one of them ends in the same way: the state is loaded, and kept.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import Counter
@@ -62,6 +63,8 @@ class Recovery:
     ) -> None:
         self.epoch = 0
         """How many updates of the run this peer's state holds."""
+        self.num_loaded = 0
+        """How often this peer took over another state than it had made itself."""
         self.counts: Counter[str] = Counter()
         self._run = run
         self._method = method
@@ -75,8 +78,9 @@ class Recovery:
         self._mending_seconds = 0.0  # so far
 
     def statistics(self) -> dict[str, int]:
-        """Counters, those of the source of states included."""
-        return {**self.counts, **(self._source.statistics() if self._source is not None else {})}
+        """Counters, those of the method and of the source of states included."""
+        of_source = self._source.statistics() if self._source is not None else {}
+        return {**self.counts, **self._method.statistics(), **of_source}
 
     # At the start, and when behind
 
@@ -159,15 +163,22 @@ class Recovery:
         )
 
     def _load(self, snapshot: Snapshot) -> None:
-        self._method.discard()
-        self._method.load(snapshot.tensors, snapshot.metadata)
-        self._method.land()
+        # Nobody vouches for what a keeper says to be its own: other tensors than we ourselves have so are left out.
+        method, own = self._method, snapshot.own
+        tensors = {name: t for name, t in snapshot.tensors.items() if name not in own or method.is_own(name)}
+        method.discard()
+        method.load(tensors, snapshot.metadata)
+        method.land()
         self.epoch = snapshot.epoch
+        self.num_loaded += 1
 
     # Deviating
 
     def mend(self) -> bool:
-        """Take over what most of the others hold, if this peer's tensors are others; whether they were."""
+        """Take over what most of the others hold, if this peer's tensors are others, or spoilt; whether they were."""
+        if self._method.is_spoilt:
+            self.roll_back()
+            return True
         source, now = self._source, time.monotonic()
         if source is None or not source.deviates() or now < self._mend_at:
             return False
@@ -182,7 +193,10 @@ class Recovery:
             self._mend_at = time.monotonic() + FAILED_MEND_SECONDS
             logger.warning("this peer's state deviates from the others', and could not be repaired yet: %s", error)
             return False
-        if snapshot is None or not are_finite(snapshot.tensors.values()):
+        if snapshot is None:
+            return False
+        snapshot = self._with_own(snapshot)
+        if not are_finite(snapshot.tensors.values()):
             return False
         if snapshot.is_as_base:
             self._take_numbers(snapshot)
@@ -192,9 +206,18 @@ class Recovery:
         self._mending_seconds += time.monotonic() - now
         return not snapshot.is_as_base
 
+    def _with_own(self, snapshot: Snapshot) -> Snapshot:
+        """Somebody's state, with what is this peer's own in place of theirs."""
+        tensors, metadata = self._method.tensors(), self._method.metadata()
+        kept = {name: tensors.get(name, theirs) for name, theirs in snapshot.tensors.items() if name in snapshot.own}
+        numbers = {"own": metadata["own"]} if "own" in metadata else {}
+        return dataclasses.replace(
+            snapshot, tensors={**snapshot.tensors, **kept}, metadata={**snapshot.metadata, **numbers}
+        )
+
     def _take_numbers(self, snapshot: Snapshot) -> None:
         """The tensors are the same, and the numbers beside them differ, as a learning rate may: no work is lost."""
-        self._method.load(snapshot.tensors, snapshot.metadata)
+        self._method.load_numbers(snapshot.metadata)
         self.epoch = snapshot.epoch
         self.counts["mended_numbers"] += 1
         logger.debug("hyperparameters or schedule of epoch %d were not those of the others: taken over", self.epoch)
@@ -219,7 +242,7 @@ class Recovery:
         return are_finite(self._method.tensors().values())
 
     def roll_back(self) -> None:
-        """The step made something that is not finite: go back, and have it said."""
+        """A step made something that is not finite: go back, and have it said."""
         self.counts["rolled_back"] += 1
         bad_epoch = self.epoch
         if (snapshot := self._healthy_elsewhere(bad_epoch)) is not None:
@@ -231,11 +254,11 @@ class Recovery:
             self.epoch = bad_epoch  # the epoch stands; its update is left out, by all who saw the same
         else:
             raise FatalError(
-                f"epoch {bad_epoch} made parameters that are not finite, and there is no good state to go back to: "
+                f"the parameters are not finite after epoch {bad_epoch}, and there is no good state to go back to: "
                 "start again from a checkpoint, with a smaller learning rate or with max_grad_norm"
             )
         logger.error(
-            "epoch %d made parameters that are not finite (NaN or infinity); rolled back to %s. If this comes again, "
+            "the parameters are not finite (NaN or infinity) after epoch %d: rolled back to %s. If this comes again, "
             "take a smaller learning rate or max_grad_norm",
             bad_epoch,
             where,
@@ -257,11 +280,12 @@ class Recovery:
 
     def keep(self) -> None:
         """This state is good: copy it, and let others have it."""
+        tensors = self._method.tensors()
         live = Snapshot(
             epoch=self.epoch,
-            tensors=self._method.tensors(),
+            tensors=tensors,
             metadata=self._method.metadata(),
-            is_common=self._method.is_common(self.epoch),
+            own=frozenset(filter(self._method.is_own, tensors)),
         )
         if self._config.keep_last_good:
             self._good = _copied(live, self._good)

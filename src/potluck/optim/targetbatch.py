@@ -102,18 +102,24 @@ class TargetBatch(Method):
         """The model's state, and what the transform shares."""
         return {**self.state.tensors(), **prefixed(TRANSFORM, self.transform.shared())}
 
-    def is_common(self, epoch: int) -> bool:
-        """Extra tensors are each peer's own until they are averaged."""
-        return not self.state.extra or bool(self._average_state_every and epoch % self._average_state_every == 0)
+    def is_own(self, name: str) -> bool:
+        """Extra tensors are, whether averaged now and then or not: forward passes change them."""
+        return name.startswith(EXTRA) and name.removeprefix(EXTRA) in self.state.extra
 
     def metadata(self) -> Metadata:
         """The optimizer's and scheduler's numbers."""
         return {**self.state.metadata(), "transform": self.transform.shared_numbers()}
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
-        """Take over somebody's state."""
+        """Take over somebody's state; what the transform owes is of an outdated one."""
         self.state.load(tensors, metadata)
+        self.transform.forget()
         self.transform.load_shared(without_prefix(TRANSFORM, tensors), metadata.get("transform", {}))
+
+    def load_numbers(self, metadata: Metadata) -> None:
+        """Take over hyperparameters, the scheduler, and the transform's numbers."""
+        self.state.load_numbers(metadata)
+        self.transform.load_shared(self.transform.shared(), metadata.get("transform", {}))
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer, scheduler, gradients so far, and the transform's memory."""

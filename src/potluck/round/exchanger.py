@@ -110,6 +110,7 @@ class Exchanger:
         self._heard_at = self.started_at
         self._num_reports = 0
         self._stopped = False
+        self._contributed_at: dict[int, float] = {}  # when our values of a chunk were first with somebody else
         self._milestones = Milestones(plan, me)
 
     @property
@@ -221,6 +222,10 @@ class Exchanger:
             received_bytes=self.counts.received_bytes,
         )
 
+    def contributed_by(self, moment: float) -> float:
+        """The share of our values that were with others by then: by themselves, or in averages that we made."""
+        return sum(at <= moment for at in self._contributed_at.values()) / max(1, len(self.grid))
+
     def describe_trouble(self) -> str:
         """What is missing, and from whom."""
         names = [member.peer for member in self.plan.members]
@@ -290,6 +295,7 @@ class Exchanger:
 
     def _sent(self, letter: Letter) -> None:
         self.counts.sent_bytes += len(letter.frame)
+        self._contributed_at.setdefault(letter.chunk, self._clock.monotonic())
         self._milestones.sent(letter)
 
     # Tensor work

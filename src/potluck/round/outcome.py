@@ -68,6 +68,9 @@ class RoundResult:
     alone: bool = False
     """No other peer's values are in it and no other peer has use for it: the tensors were left as they were."""
 
+    contributed: float = 0.0
+    """The share of this peer's values that others had in time: these may count though the peer does not hold it."""
+
     @property
     def holds(self) -> bool:
         """Whether this peer has the averages; its tensors, if it gave any, then hold them too."""

@@ -249,7 +249,14 @@ class Participation:
             received_bytes=exchanger.counts.received_bytes if exchanger is not None else 0,
             seconds=seconds,
             left_behind=behind,
+            contributed=self._contributed(commit, exchanger),
         )
+
+    def _contributed(self, commit: Commit, exchanger: Exchanger | None) -> float:
+        """The share of our values that can be in an epoch: what arrived after it was committed is not."""
+        if exchanger is None or exchanger.key != commit.key:
+            return 0.0
+        return exchanger.contributed_by(self._clock.monotonic() - (self._session.now() - commit.committed_at))
 
     def _describe_trouble(self) -> str:
         """Phase and peers, for an error."""

@@ -18,6 +18,10 @@ are not waited for, nor those that do not train: they take a state over now and 
 and most votes of all who have spoken do among strangers too: so peers that begin with different weights agree on one of
 them.
 
+What is compared and voted on is what peers should hold alike. Where a state has a part that is each peer's own, that
+part is taken from one of those who vouch for the rest: they made the epoch, and could have spoilt its averages as well.
+Who did not give what it announced is asked last from then on.
+
 A verdict is *settled* when those who are yet to speak could not change it, trainers who are far behind included. Who
 fetches need not wait for that, but who compares its own state does: else one that deviates could win by speaking first.
 """
@@ -25,7 +29,7 @@ fetches need not wait for that, but who compares its own state does: else one th
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated
@@ -54,6 +58,12 @@ class KeptState(Message, frozen=True, kw_only=True):
     made_at: Counted  # the epoch it was made at; another than `epoch` when the run went on from a backup
     is_backup: bool = False  # read from disk: fit to go on from, but no claim that the run has this state now
     is_served: bool = True  # False: no longer held, and told so that others can compare
+    common: Digest | None = None  # of what all peers should hold alike, where a part of it is the keeper's own
+
+    @property
+    def compared(self) -> str:
+        """The digest that is compared with those of others."""
+        return self.common or self.digest
 
 
 class Kept(Message, frozen=True, kw_only=True):
@@ -77,10 +87,12 @@ class Verdict:
 
     epoch: int
     digest: str
+    """Of the state to fetch."""
+
     num_bytes: int
     made_at: int
     keepers: tuple[str, ...]
-    """Who serves it."""
+    """Who serves it, or one that differs only in what is each peer's own."""
 
     is_trusted: bool
     """Whether peers vouch for it that are trusted anyway."""
@@ -90,6 +102,14 @@ class Verdict:
 
     is_settled: bool = True
     """Whether it stays the same whatever those say who have not spoken yet."""
+
+    common: str = ""
+    """The digest of what all should hold alike; empty: not known."""
+
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether others serve a state that differs from this one only in what is each peer's own."""
+        return self.common not in ("", self.digest) and len(self.keepers) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +191,13 @@ def _tier(presence: Presence, holders: Collection[str]) -> int:
     return 2 if presence.peer in holders else 3
 
 
-def judge(epoch: int, claims: Iterable[Claim]) -> Verdict | None:
-    """The state of an epoch; None when it cannot be told (yet)."""
-    given = list(claims)
-    claims = [claim for claim in given if not claim.is_late]
+def judge(epoch: int, claims: Iterable[Claim], failures: Mapping[str, int] | None = None) -> Verdict | None:
+    """The state of an epoch; None when it cannot be told (yet).
+
+    `failures` tells how often peers did not give what they announced.
+    """
+    everybody = list(claims)
+    claims = [claim for claim in everybody if not claim.is_late]
     tier = min((claim.tier for claim in claims), default=0)
     judges = [claim for claim in claims if claim.tier == tier]
     votes = _votes(judges)
@@ -183,24 +206,38 @@ def judge(epoch: int, claims: Iterable[Claim]) -> Verdict | None:
     most = max(votes.values())
     tied = {digest for digest, number in votes.items() if number == most}
     # Not the smaller digest: the same peer has to win every time, or two that differ would take turns in following.
-    _, digest = min((claim.peer, claim.state.digest) for claim in judges if claim.state and claim.state.digest in tied)
+    _, common = min(
+        (claim.peer, claim.state.compared) for claim in judges if claim.state and claim.state.compared in tied
+    )
     num_persons = len({claim.person for claim in judges})
-    late = {claim.person for claim in given if claim.is_late and claim.tier <= tier}
+    late = {claim.person for claim in everybody if claim.is_late and claim.tier <= tier}
     num_silent = num_persons - sum(votes.values()) + len(late)
-    is_settled = not num_silent or most > num_silent + max((n for d, n in votes.items() if d != digest), default=0)
+    is_settled = not num_silent or most > num_silent + max((n for d, n in votes.items() if d != common), default=0)
     if tier > 1 and not (2 * most > num_persons or (epoch == 0 and is_settled)):
         return None
     spoken = [(claim, claim.state) for claim in claims if claim.state is not None]
-    agreeing = [(claim, state) for claim, state in spoken if state.digest == digest]
+    agreeing = [(claim, state) for claim, state in spoken if state.compared == common]
     _, voucher = min(agreeing, key=lambda pair: (pair[0].tier, pair[0].peer))
+    failed = failures or {}
+    _, given = min(
+        agreeing,
+        key=lambda pair: (
+            not pair[1].is_served,
+            pair[1].common is not None,  # what can be checked by its own digest comes first
+            pair[0].tier,
+            failed.get(pair[0].peer, 0),
+            pair[0].peer,
+        ),
+    )
     return Verdict(
         epoch=epoch,
-        digest=digest,
-        num_bytes=voucher.num_bytes,
+        digest=given.digest,
+        common=common,
+        num_bytes=given.num_bytes,
         made_at=voucher.made_at,
         keepers=tuple(claim.peer for claim, state in agreeing if state.is_served),
         is_trusted=tier == 1,
-        dissenters=tuple(claim.peer for claim, state in spoken if state.digest != digest),
+        dissenters=tuple(claim.peer for claim, state in spoken if state.compared != common),
         is_settled=is_settled,
     )
 
@@ -210,7 +247,7 @@ def _votes(claims: list[Claim]) -> dict[str, Fraction]:
     votes: dict[str, Fraction] = defaultdict(Fraction)
     for claim in claims:
         if claim.state is not None:
-            votes[claim.state.digest] += Fraction(1, peers[claim.person])
+            votes[claim.state.compared] += Fraction(1, peers[claim.person])
     return votes
 
 
@@ -219,5 +256,5 @@ def describe_claims(claims: Iterable[Claim]) -> str:
     by_digest: dict[str, list[str]] = defaultdict(list)
     for claim in claims:
         if claim.state is not None:
-            by_digest[claim.state.digest].append(claim.peer)
+            by_digest[claim.state.compared].append(claim.peer)
     return "; ".join(f"{digest[:12]} by {', '.join(peers)}" for digest, peers in sorted(by_digest.items())) or "nothing"

@@ -58,7 +58,7 @@ class Comparison:
                 return
 
     def _judged(self, verdict: Verdict) -> None:
-        if verdict.digest == self._own[verdict.epoch].digest:
+        if verdict.common == self._own[verdict.epoch].compared:
             self.deviation = None
             return
         if self.deviation is None or self.deviation.epoch != verdict.epoch:

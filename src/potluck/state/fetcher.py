@@ -3,7 +3,7 @@
 The inventory comes first and must have the digest that was vouched for; then chunks, as schedule.py says, each checked
 in a worker before it counts. A keeper that gives something wrong is named and not asked again; one that breaks off is
 asked again after a pause. When nobody serves the state any more the fetch ends with MovedOnError, and what has come is
-of use for the next one.
+of use for the next one. So does it, much sooner, when nothing comes and others have a state that is as good.
 """
 
 from __future__ import annotations
@@ -91,8 +91,12 @@ class Fetcher:
         keepers: Callable[[str], Iterable[str]],
         report: FetchReport,
         progress: Progress | None = None,
+        is_replaceable: bool = False,
     ) -> None:
-        """`keepers` tells who serves a state; call `keepers_changed` when that may be others."""
+        """`keepers` tells who serves a state; call `keepers_changed` when that may be others.
+
+        `is_replaceable` says that others serve a state that differs only in what is each peer's own.
+        """
         self.report = report
         self._links = links
         self._clock = clock
@@ -101,6 +105,8 @@ class Fetcher:
         self._assembly = assembly
         self._keepers = keepers
         self._progress = progress or (lambda _done, _total: None)
+        self._is_replaceable = is_replaceable
+        self._came_at = clock.monotonic()  # when the last chunk did
         self._schedule = Schedule(())
         self._sources: dict[str, Source] = {}
         self._wake = asyncio.Event()
@@ -136,7 +142,7 @@ class Fetcher:
                 inventory = await self._ask_inventory(keeper, digest, until)
                 if inventory is not None:
                     return inventory
-            gone_at = self._check_time(digest, until, bool(keepers), gone_at)
+            gone_at = self._check_time(digest, until, bool(keepers) and not self._is_replaceable, gone_at)
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _ask_inventory(self, keeper: str, digest: str, until: float) -> Inventory | None:
@@ -175,6 +181,7 @@ class Fetcher:
     async def _fetch_chunks(self, inventory: Inventory, until: float) -> None:
         digest, schedule = inventory.digest, self._schedule
         gone_at: float | None = None
+        self._came_at = self._now()
         while not schedule.is_complete:
             self._wake.clear()
             now = self._now()
@@ -184,7 +191,8 @@ class Fetcher:
                 self._sources[keeper].give_up(f"it sent nothing for {self._config.answer_seconds:g} s")
             for ask in schedule.due(now):
                 self._source(ask.keeper, inventory).ask(ask.chunk)
-            gone_at = self._check_time(digest, until, bool(schedule.usable()), gone_at)
+            is_stuck = self._is_replaceable and now - self._came_at > self._config.answer_seconds
+            gone_at = self._check_time(digest, until, bool(schedule.usable()) and not is_stuck, gone_at)
             await self._pause(min(schedule.next_at(now) or until, until, now + LOOK_EVERY_SECONDS) - now)
 
     def _serving(self, digest: str) -> Iterable[str]:
@@ -272,6 +280,7 @@ class Fetcher:
             self.lied(ask.keeper, f"chunk {ask.chunk} does not have the hash that the inventory names")
             return
         self._assembly.add(chunk)
+        self._came_at = self._now()
         if self._schedule.arrived(ask, self._now()):
             self.report.fetched_bytes += num_bytes
             self._tell_progress(source.inventory)

@@ -29,7 +29,7 @@ async def hand_over(session: Session, herald: Herald, shelf: Shelf, timeout_seco
         waited = session.clock.monotonic() - began
         if waited < HEARD_SECONDS:
             continue
-        keepers = herald.keepers(newest.epoch, newest.snapshot.digest)
+        keepers = herald.keepers(newest.epoch, newest.snapshot.common_digest)
         if any(not herald.announcements.is_leaving(peer) for peer in keepers) or _stays(session, herald, "trainer"):
             return True
         if waited >= timeout_seconds:

@@ -73,6 +73,7 @@ class Herald:
         self._task: asyncio.Task[None] | None = None
         self._has_spoken = False
         self._is_leaving = False
+        self._failures: Counter[str] = Counter()  # by peer: how often it did not give what it announced
 
     async def start(self) -> None:
         """Listen, and speak when there is something to say."""
@@ -129,7 +130,12 @@ class Herald:
 
     def verdict(self, epoch: int, *, backups: bool = False) -> Verdict | None:
         """The state of an epoch, if it can be told."""
-        return judge(epoch, self.claims(epoch, backups=backups))
+        return judge(epoch, self.claims(epoch, backups=backups), self._failures)
+
+    def note_failure(self, verdict: Verdict) -> bool:
+        """Who announces this state does not give it, or it is another: ask somebody else first, if there is one."""
+        self._failures.update(self.keepers(verdict.epoch, verdict.digest))
+        return any(not self._failures[peer] for peer in verdict.keepers)
 
     def newest(
         self, up_to: int | None = None, *, at_least: int = 0, backups: bool = False, is_settled: bool = False
@@ -143,9 +149,15 @@ class Herald:
         return None
 
     def keepers(self, epoch: int, digest: str) -> list[str]:
-        """Who else serves a state, from memory or from a backup."""
+        """Who else serves a state, from memory or from a backup; with a common digest, one that is compared by it."""
         claims = [*self.claims(epoch), *self.claims(epoch, backups=True)]
-        serving = [c.peer for c in claims if c.state is not None and c.state.digest == digest and c.state.is_served]
+        serving = [
+            claim.peer
+            for claim in claims
+            if claim.state is not None
+            and claim.state.is_served
+            and digest in (claim.state.digest, claim.state.compared)
+        ]
         return [peer for peer in dict.fromkeys(serving) if peer != self._session.peer_id]
 
     def is_parting(self, verdict: Verdict) -> bool:
@@ -205,6 +217,7 @@ class Herald:
     def _roster_changed(self, event: RosterEvent) -> None:
         if event.change in ("dead", "left"):
             self.announcements.forget(event.peer)
+            self._failures.pop(event.peer, None)
         self._tell()
 
     def _tell(self) -> None:

@@ -10,11 +10,12 @@ if keeper.deviation is not None:                            # our bits differ fr
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -46,6 +47,7 @@ from potluck.state.snapshot import Snapshot, stage
 
 logger = logging.getLogger(__name__)
 
+RETRY_SECONDS = 0.5  # after a state that was not what it was said to be
 SETTLE_SECONDS = 2.0  # how long a repair waits for the last of the others to speak
 
 
@@ -163,23 +165,23 @@ class StateKeeper:
     # Publishing
 
     def publish(
-        self, tensors: Mapping[str, Tensor], metadata: Metadata, epoch: int, *, is_common: bool = True
+        self, tensors: Mapping[str, Tensor], metadata: Metadata, epoch: int, *, own: Collection[str] = ()
     ) -> concurrent.futures.Future[str]:
         """Copy the state of an epoch, from any thread; the rest happens elsewhere. The future holds the digest.
 
-        When this returns, the tensors may change. The metadata has to be the same on all peers. `is_common` says that
-        all who hold the epoch should hold these very bits: only then is it compared with those of others. The future
+        When this returns, the tensors may change. All who hold the epoch should hold these very bits and this metadata,
+        and that is compared; but for the tensors that `own` names, and what the metadata has under "own". The future
         holds StateUnavailableError when states come faster than they can be hashed and this one was passed over.
         """
-        return self._publisher.publish(tensors, metadata, epoch, is_common=is_common)
+        return self._publisher.publish(tensors, metadata, epoch, own=own)
 
     def _newest(self) -> Snapshot | None:
         newest = self._shelf.newest()
         return newest.snapshot if newest is not None else None
 
-    async def _published(self, epoch: int, snapshot: Snapshot, is_common: bool) -> None:
+    async def _published(self, epoch: int, snapshot: Snapshot) -> None:
         is_first = epoch == 0 and self._resuming.has_begun  # all others get it from here
-        await self._put(Held(epoch, snapshot, made_at=epoch), is_common=is_common, keeps=is_first or None)
+        await self._put(Held(epoch, snapshot, made_at=epoch), keeps=is_first or None)
         self.save(epoch, snapshot, made_at=epoch)
 
     def save(self, epoch: int, snapshot: Snapshot, *, made_at: int) -> None:
@@ -194,8 +196,8 @@ class StateKeeper:
         self.herald.announce()
         self._on_backup(info)
 
-    async def _put(self, held: Held, *, is_common: bool = True, keeps: bool | None = None) -> None:
-        if is_common:
+    async def _put(self, held: Held, *, keeps: bool | None = None) -> None:
+        if held.snapshot.inventory.has_common_tensors:
             self._comparison.note(held.announced())
         if self.keeps if keeps is None else keeps:
             self._shelf.put(held.epoch, held.snapshot, made_at=held.made_at)
@@ -322,14 +324,27 @@ class StateKeeper:
             keepers=lambda digest: self.herald.keepers(verdict.epoch, digest),
             report=report,
             progress=progress,
+            is_replaceable=verdict.is_replaceable,
         )
         stop_listening = self.herald.listen(fetcher.keepers_changed)
         try:
             snapshot = await fetcher.fetch(verdict.digest, bases, until=until)
+        except MovedOnError:
+            self.herald.note_failure(verdict)
+            raise
+        except ConfigurationError as error:  # one keeper's word, where others have not been asked yet
+            if not (verdict.is_replaceable and self.herald.note_failure(verdict)):
+                raise
+            raise MovedOnError(f"the state {verdict.digest[:12]} is of no use here: {error}") from error
         finally:
             stop_listening()
             for base in bases:
                 base.release()
+        if verdict.common and snapshot.common_digest != verdict.common:  # only a keeper's own part is taken on trust
+            snapshot.release()
+            self.herald.note_failure(verdict)
+            await asyncio.sleep(RETRY_SECONDS)
+            raise MovedOnError(f"{verdict.digest[:12]} was announced to be {verdict.common[:12]} in part, and is not")
         self.counts["fetched"] += 1
         return snapshot
 

@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,14 +23,13 @@ from potluck.state.snapshot import Snapshot, Staged, stage
 
 logger = logging.getLogger(__name__)
 
-Taker = Callable[[int, Snapshot, bool], Awaitable[None]]
+Taker = Callable[[int, Snapshot], Awaitable[None]]
 
 
 @dataclass(slots=True)
 class _Publication:
     staged: Staged
     epoch: int
-    is_common: bool
     outcome: concurrent.futures.Future[str]
 
     def pass_over(self, reason: str) -> None:
@@ -70,14 +69,14 @@ class Publisher:
             await asyncio.wait([self._task])
 
     def publish(
-        self, tensors: Mapping[str, Tensor], metadata: Metadata, epoch: int, *, is_common: bool = True
+        self, tensors: Mapping[str, Tensor], metadata: Metadata, epoch: int, *, own: Collection[str] = ()
     ) -> concurrent.futures.Future[str]:
         """Copy the tensors, from any thread, and have the rest done; the future holds the digest."""
         loop = self._loop
         if loop is None:
             raise StateUnavailableError("the keeper is not started, or closed: nothing can be published")
         outcome: concurrent.futures.Future[str] = concurrent.futures.Future()
-        publication = _Publication(stage(tensors, metadata, self._pool), epoch, is_common, outcome)
+        publication = _Publication(stage(tensors, metadata, self._pool, own=own), epoch, outcome)
         loop.call_soon_threadsafe(self._staged, publication)
         return outcome
 
@@ -117,7 +116,7 @@ class Publisher:
             if previous is not None:
                 previous.release()
         try:
-            await self._take(publication.epoch, snapshot, publication.is_common)
+            await self._take(publication.epoch, snapshot)
         finally:
             snapshot.release()
         return snapshot.digest

@@ -20,12 +20,14 @@ class Held:
 
     def announced(self) -> KeptState:
         """As others are told."""
+        snapshot = self.snapshot
         return KeptState(
             epoch=self.epoch,
-            digest=self.snapshot.digest,
-            num_bytes=self.snapshot.inventory.num_bytes,
+            digest=snapshot.digest,
+            num_bytes=snapshot.inventory.num_bytes,
             made_at=self.made_at,
             is_backup=self.is_backup,
+            common=None if snapshot.inventory.is_common else snapshot.common_digest,
         )
 
 

@@ -3,6 +3,9 @@
     staged = stage(tensors, metadata, pool)      # the training thread: one copy into memory that is used again
     snapshot = staged.hashed(previous)           # a worker: hashes, outside the interpreter lock
 
+A snapshot has two digests: that of the inventory, by which it is asked for, and the *common* one, over what all peers
+should hold alike, by which it is compared. Where nothing is a peer's own they are the same.
+
 Chunks that are the same as in the previous snapshot are shared with it. A snapshot is held by whoever uses it, and its
 memory goes back to the pool when the last holder has released it.
 """
@@ -33,11 +36,21 @@ class Snapshot:
         self._pool = pool
         self._holders = 1
         self._lock = threading.Lock()
+        self.common_digest = inventory.digest if inventory.is_common else self._hash_common()
+        """By which the state is compared with those of others."""
 
     @property
     def digest(self) -> str:
         """By which the state is known."""
         return self.inventory.digest
+
+    def _hash_common(self) -> str:
+        inventory, own = self.inventory, frozenset(self.inventory.own)
+        hashed = hashlib.sha256(inventory.common_frame())
+        for piece in cut(inventory.tensors, inventory.chunk_bytes):
+            if piece.tensor not in own:
+                hashed.update(self.view(piece.chunk)[piece.chunk_start : piece.chunk_start + piece.num_bytes])
+        return hashed.hexdigest()
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -102,9 +115,17 @@ class Snapshot:
 class Staged:
     """Tensors copied, and not hashed yet."""
 
-    def __init__(self, specs: tuple[TensorSpec, ...], metadata: bytes, chunks: list[Chunk], pool: ChunkPool) -> None:
+    def __init__(
+        self,
+        specs: tuple[TensorSpec, ...],
+        metadata: bytes,
+        chunks: list[Chunk],
+        pool: ChunkPool,
+        own: tuple[int, ...] = (),
+    ) -> None:
         self._specs = specs
         self._metadata = metadata
+        self._own = own
         self._chunks = chunks
         self._pool = pool
 
@@ -122,6 +143,7 @@ class Staged:
             chunk_bytes=self._pool.chunk_bytes,
             hashes=b"".join(chunk.hash for chunk in self._chunks),
             metadata=self._metadata,
+            own=self._own,
         )
         return Snapshot(inventory, self._chunks, self._pool)
 
@@ -132,14 +154,18 @@ class Staged:
             self._pool.drop(chunk)
 
 
-def stage(tensors: Mapping[str, Tensor], metadata: Metadata, pool: ChunkPool) -> Staged:
-    """Copy the tensors. When it returns they may change again; hashing is for another thread."""
+def stage(tensors: Mapping[str, Tensor], metadata: Metadata, pool: ChunkPool, *, own: Collection[str] = ()) -> Staged:
+    """Copy the tensors. When it returns they may change again; hashing is for another thread.
+
+    `own` names those that are this peer's own.
+    """
     data = encode_metadata(metadata)
     specs = specs_of(tensors)
     total_bytes = sum(spec.num_bytes for spec in specs)
     starts = range(0, total_bytes, pool.chunk_bytes)
     chunks = [pool.take(min(pool.chunk_bytes, total_bytes - start)) for start in starts]
-    staged = Staged(specs, data, chunks, pool)
+    own_places = tuple(number for number, spec in enumerate(specs) if spec.name in own)
+    staged = Staged(specs, data, chunks, pool, own_places)
     try:
         source, index = torch.empty(0, dtype=torch.uint8), -1
         for piece in cut(specs, pool.chunk_bytes):

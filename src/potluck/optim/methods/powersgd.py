@@ -91,9 +91,12 @@ class PowerSGD(Transform):
         return {"turns": dict(self._turns)}
 
     def load_shared(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Take over somebody's factors; the own error is of an outdated state."""
+        """Take over somebody's factors."""
         self._fixed = {name: tensor.clone() for name, tensor in tensors.items()}
         self._turns = {name: int(turn) for name, turn in numbers.get("turns", {}).items()}
+
+    def forget(self) -> None:
+        """The error is of an outdated state."""
         self._error, self._pending = {}, {}
 
     def state_dict(self) -> dict[str, Any]:

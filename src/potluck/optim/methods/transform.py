@@ -49,7 +49,10 @@ class Transform(ABC):
         return {}
 
     def load_shared(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:  # noqa: B027
-        """Take them over from somebody else; what is this peer's own begins anew."""
+        """Take them over from somebody else; what is this peer's own stays."""
+
+    def forget(self) -> None:  # noqa: B027
+        """What is this peer's own begins anew: it is of an outdated state."""
 
     def state_dict(self) -> dict[str, Any]:
         """The whole memory, for this peer to go on with the same bits."""
@@ -115,7 +118,7 @@ class ErrorFeedback(Transform):
         """What is still owed of a tensor."""
         return self._error.get(name)
 
-    def load_shared(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+    def forget(self) -> None:
         """What was left out of an outdated state is not owed any more."""
         self._error, self._pending = {}, {}
 

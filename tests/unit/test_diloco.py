@@ -10,11 +10,13 @@ from trainlab import TrainLab, loss_of, make_batch, make_model, parameters_of, q
 
 from potluck.errors import ConfigurationError
 from potluck.optim.diloco import DiLoCo, DiLoCoConfig
+from potluck.optim.helper import Helper
 from potluck.optim.methods.delayed import DelayedNesterov
 from potluck.optim.methods.outer import Nesterov, OuterSGD
 from potluck.optim.methods.quantised import Quantised
 from potluck.optim.methods.sparseloco import SparseLoCo
 from potluck.round.codecs import CodecChoice, CodecSpec
+from potluck.state.keeper import StateConfig
 
 EXACT = CodecChoice.everything("float32")
 FOUR_BITS = CodecChoice.everything("e3m0")
@@ -156,7 +158,47 @@ def test_sparseloco_travels_in_its_own_codec() -> None:
             assert [run.codec for run in result.commit.runs] == [CodecSpec(name="sparse2", keep=16)]
 
 
-def test_asynchronous_peers_never_wait_and_late_work_counts() -> None:
+def join_host(lab: TrainLab) -> None:
+    """A peer as a host has it: it coordinates, and knows nothing of how the trainers were set up."""
+    run = lab.join("host", role="aux")
+    helper = lab.loop.call(Helper.of(run.peer, num_threads=1, state=StateConfig(keep="never")))
+    run.attach(helper.close)
+
+
+@pytest.mark.parametrize("is_hosted", [False, True], ids=["a trainer coordinates", "the host coordinates"])
+def test_asynchronous_peers_wait_for_nobody(is_hosted: bool) -> None:
+    with train_lab() as lab:
+        if is_hosted:
+            join_host(lab)
+        workers = [
+            Worker(lab, number, asynchronous=True, outer=DelayedNesterov(delay=2), inner_steps=1) for number in range(2)
+        ]
+        train_all(workers, 2)
+        busy, waited = workers[0], []
+        for _ in range(5):  # the other one is in the middle of a long step
+            busy.step()
+            result = busy.optimizer.driver.last_result
+            assert result is not None
+            waited.append(result.seconds.gathering)
+        assert busy.optimizer.statistics()["epochs"] >= 5
+        assert min(waited) < 1.0  # of a host that was told nothing, 3 s at least
+
+
+def test_a_host_waits_for_as_many_as_the_trainers_say() -> None:
+    with train_lab() as lab:
+        join_host(lab)
+        options = {"min_peers": 3, "inner_steps": 1, "averaging_timeout_seconds": 2.0}
+        workers = [Worker(lab, number, **options) for number in range(2)]
+        together(*(worker.step for worker in workers))
+        assert {worker.optimizer.epoch for worker in workers} == {0}  # two would have been enough for it
+        workers.append(Worker(lab, 2, **options))
+        train_all(workers, 1)
+        result = workers[0].optimizer.driver.last_result
+        assert result is not None
+        assert len([member for member in result.commit.members if member.weight]) == 3
+
+
+def test_late_work_of_asynchronous_peers_counts() -> None:
     with train_lab() as lab:
         workers = [
             Worker(lab, number, asynchronous=True, outer=DelayedNesterov(momentum=0.5, delay=2), inner_steps=steps)

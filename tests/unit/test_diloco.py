@@ -15,6 +15,7 @@ from potluck.optim.methods.delayed import DelayedNesterov
 from potluck.optim.methods.outer import Nesterov, OuterSGD
 from potluck.optim.methods.quantised import Quantised
 from potluck.optim.methods.sparseloco import SparseLoCo
+from potluck.optim.progress.pace import Pace
 from potluck.round.codecs import CodecChoice, CodecSpec
 from potluck.state.keeper import StateConfig
 
@@ -141,8 +142,7 @@ def test_relatives_learn_too(options: dict[str, Any]) -> None:
         for worker in workers:
             worker.optimizer.driver.land()
             assert worker.optimizer.statistics()["local_epoch"] >= 12
-        if len({worker.optimizer.epoch for worker in workers}) == 1:
-            assert shared_equal(workers)
+        lab.states.check_alike(at_least=6)
         assert quality_of(workers[0].model) < 0.7 * before
         for worker in workers:
             worker.optimizer.shutdown()
@@ -215,6 +215,63 @@ def test_late_work_of_asynchronous_peers_counts() -> None:
             for name, parameter in workers[0].optimizer.method.state.model.items():
                 parameter.copy_(newest.tensors[f"parameter/{name}"])
         assert quality_of(workers[0].model) < 0.7 * before
+
+
+class FixedPace(Pace):
+    """Of a machine that is always as fast as this."""
+
+    def __init__(self, samples_per_second: float) -> None:
+        super().__init__()
+        self._seconds_per_sample = 1.0 / samples_per_second
+
+    def step_done(self, num_samples: int, now: float) -> None:
+        pass
+
+
+def test_slow_peers_take_fewer_steps_so_that_all_are_ready_at_the_same_time() -> None:
+    with train_lab() as lab:
+        workers = [Worker(lab, number, steps_by_speed=True, inner_steps=8) for number in range(2)]
+        for worker, pace in zip(workers, (80.0, 20.0), strict=True):
+            worker.optimizer._pace = FixedPace(pace)
+        train_all(workers, 2)  # by then each has said how fast it is
+        positions = [worker.position for worker in workers]
+        assert [worker.optimizer.steps_per_round for worker in workers] == [8, 2]
+        train_all(workers, 6)
+        fast, slow = (worker.position - before for worker, before in zip(workers, positions, strict=True))
+        assert (fast, slow) == (4 * 8, 4 * 2)  # as many seconds at their speeds
+
+
+@pytest.mark.parametrize(
+    ("weighting", "weights"), [("samples", (64.0, 16.0)), ("equal", (1.0, 1.0)), ("tokens", (1024.0, 64.0))]
+)
+def test_what_a_change_weighs(weighting: str, weights: tuple[float, float]) -> None:
+    with train_lab() as lab:
+        workers = [Worker(lab, n, batch_size=size, weighting=weighting) for n, size in enumerate((16, 4))]
+        train_all(workers, 1)
+        result = workers[0].optimizer.driver.last_result
+        assert result is not None
+        found = {member.peer: member.weight for member in result.commit.members}
+        assert found == {worker.run.peer_id: weight for worker, weight in zip(workers, weights, strict=True)}
+        change = weighted_change(workers, weights)
+        for name, shared in workers[0].optimizer.method.shared.items():
+            start = dict(make_model().named_parameters())[name].detach()
+            torch.testing.assert_close(shared, start - 0.7 * 1.5 * change[name], rtol=1e-4, atol=1e-6)
+
+
+def weighted_change(workers: list[Worker], weights: tuple[float, float]) -> dict[str, torch.Tensor]:
+    """The mean over the workers, by hand, of what their first four steps come to."""
+    changes = []
+    for worker in workers:
+        model = make_model()
+        inner = torch.optim.AdamW(model.parameters(), lr=0.02)
+        for position in range(4):
+            inner.zero_grad()
+            loss_of(model, make_batch(1000 * worker.number + position, worker.batch_size)).backward()
+            inner.step()
+        start = dict(make_model().named_parameters())
+        changes.append({name: (start[name] - p).detach() for name, p in model.named_parameters()})
+    shares = [weight / sum(weights) for weight in weights]
+    return {name: sum(share * each[name] for share, each in zip(shares, changes, strict=True)) for name in changes[0]}
 
 
 def test_a_straggler_is_left_behind_once_and_its_work_is_kept() -> None:

@@ -323,6 +323,23 @@ def test_what_was_saved_goes_on_bit_for_bit() -> None:
             assert torch.equal(got, wanted)
 
 
+def test_an_exchange_in_the_background_is_landed_before_saving() -> None:
+    with train_lab() as lab:
+        worker = Worker(lab, 0, overlap_steps=2)
+        for _ in range(4):
+            worker.step()
+        assert worker.optimizer.driver.is_busy
+        saved = worker.optimizer.state_dict()
+        assert not worker.optimizer.driver.is_busy
+        assert (saved["epoch"], saved["method"]["samples"], saved["steps_since_offer"]) == (1, 0, 0)
+        for name, shared in saved["method"]["shared"].items():
+            assert torch.equal(shared, worker.optimizer.method.shared[name])
+        for _ in range(4):
+            worker.step()
+        worker.optimizer.driver.land()
+        assert worker.optimizer.epoch == 2
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

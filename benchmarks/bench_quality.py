@@ -1,10 +1,11 @@
 """Loss that each way of training together reaches with the same samples: a small language model, four peers.
 
-    scripts/bench quality [--json] [--only diloco_20,sparseloco] [--seeds 3]
+    scripts/bench quality [--json] [--only sync,diloco_20] [--seeds 3]
 
 The numbers alone: the methods, codecs and aggregators of a run, without hub, links and time. Peers stand still while
 values are averaged, or go on where a method overlaps. Each loss is that of what the peers share, on text that nobody
-trained on; the mean over the seeds, which change the batches.
+trained on; the mean over the seeds, which change the batches. Spreads are from the lowest to the highest of the seeds.
+Each way is held against sync with the same seed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from harness import parser, report, say
 from potluck.optim.localupdates import LocalUpdates
 from potluck.optim.method import Method, Offer
 from potluck.optim.methods.decoupled import Demo
-from potluck.optim.methods.delayed import DelayedNesterov
+from potluck.optim.methods.delayed import DelayedNesterov, inner_steps
 from potluck.optim.methods.outer import Nesterov, OuterSGD
 from potluck.optim.methods.powersgd import PowerSGD
 from potluck.optim.methods.quantised import Quantised
@@ -30,7 +31,7 @@ from potluck.optim.methods.sparseloco import SparseLoCo
 from potluck.optim.methods.streaming import Schedule
 from potluck.optim.methods.transform import Transform
 from potluck.optim.modelstate import ModelState
-from potluck.optim.outerloop import OuterLoop
+from potluck.optim.outerloop import OuterLoop, Weighting
 from potluck.optim.parameters import RolesByPrefix
 from potluck.optim.targetbatch import TargetBatch
 from potluck.round.aggregators import AggregatorSpec, aggregator_for
@@ -43,12 +44,14 @@ from toylm import Corpus, corpus, loss_of, make_model
 NUM_PEERS = 4
 WIDTH, NUM_LAYERS, LENGTH = 64, 2, 32
 BATCH_SIZE = 4
-NUM_STEPS = 300  # of each peer
+NUM_STEPS = 300  # of each peer; where some are slower, of all together four times as many
 WARM_UP_STEPS = 30
 EVALUATED = 256
 MEAN = aggregator_for(AggregatorSpec())
 EXACT = CodecChoice.everything("float32")
 FOUR_BITS = CodecChoice.everything("e3m0")
+UNEVEN = (2, 2, 6, 6)  # samples of a batch, as many in all
+SLOW = (1.0, 1.0, 0.5, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,9 @@ class Way:
     """The share of contributions that are lost at random."""
     one_by_one: bool = False
     """Peers come to their rounds in turn, each alone."""
+    batch_sizes: tuple[int, ...] = (BATCH_SIZE,) * NUM_PEERS
+    speeds: tuple[float, ...] = (1.0,) * NUM_PEERS
+    """Slower peers take fewer of a round's local steps (DyLU)."""
 
 
 def large_batch(transform: Transform | None = None) -> Callable[[ModelState], Method]:
@@ -72,11 +78,16 @@ def large_batch(transform: Transform | None = None) -> Callable[[ModelState], Me
 
 
 def sharing(
-    inner_steps: int, outer: Any = Nesterov, transform: Callable[[], Transform] | None = None, **schedule: Any
+    inner_steps: int,
+    outer: Any = Nesterov,
+    transform: Callable[[], Transform] | None = None,
+    weighting: Weighting = "samples",
+    **schedule: Any,
 ) -> Callable[[ModelState], Method]:
     def make(state: ModelState) -> Method:
         plan = Schedule(inner_steps=inner_steps, **schedule)
-        return OuterLoop(state, outer(), plan, transform=transform() if transform is not None else None)
+        made = transform() if transform is not None else None
+        return OuterLoop(state, outer(), plan, transform=made, weighting=weighting)
 
     return make
 
@@ -87,6 +98,10 @@ def ways() -> dict[str, Way]:
 
     def calm() -> Nesterov:  # of few outer steps, momentum makes swings
         return Nesterov(0.7, 0.5)
+
+    def uneven(weighting: Weighting) -> Way:
+        method = sharing(20, outer=calm, weighting=weighting)
+        return Way(method=method, lr=local, steps_per_round=20, batch_sizes=UNEVEN)
 
     sparse = {"outer": lambda: OuterSGD(0.7), "transform": SparseLoCo}
     return {
@@ -118,11 +133,24 @@ def ways() -> dict[str, Way]:
             steps_per_round=10,
             overlap_steps=3,
         ),
+        "streaming_20_overlap_kept": Way(
+            method=sharing(20, num_fragments=2, overlap_steps=3, keeps_overlap=True, outer=lambda: Nesterov(0.4, 0.5)),
+            lr=local,
+            steps_per_round=10,
+            overlap_steps=3,
+        ),
+        "diloco_20_slow_peers": Way(method=sharing(20, outer=calm), lr=local, steps_per_round=20, speeds=SLOW),
+        "diloco_20_uneven_by_samples": uneven("samples"),
+        "diloco_20_uneven_by_tokens": uneven("tokens"),
+        "diloco_20_uneven_equal": uneven("equal"),
         "asynchronous_20": Way(
             method=sharing(20, outer=lambda: DelayedNesterov(delay=NUM_PEERS)),
             lr=local,
             steps_per_round=20,
             one_by_one=True,
+        ),
+        "sparseloco_30_its_defaults": Way(
+            method=sharing(30, outer=lambda: OuterSGD(0.4), transform=SparseLoCo), lr=local, steps_per_round=30
         ),
         "sparseloco_20": Way(method=sharing(20, **sparse), lr=local, steps_per_round=20),
         "sparseloco_20_wider": Way(
@@ -147,6 +175,9 @@ class Peers:
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
             self.methods.append(way.method(ModelState(optimizer, scheduler=scheduler)))
         self.epoch = 0
+        # The steps of each peer in a round, and of the fastest in all: so that all together have the same samples.
+        self._steps = [inner_steps(way.steps_per_round, speed, max(way.speeds)) for speed in way.speeds]
+        self.num_steps = NUM_STEPS * NUM_PEERS * way.steps_per_round // sum(self._steps)
         self.sent_bytes = self.received_bytes = 0
         self._seed = seed
         self._random = random.Random(seed)
@@ -154,16 +185,10 @@ class Peers:
 
     def train(self, texts: Corpus) -> None:
         """All steps, with the rounds between them."""
-        for step in range(1, NUM_STEPS + 1):
-            for number, (model, method) in enumerate(zip(self.models, self.methods, strict=True)):
-                text = texts.batch(((self._seed * NUM_PEERS + number) << 32) + step, BATCH_SIZE)
-                loss_of(model, text).backward()
-                if isinstance(method, TargetBatch):
-                    assert method.gradients.add(BATCH_SIZE)
-                elif isinstance(method, LocalUpdates):
-                    method.local_step(BATCH_SIZE, True)
-                elif isinstance(method, OuterLoop):
-                    assert method.local_step(BATCH_SIZE)
+        for step in range(1, self.num_steps + 1):
+            for number in range(NUM_PEERS):
+                if self._steps_by(number, step) > self._steps_by(number, step - 1):
+                    self._step(number, step, texts)
             since_round = step % self.way.steps_per_round
             if self._under_way and since_round == self.way.overlap_steps:
                 self._end_round()
@@ -173,6 +198,21 @@ class Peers:
                     self._end_round()
         if self._under_way:
             self._end_round()
+
+    def _steps_by(self, number: int, step: int) -> int:
+        """How many a peer has taken when the fastest has taken `step`."""
+        return step * self._steps[number] // self.way.steps_per_round
+
+    def _step(self, number: int, step: int, texts: Corpus) -> None:
+        method, size = self.methods[number], self.way.batch_sizes[number]
+        text = texts.batch(((self._seed * NUM_PEERS + number) << 32) + step, size)
+        loss_of(self.models[number], text).backward()
+        if isinstance(method, TargetBatch):
+            assert method.gradients.add(size)
+        elif isinstance(method, LocalUpdates):
+            method.local_step(size, True)
+        elif isinstance(method, OuterLoop):
+            assert method.local_step(size)
 
     def _begin_round(self) -> None:
         self.epoch += 1
@@ -228,10 +268,22 @@ class Peers:
         return float(loss_of(model, texts.held_out(EVALUATED)))
 
 
+def figures_of(name: str, runs: Sequence[Peers], losses: Sequence[float], base: Sequence[float]) -> dict[str, float]:
+    """Of one way, one run for each seed; `base` are sync's losses."""
+    worse = [100 * (loss / sync - 1) for loss, sync in zip(losses, base, strict=False)] or [math.nan]
+    return {
+        f"{name}_loss": statistics.mean(losses),
+        f"{name}_loss_spread": max(losses) - min(losses),
+        f"{name}_worse_percent": statistics.mean(worse),
+        f"{name}_worse_percent_spread": max(worse) - min(worse),
+        f"{name}_bytes_per_step": statistics.mean((p.sent_bytes + p.received_bytes) / p.num_steps for p in runs),
+    }
+
+
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--only", default="", help="some ways, with commas")
-    options.add_argument("--seeds", type=int, default=2, help="how often each way is taken, with other batches")
+    options.add_argument("--only", default="", help="some ways, with commas; sync first, to hold the others against")
+    options.add_argument("--seeds", type=int, default=3, help="how often each way is taken, with other batches")
     options.add_argument("--lr", type=float, help="another learning rate, for all")
     arguments = options.parse_args()
     torch.set_num_threads(1)
@@ -240,24 +292,26 @@ def main() -> None:
     figures: dict[str, Any] = {
         "parameters": sum(parameter.numel() for parameter in make_model(WIDTH, NUM_LAYERS, LENGTH).parameters()),
         "samples": NUM_STEPS * NUM_PEERS * BATCH_SIZE,
+        "seeds": arguments.seeds,
     }
-    for name in (name for name in ways() if name in chosen):
-        losses = []
-        for seed in range(arguments.seeds):
-            way = ways()[name]
-            if arguments.lr is not None:
-                way = replace(way, lr=arguments.lr)
-            peers = Peers(way, seed)
+    base: list[float] = []
+    for name, way in ways().items():
+        if name not in chosen:
+            continue
+        if arguments.lr is not None:
+            way = replace(way, lr=arguments.lr)
+        runs = [Peers(way, seed) for seed in range(arguments.seeds)]
+        for peers in runs:
             peers.train(texts)
-            losses.append(peers.loss(texts))
-        figures[f"{name}_loss"] = statistics.mean(losses)
-        base = figures.get("sync_loss", math.nan)
-        figures[f"{name}_worse_percent"] = 100 * (figures[f"{name}_loss"] / base - 1)
-        figures[f"{name}_bytes_per_step"] = (peers.sent_bytes + peers.received_bytes) / NUM_STEPS
-        spread = (max(losses) - min(losses)) if len(losses) > 1 else math.nan
+        losses = [peers.loss(texts) for peers in runs]
+        if name == "sync":
+            base = losses
+        found = figures_of(name, runs, losses, base)
+        figures |= found
         say(
-            f"{name:24} {figures[f'{name}_loss']:.3f} ({figures[f'{name}_worse_percent']:+.1f}%, seeds differ by "
-            f"{spread:.3f}) {figures[f'{name}_bytes_per_step']:12.0f} bytes a step"
+            f"{name:28} {found[f'{name}_loss']:.3f} (seeds differ by {found[f'{name}_loss_spread']:.3f}) "
+            f"{found[f'{name}_worse_percent']:+.1f}% (by {found[f'{name}_worse_percent_spread']:.1f}) "
+            f"{found[f'{name}_bytes_per_step']:10.0f} bytes a step"
         )
     report(figures, as_json=arguments.json, title="loss with the same samples, nats per byte")
 

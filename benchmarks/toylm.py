@@ -83,7 +83,9 @@ class Corpus:
 
     def batch(self, number: int, size: int) -> Tensor:
         """The same for everybody who asks for this number."""
-        return self._draw(self._trained, torch.Generator().manual_seed(number), size)
+        # torch seeds with the lower 32 bits alone: by them, all peers of (peer << 32) + step would draw the same.
+        seed = (number ^ (number >> 32) * 0x9E3779B1) & 0xFFFFFFFF
+        return self._draw(self._trained, torch.Generator().manual_seed(seed), size)
 
     def held_out(self, size: int) -> Tensor:
         """Text that is not in any batch."""

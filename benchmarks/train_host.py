@@ -21,8 +21,8 @@ from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.server.configuration import HubConfig
 from potluck.hub.subjects import Subjects
 from potluck.optim.collaboration import Collaboration
-from potluck.optim.helper import LEAST_GRACE_SECONDS, MOST_GRACE_SECONDS
-from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
+from potluck.optim.helper import OTHERWISE
+from potluck.optim.methods.quorum import ByMost
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
 from potluck.run.host import Host, HostConfig
@@ -57,11 +57,9 @@ async def main(folder: Path, address: str) -> None:
 async def coordinate(peer: Peer | None) -> AsyncExitStack:
     """Plan and commit rounds without being in them, until that is closed."""
     assert peer is not None, "the host has a peer"
-    quorum = AdaptiveQuorum(grace=AdaptiveGrace(least_seconds=LEAST_GRACE_SECONDS, most_seconds=MOST_GRACE_SECONDS))
+    config = CoordinatorConfig(trigger=ByMost(OTHERWISE))
     async with AsyncExitStack() as stack:
-        collaboration = Collaboration(
-            peer, target=None, codecs=CodecChoice(), coordinator=CoordinatorConfig(trigger=quorum), num_threads=1
-        )
+        collaboration = Collaboration(peer, target=None, codecs=CodecChoice(), coordinator=config, num_threads=1)
         stack.push_async_callback(collaboration.close)
         await collaboration.start()
         keeper = collaboration.keeper = StateKeeper(peer, collaboration.averager, StateConfig())

@@ -9,14 +9,18 @@ import huggingface_hub
 import pytest
 import torch
 from huggingfacerepos import READER, TOKEN, Repositories, repositories
+from runhouse import open_run
 
+from potluck.cli.host import Backing, _state_config
 from potluck.errors import AccessError, ConfigurationError, RetryableError
+from potluck.optim.helper import Helper
 from potluck.state.backupfile import BackupInfo
 from potluck.state.backups import Backups
 from potluck.state.chunkpool import ChunkPool
+from potluck.state.keeper import StateConfig
 from potluck.state.snapshot import Snapshot, stage
 from potluck.state.uploads import UploadConfig, Uploads
-from potluck.state.uploadtargets import FolderTarget, HuggingFaceTarget
+from potluck.state.uploadtargets import FolderTarget, HuggingFaceTarget, target_of
 from potluck.testing.polling import poll_until
 
 # huggingface_hub 2.4 hands files to its HTTP client in a way that the client has deprecated.
@@ -200,3 +204,32 @@ async def test_what_cannot_work_is_said_once_and_the_next_is_tried(
         assert "no rights" in caplog.text
     finally:
         await uploads.close()
+
+
+async def test_a_host_uploads_each_of_its_backups(
+    hub: Repositories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("POTLUCK_HF_ENDPOINT", hub.url)
+    async with open_run(tmp_path) as house:
+        backing = Backing(every_epochs=1, keep_last=1, keep_every=0, upload_to="hf://bakers/bread")
+        helper = await Helper.of(house.own_peer, num_threads=1, state=_state_config(house.host, backing))
+        keeper = helper.collaboration.keeper
+        assert keeper is not None
+        try:
+            for epoch in (1, 2):
+                keeper.publish({"w": torch.arange(100_000.0) + epoch}, {"epoch": epoch}, epoch)
+                await poll_until(lambda n=epoch: keeper.upload_counts["uploaded"] == n, PATIENCE_SECONDS, "an upload")
+        finally:
+            await helper.close()
+    assert hub.commits == ["Epoch 1", "Epoch 2"]
+    assert restored(hub.files["bakers/bread"], tmp_path / "copy") == 2
+
+
+def test_without_backups_there_is_nothing_to_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in ({}, {"folder": Path("states"), "backups": None}):
+        with pytest.raises(ConfigurationError, match="upload_to"):
+            StateConfig(upload_to="s3://bucket/run", **wrong)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(ConfigurationError, match="HF_TOKEN"):
+        target_of("hf://bakers/bread", keep_last=1)

@@ -10,11 +10,14 @@ from trainlab import TrainLab, loss_of, make_batch, make_model, parameters_of, q
 
 from potluck.errors import ConfigurationError
 from potluck.optim.diloco import DiLoCo, DiLoCoConfig
+from potluck.optim.helper import Helper
 from potluck.optim.methods.delayed import DelayedNesterov
 from potluck.optim.methods.outer import Nesterov, OuterSGD
 from potluck.optim.methods.quantised import Quantised
 from potluck.optim.methods.sparseloco import SparseLoCo
+from potluck.optim.progress.pace import Pace
 from potluck.round.codecs import CodecChoice, CodecSpec
+from potluck.state.keeper import StateConfig
 
 EXACT = CodecChoice.everything("float32")
 FOUR_BITS = CodecChoice.everything("e3m0")
@@ -139,8 +142,7 @@ def test_relatives_learn_too(options: dict[str, Any]) -> None:
         for worker in workers:
             worker.optimizer.driver.land()
             assert worker.optimizer.statistics()["local_epoch"] >= 12
-        if len({worker.optimizer.epoch for worker in workers}) == 1:
-            assert shared_equal(workers)
+        lab.states.check_alike(at_least=6)
         assert quality_of(workers[0].model) < 0.7 * before
         for worker in workers:
             worker.optimizer.shutdown()
@@ -156,7 +158,47 @@ def test_sparseloco_travels_in_its_own_codec() -> None:
             assert [run.codec for run in result.commit.runs] == [CodecSpec(name="sparse2", keep=16)]
 
 
-def test_asynchronous_peers_never_wait_and_late_work_counts() -> None:
+def join_host(lab: TrainLab) -> None:
+    """A peer as a host has it: it coordinates, and knows nothing of how the trainers were set up."""
+    run = lab.join("host", role="aux")
+    helper = lab.loop.call(Helper.of(run.peer, num_threads=1, state=StateConfig(keep="never")))
+    run.attach(helper.close)
+
+
+@pytest.mark.parametrize("is_hosted", [False, True], ids=["a trainer coordinates", "the host coordinates"])
+def test_asynchronous_peers_wait_for_nobody(is_hosted: bool) -> None:
+    with train_lab() as lab:
+        if is_hosted:
+            join_host(lab)
+        workers = [
+            Worker(lab, number, asynchronous=True, outer=DelayedNesterov(delay=2), inner_steps=1) for number in range(2)
+        ]
+        train_all(workers, 2)
+        busy, waited = workers[0], []
+        for _ in range(5):  # the other one is in the middle of a long step
+            busy.step()
+            result = busy.optimizer.driver.last_result
+            assert result is not None
+            waited.append(result.seconds.gathering)
+        assert busy.optimizer.statistics()["epochs"] >= 5
+        assert min(waited) < 1.0  # of a host that was told nothing, 3 s at least
+
+
+def test_a_host_waits_for_as_many_as_the_trainers_say() -> None:
+    with train_lab() as lab:
+        join_host(lab)
+        options = {"min_peers": 3, "inner_steps": 1, "averaging_timeout_seconds": 2.0}
+        workers = [Worker(lab, number, **options) for number in range(2)]
+        together(*(worker.step for worker in workers))
+        assert {worker.optimizer.epoch for worker in workers} == {0}  # two would have been enough for it
+        workers.append(Worker(lab, 2, **options))
+        train_all(workers, 1)
+        result = workers[0].optimizer.driver.last_result
+        assert result is not None
+        assert len([member for member in result.commit.members if member.weight]) == 3
+
+
+def test_late_work_of_asynchronous_peers_counts() -> None:
     with train_lab() as lab:
         workers = [
             Worker(lab, number, asynchronous=True, outer=DelayedNesterov(momentum=0.5, delay=2), inner_steps=steps)
@@ -173,6 +215,63 @@ def test_asynchronous_peers_never_wait_and_late_work_counts() -> None:
             for name, parameter in workers[0].optimizer.method.state.model.items():
                 parameter.copy_(newest.tensors[f"parameter/{name}"])
         assert quality_of(workers[0].model) < 0.7 * before
+
+
+class FixedPace(Pace):
+    """Of a machine that is always as fast as this."""
+
+    def __init__(self, samples_per_second: float) -> None:
+        super().__init__()
+        self._seconds_per_sample = 1.0 / samples_per_second
+
+    def step_done(self, num_samples: int, now: float) -> None:
+        pass
+
+
+def test_slow_peers_take_fewer_steps_so_that_all_are_ready_at_the_same_time() -> None:
+    with train_lab() as lab:
+        workers = [Worker(lab, number, steps_by_speed=True, inner_steps=8) for number in range(2)]
+        for worker, pace in zip(workers, (80.0, 20.0), strict=True):
+            worker.optimizer._pace = FixedPace(pace)
+        train_all(workers, 2)  # by then each has said how fast it is
+        positions = [worker.position for worker in workers]
+        assert [worker.optimizer.steps_per_round for worker in workers] == [8, 2]
+        train_all(workers, 6)
+        fast, slow = (worker.position - before for worker, before in zip(workers, positions, strict=True))
+        assert (fast, slow) == (4 * 8, 4 * 2)  # as many seconds at their speeds
+
+
+@pytest.mark.parametrize(
+    ("weighting", "weights"), [("samples", (64.0, 16.0)), ("equal", (1.0, 1.0)), ("tokens", (1024.0, 64.0))]
+)
+def test_what_a_change_weighs(weighting: str, weights: tuple[float, float]) -> None:
+    with train_lab() as lab:
+        workers = [Worker(lab, n, batch_size=size, weighting=weighting) for n, size in enumerate((16, 4))]
+        train_all(workers, 1)
+        result = workers[0].optimizer.driver.last_result
+        assert result is not None
+        found = {member.peer: member.weight for member in result.commit.members}
+        assert found == {worker.run.peer_id: weight for worker, weight in zip(workers, weights, strict=True)}
+        change = weighted_change(workers, weights)
+        for name, shared in workers[0].optimizer.method.shared.items():
+            start = dict(make_model().named_parameters())[name].detach()
+            torch.testing.assert_close(shared, start - 0.7 * 1.5 * change[name], rtol=1e-4, atol=1e-6)
+
+
+def weighted_change(workers: list[Worker], weights: tuple[float, float]) -> dict[str, torch.Tensor]:
+    """The mean over the workers, by hand, of what their first four steps come to."""
+    changes = []
+    for worker in workers:
+        model = make_model()
+        inner = torch.optim.AdamW(model.parameters(), lr=0.02)
+        for position in range(4):
+            inner.zero_grad()
+            loss_of(model, make_batch(1000 * worker.number + position, worker.batch_size)).backward()
+            inner.step()
+        start = dict(make_model().named_parameters())
+        changes.append({name: (start[name] - p).detach() for name, p in model.named_parameters()})
+    shares = [weight / sum(weights) for weight in weights]
+    return {name: sum(share * each[name] for share, each in zip(shares, changes, strict=True)) for name in changes[0]}
 
 
 def test_a_straggler_is_left_behind_once_and_its_work_is_kept() -> None:
@@ -239,6 +338,23 @@ def test_what_was_saved_goes_on_bit_for_bit() -> None:
         assert again.optimizer.epoch == whole.optimizer.epoch == 2
         for got, wanted in zip(parameters_of(again.model), parameters_of(whole.model), strict=True):
             assert torch.equal(got, wanted)
+
+
+def test_an_exchange_in_the_background_is_landed_before_saving() -> None:
+    with train_lab() as lab:
+        worker = Worker(lab, 0, overlap_steps=2)
+        for _ in range(4):
+            worker.step()
+        assert worker.optimizer.driver.is_busy
+        saved = worker.optimizer.state_dict()
+        assert not worker.optimizer.driver.is_busy
+        assert (saved["epoch"], saved["method"]["samples"], saved["steps_since_offer"]) == (1, 0, 0)
+        for name, shared in saved["method"]["shared"].items():
+            assert torch.equal(shared, worker.optimizer.method.shared[name])
+        for _ in range(4):
+            worker.step()
+        worker.optimizer.driver.land()
+        assert worker.optimizer.epoch == 2
 
 
 @pytest.mark.parametrize(

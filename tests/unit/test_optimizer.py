@@ -332,17 +332,24 @@ def test_with_delays_peers_train_on_and_end_up_alike(options: dict[str, Any]) ->
             assert trainer.optimizer.statistics()["epochs"] >= 20
         assert quality_of(trainers[0].model) < 0.8 * before
         if not options.get("use_local_updates"):  # else they have stepped on their own since
-            epochs = [trainer.optimizer.epoch for trainer in trainers]
-            if epochs[0] == epochs[1]:
-                assert_equal(trainers)
+            lab.states.check_alike(at_least=10)
         for trainer in trainers:
             trainer.optimizer.shutdown()
 
 
-def test_a_delayed_step_uses_gradients_of_the_state_before() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"delay_grad_averaging": True},
+        {"delay_grad_averaging": True, "delay_optimizer_step": True, "offload_optimizer": True},
+        {"delay_optimizer_step": True, "offload_optimizer": True},
+    ],
+    ids=["averaging", "averaging and step", "step"],
+)
+def test_a_delayed_step_uses_gradients_of_the_state_before(options: dict[str, Any]) -> None:
     """Alone, one batch an epoch: the delay is exactly one batch, so plain PyTorch can do the same by hand."""
     with train_lab() as lab:
-        trainer = Trainer(lab, 0, target_batch_size=4, delay_grad_averaging=True)
+        trainer = Trainer(lab, 0, target_batch_size=4, **options)
         for _ in range(8):
             trainer.step()
             trainer.optimizer.driver._wait_for_round()
@@ -623,6 +630,38 @@ def test_a_gradient_scaler() -> None:
         assert trainer.optimizer.epoch == 5
         for got, wanted in zip(parameters_of(trainer.model), parameters_of(model), strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_two_peers_with_autocast_and_a_scaler_each() -> None:
+    """Scales are powers of two, which bfloat16 multiplies by exactly: so autocast alone comes to the same."""
+
+    def train(trainer: Trainer) -> float:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        while (before := trainer.optimizer.epoch) < 4:
+            number = 1000 * trainer.number + trainer.position
+            trainer.position += 1
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(trainer.model, make_batch(number))
+            scaler.scale(loss).backward()
+            overflows = number == 1001
+            if overflows:
+                next(trainer.model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+            trainer.optimizer.step(batch_size=4, grad_scaler=scaler)
+            trainer.optimizer.zero_grad()
+            scaler.update()
+            if not overflows:
+                trainer.batches.setdefault(before + 1, []).append(number)
+        return float(scaler.get_scale())
+
+    with train_lab() as lab:
+        trainers = [Trainer(lab, n, target_batch_size=24, config=Patient) for n in range(2)]
+        assert together(*(lambda t=t: train(t) for t in trainers)) == [1024.0, 512.0]
+        assert [t.optimizer.statistics().get("bad_batches", 0) for t in trainers] == [0, 1]
+        assert_equal(trainers)
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):  # weights change in there
+            wanted = plain(trainers, sgd, 4)
+        for got, value in zip(parameters_of(trainers[0].model), wanted, strict=True):
+            torch.testing.assert_close(got, value, rtol=1e-2, atol=2e-3)
 
 
 def test_a_gradient_scaler_with_an_optimizer_that_is_offloaded() -> None:

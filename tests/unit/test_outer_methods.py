@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from potluck.errors import ConfigurationError
+from potluck.errors import ConfigurationError, ProtocolError
+from potluck.messages import decode
 from potluck.optim.methods.delayed import DelayedNesterov, inner_steps
 from potluck.optim.methods.outer import Nesterov, OuterOptimizer, OuterSGD
-from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum, token_weight
+from potluck.optim.methods.quorum import LONGEST_GRACE_SECONDS, AdaptiveGrace, AdaptiveQuorum, ByMost, token_weight
 from potluck.optim.methods.streaming import Schedule, layer_of, mix, split
-from potluck.round.trigger import ReadySender
+from potluck.round.plan import Ready
+from potluck.round.specs import StartSpec
+from potluck.round.trigger import Quorum, ReadySender
 
 torch.set_num_threads(1)
 
@@ -211,6 +215,67 @@ def test_a_quorum_waits_as_long_as_it_has_paid_off() -> None:
     assert trigger.due_at([], everybody) is None
     assert trigger.grace.seconds == pytest.approx(1.25)
     assert trigger.due_at(ready(a=10.0, b=11.0), everybody) == pytest.approx(12.25)
+
+
+OTHERWISE = StartSpec(least_seconds=3.0, most_seconds=30.0)
+AT_ONCE = Quorum(grace_seconds=0.0).start
+
+
+def said(start: StartSpec | None, **since: float) -> list[ReadySender]:
+    return [ReadySender(peer=peer, weight=1.0, since=time, start=start) for peer, time in since.items()]
+
+
+def test_rounds_start_as_most_trainers_would_have_them() -> None:
+    trigger, everybody = ByMost(OTHERWISE), frozenset("abc")
+    assert trigger.start is None
+    assert trigger.due_at(said(AT_ONCE, a=10.0), everybody) == 17.5, "one of three has no say"
+    assert trigger.due_at(said(AT_ONCE, a=10.0, b=11.0), everybody) == 10.0
+    assert trigger.due_at([], everybody) is None
+    assert trigger.due_at(said(AT_ONCE, c=20.0), everybody) == 20.0, "what the others said is kept while they are there"
+    assert trigger.due_at(said(AT_ONCE, c=30.0), frozenset("cde")) == 37.5, (
+        "they are gone, and those who came say nothing"
+    )
+
+
+def test_a_few_can_neither_rush_a_run_nor_make_it_wait() -> None:
+    trigger, everybody = ByMost(OTHERWISE), frozenset("abcde")
+    usual = Quorum(grace_seconds=5.0).start
+    never = StartSpec(min_senders=1000, least_seconds=1e9, most_seconds=1e9)
+    assert trigger.due_at(said(usual, a=1.0, b=1.0, c=1.0), everybody) == 6.0
+    for hostile in (AT_ONCE, never):
+        assert trigger.due_at(said(hostile, d=10.0, e=10.0), everybody) == 15.0
+        assert trigger.due_at([*said(usual, a=10.0), *said(hostile, d=11.0, e=11.0)], everybody) == 15.0
+    two = StartSpec(min_senders=2, least_seconds=0.0, most_seconds=1e9)
+    assert trigger.due_at(said(two, a=20.0), frozenset("ab")) == 27.5, "they do not agree"
+    assert trigger.due_at(said(two, a=20.0), frozenset("a")) is None
+    assert trigger.due_at(said(two, a=20.0, b=21.0), frozenset("abc")) == 21.0 + LONGEST_GRACE_SECONDS / 4
+
+
+def test_what_triggers_say_of_themselves_makes_them_again() -> None:
+    constant = Quorum(min_senders=3, grace_seconds=4.0)
+    again = AdaptiveQuorum.of(constant.start)
+    assert again.start == constant.start
+    for _ in range(3):  # however late the others were
+        for waiting in (ready(a=1.0, b=1.0, c=2.0), ready(a=1.0, b=1.0, c=2.0, d=5.5), []):
+            assert again.due_at(waiting, frozenset("abcde")) == constant.due_at(waiting, frozenset("abcde"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_senders": 0},
+        {"least_seconds": -1.0},
+        {"least_seconds": 5.0},
+        {"most_seconds": float("nan")},
+    ],
+    ids=str,
+)
+def test_starts_that_cannot_be_are_refused_when_they_come_from_a_peer(wrong: dict[str, float]) -> None:
+    given = {"min_senders": 1, "least_seconds": 1.0, "most_seconds": 2.0, **wrong}
+    with pytest.raises(ConfigurationError):
+        StartSpec(**given)  # type: ignore[arg-type]
+    with pytest.raises(ProtocolError):
+        decode(Ready, msgspec.msgpack.encode({"session": "s", "epoch": 1, "start": given}))
 
 
 def test_weights_by_tokens() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from trainlab import PATIENCE_SECONDS, parameters_of, train_lab
 from potluck.optim.diloco import DiLoCo
 from potluck.optim.methods.sparseloco import SparseLoCo
 from potluck.optim.optimizer import Optimizer
+from potluck.state.backups import BackupConfig, Backups
+from potluck.state.keeper import StateConfig
 from potluck.testing.polling import poll_until_sync
 
 
@@ -173,6 +176,23 @@ def test_numbers_cost_nothing_of_what_is_owed() -> None:
         victim.step()
         assert victim.statistics["mended_numbers"] == 1
         assert all(torch.equal(method.transform.error_of(name), tensor) for name, tensor in owed.items())
+
+
+def test_backups_are_uploaded_while_it_trains(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    state = StateConfig(
+        folder=tmp_path / "state", backups=BackupConfig(every_epochs=1, keep_last=2), upload_to=str(elsewhere)
+    )
+    with train_lab() as lab:
+        trainer = Trainer(lab, 0, state=state)
+        trainer.train(4)
+        poll_until_sync(lambda: trainer.statistics.get("uploads_uploaded", 0), PATIENCE_SECONDS, "an upload")
+        trainer.train(5)
+        lab.runs[0].close()  # what was saved last is uploaded too
+    found = Backups(elsewhere).restore()
+    assert found is not None
+    assert found.info.epoch == 5
+    assert len(Backups(elsewhere).epochs()) <= 2
 
 
 def test_local_updates_are_never_repaired() -> None:

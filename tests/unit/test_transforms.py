@@ -16,10 +16,13 @@ from potluck.optim.methods.blocks import BLOCK, from_blocks, through, to_blocks
 from potluck.optim.methods.decoupled import Demo, dct_matrix, from_frequencies, to_frequencies
 from potluck.optim.methods.powersgd import PowerSGD, orthonormal
 from potluck.optim.methods.quantised import Quantised
-from potluck.optim.methods.sparseloco import SparseLoCo, clip_to_median
+from potluck.optim.methods.sparseloco import SparseLoCo
 from potluck.optim.methods.transform import ErrorFeedback, Plain, Transform
-from potluck.round.codecs import CodecChoice, CodecSpec, codec_for
+from potluck.round.aggregators import Aggregator, AggregatorSpec, aggregator_for
+from potluck.round.chunks import ChunkGrid
+from potluck.round.codecs import CodecChoice, CodecSpec, EncodedChunk, codec_for
 from potluck.round.layout import Layout
+from potluck.round.reduction import encode_values, reduce_chunk
 
 SHAPES = {"matrix": (130, 70), "vector": (300,), "tiny": (3,), "scalar": (), "conv": (8, 4, 3, 3)}
 
@@ -172,13 +175,25 @@ def test_the_largest_of_each_tile_are_sent() -> None:
     assert got[70, 9] == -20.0
 
 
-def test_long_blocks_are_clipped_to_the_median() -> None:
-    honest = [torch.randn(64, 64) for _ in range(4)]
-    clipped = clip_to_median([*honest, 1000 * torch.randn(64, 64)])
-    lengths = sorted(float(update.norm()) for update in honest)
-    assert float(clipped[-1].norm()) <= lengths[-1] * 1.001
-    shortest = min(range(4), key=lambda index: float(honest[index].norm()))
-    torch.testing.assert_close(clipped[shortest], honest[shortest])
+def test_who_sends_too_much_is_clipped_by_the_aggregator_that_belongs_to_it() -> None:
+    clipping = aggregator_for(AggregatorSpec(name="median_norm_clipping"))
+    updates = {f"peer {number}": torch.randn(64, 64) for number in range(5)}
+    updates["peer 4"] *= 1000.0
+    sent = {peer: SparseLoCo().encode({"w": update})["w"] for peer, update in updates.items()}
+    layout = Layout.of({"gradient/w": sent["peer 0"]}, CodecChoice.everything("sparse2"))
+    [chunk] = ChunkGrid(runs=layout.runs).chunks
+    frames = {peer: encode_values(chunk, layout.bind({"gradient/w": blocks})) for peer, blocks in sent.items()}
+
+    def length_of(aggregator: Aggregator) -> float:
+        average = reduce_chunk(chunk, aggregator, frames, dict.fromkeys(frames, 1.0), None).frame
+        assert average is not None
+        out = torch.zeros_like(sent["peer 0"])
+        layout.bind({"gradient/w": out}).write_encoded(chunk.start, chunk.stop, EncodedChunk(chunk.reply, average))
+        return float(out.norm())
+
+    honest = max(float(sent[f"peer {number}"].norm()) for number in range(4))
+    assert length_of(clipping) <= honest
+    assert length_of(aggregator_for(AggregatorSpec())) > 100 * honest
 
 
 # DeMo

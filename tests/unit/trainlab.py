@@ -38,14 +38,25 @@ class MemoryStates:
         self.newest: Snapshot | None = None
         self.num_published = 0
         self.num_fetched = 0
+        self._published: dict[int, list[dict[str, Tensor]]] = {}
         self._lock = threading.Lock()
 
     def publish(self, snapshot: Snapshot) -> None:
         with self._lock:
             self.num_published += 1
+            tensors = {name: tensor.detach().clone() for name, tensor in snapshot.tensors.items()}
+            self._published.setdefault(snapshot.epoch, []).append(tensors)
             if self.newest is None or snapshot.epoch >= self.newest.epoch:
-                tensors = {name: tensor.detach().clone() for name, tensor in snapshot.tensors.items()}
                 self.newest = Snapshot(epoch=snapshot.epoch, tensors=tensors, metadata=snapshot.metadata)
+
+    def check_alike(self, *, at_least: int) -> None:
+        """What several published of an epoch is the same to the last bit, and there are so many such epochs."""
+        several = {epoch: found for epoch, found in self._published.items() if epoch > 0 and len(found) > 1}
+        assert len(several) >= at_least, f"only {sorted(several)} of {len(self._published)} epochs are of several peers"
+        for epoch, (first, *others) in several.items():
+            for other in others:
+                assert first.keys() == other.keys()
+                assert all(torch.equal(first[name], other[name]) for name in first), f"epoch {epoch} differs"
 
     async def resume(self, *, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
         return None

@@ -186,29 +186,15 @@ def upload(
     Example: [bold]potluck checkpoint upload hf://bakers/bread --run my-run[/bold]
     """
     from potluck.cli import console
+    from potluck.state.uploadtargets import target_of
 
     info = _chosen(_backups(run, folder, path), epoch)
     with console.err.status(f"uploading epoch {info.epoch} to {target}"):
-        _target(target).upload(info)
+        target_of(target, keep_last=10**6).upload(info)
     if as_json:
         console.print_json({"epoch": info.epoch, "target": target})
     else:
         typer.echo(f"Epoch {info.epoch} is in {target}.")
-
-
-def _target(text: str) -> Any:
-    from potluck.errors import ConfigurationError
-    from potluck.peer import environment
-    from potluck.state.uploadtargets import FolderTarget, HuggingFaceTarget
-
-    if not text.startswith("hf://"):
-        return FolderTarget(text, keep_last=10**6)
-    token = environment.huggingface_token()
-    if not token:
-        raise ConfigurationError("the Hugging Face hub needs a token that may write: set HF_TOKEN")
-    endpoint = environment.huggingface_endpoint()
-    is_public = endpoint == environment.PUBLIC_HUGGINGFACE
-    return HuggingFaceTarget(text.removeprefix("hf://"), token=token, endpoint=None if is_public else endpoint)
 
 
 def _backups(run: str, folder: Path | None, path: Path | None) -> Backups:

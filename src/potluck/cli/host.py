@@ -33,6 +33,7 @@ class Backing:
     every_epochs: int
     keep_last: int
     keep_every: int
+    upload_to: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,10 @@ def host(
         int,
         typer.Option(min=0, help="Of those before, each of such a multiple of epochs stays for good; 0: none does."),
     ] = 0,
+    upload_to: Annotated[
+        str,
+        typer.Option(metavar="TARGET", help="Upload each backup: hf://USER/REPOSITORY, or what fsspec knows (s3://…)."),
+    ] = "",
     dashboard: Annotated[bool, typer.Option(help="Serve the live dashboard, where it is installed.")] = True,
     dashboard_port: Annotated[
         int | None,
@@ -164,7 +169,7 @@ def host(
     )
     work = Work(
         run_file=file,
-        backups=Backing(every_epochs=backup_every, keep_last=keep_last, keep_every=keep_every),
+        backups=Backing(every_epochs=backup_every, keep_last=keep_last, keep_every=keep_every, upload_to=upload_to),
         dashboard=_dashboard_options(config, dashboard, dashboard_listen or listen, dashboard_port),
     )
     console.run(console.until_interrupted(lambda stop: _serve(Host(config), work, stop, as_json)))
@@ -267,7 +272,7 @@ def _state_config(host: Host, backups: Backing) -> StateConfig:
     from potluck.state.keeper import StateConfig
 
     config = BackupConfig(every_epochs=backups.every_epochs, keep_last=backups.keep_last, keep_every=backups.keep_every)
-    return StateConfig(folder=host.config.hub.folder / "states", backups=config)
+    return StateConfig(folder=host.config.hub.folder / "states", backups=config, upload_to=backups.upload_to or None)
 
 
 async def _tell_alarms(peer: Peer, as_json: bool) -> None:

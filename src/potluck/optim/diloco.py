@@ -113,7 +113,8 @@ class DiLoCoConfig:
     """For averaging; None: one for each core, up to 4."""
 
     gather: GatherConfig = field(default_factory=GatherConfig)
-    """*run* How rounds are planned where this peer coordinates: aggregator, who may reduce, audits."""
+    """*run* How rounds are planned where this peer coordinates: aggregator, who may reduce, audits. A host that
+    coordinates plans by its manifest, or by what is usual: whom to trust is not for trainers to say."""
 
     def __post_init__(self) -> None:
         self.schedule()
@@ -251,7 +252,10 @@ class DiLoCo:
         return {**self.driver.statistics(), **self.collaboration.averager.statistics()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that this peer needs to go on with the same bits."""
+        """Everything that this peer needs to go on with the same bits. An exchange in the background is landed first.
+
+        In another run epochs count from where that run is, and so does the turn of the fragments.
+        """
         return {**self.driver.state_dict(), "steps_since_offer": self._steps_since_offer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

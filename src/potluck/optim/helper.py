@@ -1,7 +1,8 @@
 """How an aux peer helps: it stands ready for every epoch, reduces for others, coordinates if it may, keeps states.
 
 It needs no model and no options: plans say how tensors are cut and encoded, and trainers say in their beacons how many
-samples make an epoch. So the peer of a host can serve any run.
+samples make an epoch, and when they are ready how long a round should wait for the others. So the peer of a host can
+serve any run.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ from typing import Self
 from potluck import tasks
 from potluck.errors import RoundFailedError
 from potluck.optim.collaboration import Collaboration
-from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
+from potluck.optim.methods.quorum import ByMost
 from potluck.round.averager import RoundPeer
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
+from potluck.round.specs import StartSpec
 from potluck.state.following import Follower
 from potluck.state.keeper import StateConfig, StateKeeper
 
 logger = logging.getLogger(__name__)
 
 HELP_SECONDS = 3600.0  # how long it stands ready for one epoch before it says so anew
-# A trainer in the middle of a long step must find the round still open: never less than what trainers count on.
-LEAST_GRACE_SECONDS, MOST_GRACE_SECONDS = 3.0, 30.0
+# Until most trainers have said something. One in the middle of a long step must find the round still open: never less
+# than what trainers count on.
+OTHERWISE = StartSpec(least_seconds=3.0, most_seconds=30.0)
 
 
 class Helper:
@@ -47,12 +50,11 @@ class Helper:
         state: StateConfig | None = None,
     ) -> Self:
         """Help with whatever this peer's run does; the peer must have joined as aux."""
-        grace = AdaptiveGrace(least_seconds=LEAST_GRACE_SECONDS, most_seconds=MOST_GRACE_SECONDS)
         collaboration = Collaboration(
             peer,
             target=None,
             codecs=CodecChoice(),
-            coordinator=coordinator or CoordinatorConfig(trigger=AdaptiveQuorum(grace=grace)),
+            coordinator=coordinator or CoordinatorConfig(trigger=ByMost(OTHERWISE)),
             num_threads=num_threads,
         )
         await collaboration.start()

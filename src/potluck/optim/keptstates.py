@@ -62,7 +62,8 @@ class KeptStates:
         """Counters."""
         backups = self._keeper.backups
         saved = {f"backups_{name}": count for name, count in backups.counts.items()} if backups is not None else {}
-        return {**{f"states_{name}": count for name, count in self.counts.items()}, **saved}
+        uploaded = {f"uploads_{name}": count for name, count in self._keeper.upload_counts.items()}
+        return {**{f"states_{name}": count for name, count in self.counts.items()}, **saved, **uploaded}
 
     def _taken(self, fetched: FetchedState, base: Mapping[str, Tensor] | None = None) -> Snapshot:
         with fetched:

@@ -78,7 +78,8 @@ class OptimizerConfig:
     """For averaging; None: one for each core, up to 4."""
 
     gather: GatherConfig = field(default_factory=GatherConfig)
-    """*run* How rounds are planned where this peer coordinates: aggregator, who may reduce, audits."""
+    """*run* How rounds are planned where this peer coordinates: aggregator, who may reduce, audits. A host that
+    coordinates plans by its manifest, or by what is usual: whom to trust is not for trainers to say."""
 
     def __post_init__(self) -> None:
         if self.target_batch_size < 1:

@@ -96,7 +96,8 @@ class Averager:
         )
         self.lineage = Lineage(session.hub.store("lineage"), session.subjects.run, self._committed, lease=self.lease)
         self._workers = workers or Workers(self.config.num_threads)
-        self._participation = Participation(self._links, session, self.lease.view, self.lineage, self._workers)
+        start = self.config.coordinator.trigger.start
+        self._participation = Participation(self._links, session, self.lease.view, self.lineage, self._workers, start)
         self._coordinator = Coordinator(
             self._links, session, self.lease, self.lineage, self._workers, self.config.coordinator
         )

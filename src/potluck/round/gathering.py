@@ -295,7 +295,9 @@ def _wait_of(ready: Ready) -> tuple[int, str, int]:
 def senders(candidates: Iterable[Candidate]) -> list[ReadySender]:
     """What a trigger wants to know of them."""
     return [
-        ReadySender(peer=candidate.peer, weight=candidate.ready.weight, since=candidate.since)
+        ReadySender(
+            peer=candidate.peer, weight=candidate.ready.weight, since=candidate.since, start=candidate.ready.start
+        )
         for candidate in candidates
         if candidate.sends
     ]

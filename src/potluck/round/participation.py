@@ -38,6 +38,7 @@ from potluck.round.outcome import LeftBehind, MemberRole, PhaseSeconds, RoundRes
 from potluck.round.plan import Abort, Commit, Completed, Plan, Ready, RoundKey
 from potluck.round.seals import Notary, Sealer
 from potluck.round.signing import Word, read_word
+from potluck.round.specs import StartSpec
 from potluck.round.tensorwork import SealedWork, TensorWork
 from potluck.round.wish import StandBy, Wish, ready_message
 from potluck.round.witness import Witness
@@ -69,13 +70,23 @@ class _Round:
 class Participation:
     """One peer's part in all rounds."""
 
-    def __init__(self, links: Links, session: Session, lease: LeaseView, lineage: Lineage, workers: Workers) -> None:
+    def __init__(
+        self,
+        links: Links,
+        session: Session,
+        lease: LeaseView,
+        lineage: Lineage,
+        workers: Workers,
+        start: StartSpec | None = None,
+    ) -> None:
+        """`start` is when this peer would have rounds start."""
         self.counts: Counter[str] = Counter()
         self._links = links
         self._session = session
         self._lease = lease
         self._lineage = lineage
         self._workers = workers
+        self._start = start
         self._clock = session.clock
         self._wish: Wish | None = None
         self._round: _Round | None = None
@@ -407,7 +418,7 @@ class Participation:
         wish, current = self._wish, self._round
         if wish is None or wish.committed.done():
             return None
-        ready = msgspec.structs.replace(wish.ready, token=self._lease.token)
+        ready = msgspec.structs.replace(wish.ready, token=self._lease.token, start=self._start)
         if current is None or not (digest := current.exchanger.digest):
             return ready
         if self._lease.accepts(current.coordinator, current.exchanger.key.token):

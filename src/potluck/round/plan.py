@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from potluck.messages import Message
-from potluck.round.specs import DEFAULT_CHUNK_BYTES, MAX_CHUNKS, AggregatorSpec, Run
+from potluck.round.specs import DEFAULT_CHUNK_BYTES, MAX_CHUNKS, AggregatorSpec, Run, StartSpec
 
 MAX_MEMBERS = 256
 MEAN = AggregatorSpec(name="mean")
@@ -127,6 +127,7 @@ class Ready(Message, frozen=True, kw_only=True):
     reduces: bool = True  # may be given parts, if there is somebody to give them to otherwise
     layout: Name = ""
     runs: tuple[Run, ...] = ()
+    start: StartSpec | None = None  # as it would have rounds start; None: it leaves that to the coordinator
     token: Counter = 0  # of the newest lease it knows: an earlier word means nothing to that coordinator
     awaits: Weight = 0.0  # it stands by: ready as soon as all who are have so much weight together
     until: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0  # hub time after which no plan may have it; 0: it waits on

@@ -1,4 +1,4 @@
-"""What plans and manifests say of codecs and aggregators: names and parameters, checked, without the things themselves.
+"""What messages and manifests say of codecs, aggregators and starts: checked, without the things themselves.
 
 Whoever only reads of a round, as a monitor does, needs no torch for it, whose import takes seconds. A spec that exists
 is one that its catalogue can make (codecs/catalogue.py, aggregators/catalogue.py): what a stranger sends is refused
@@ -44,6 +44,23 @@ class CodecSpec(Message, frozen=True, kw_only=True, order=True):
             raise ConfigurationError(f"{self.name} leaves nothing out: leave out keep={self.keep}")
         if not 0 <= self.keep <= TOPK_BLOCK:
             raise ConfigurationError(f"{self.name} cannot keep {self.keep} values of a block: take 1 to {TOPK_BLOCK}")
+
+
+class StartSpec(Message, frozen=True, kw_only=True):
+    """When a round starts: so many are ready to contribute, and the others have had their time."""
+
+    min_senders: int = 1
+    least_seconds: float  # that the others have
+    most_seconds: float  # … where they are usually late; the same as the least: always so long
+
+    def __post_init__(self) -> None:
+        if self.min_senders < 1:
+            raise ConfigurationError(f"min_senders={self.min_senders}: a round needs at least 1 peer that contributes")
+        if not 0.0 <= self.least_seconds <= self.most_seconds:
+            raise ConfigurationError(
+                f"a round waits {self.least_seconds:g} to {self.most_seconds:g} s: take 0 or more, and no less at most "
+                "than at least"
+            )
 
 
 class AggregatorSpec(Message, frozen=True, kw_only=True):

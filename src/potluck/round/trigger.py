@@ -1,7 +1,7 @@
 """When to start a round (pure): the coordinator asks, a run's mode of training answers.
 
-A trigger sees who is ready and who else trains, and names the time at which a round should start. It keeps nothing, so
-that a new coordinator decides as the old one would have.
+A trigger sees who is ready and who else trains, and names the time at which a round should start. It keeps nothing that
+a new coordinator would lack, to decide as the old one would have.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from potluck.errors import ConfigurationError
+from potluck.round.specs import StartSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +23,17 @@ class ReadySender:
     weight: float
     since: float
     """When it became ready, by the coordinator's clock."""
+    start: StartSpec | None = None
+    """As it would have rounds start."""
 
 
 class Trigger(Protocol):
     """Decides when a round starts."""
+
+    @property
+    def start(self) -> StartSpec | None:
+        """The same in a few words, for a coordinator that asks the trainers; None: whatever the others say."""
+        ...
 
     def due_at(self, ready: Sequence[ReadySender], trainers: frozenset[str]) -> float | None:
         """When to start, given who is ready and which trainers are alive; None: not with these."""
@@ -50,6 +58,12 @@ class Quorum:
             raise ConfigurationError(f"min_senders={self.min_senders}: a round needs at least 1 peer that contributes")
         if not (self.min_weight >= 0 and self.grace_seconds >= 0):
             raise ConfigurationError("min_weight and grace_seconds must be 0 or more")
+
+    @property
+    def start(self) -> StartSpec:
+        """Without the weight."""
+        seconds = self.grace_seconds
+        return StartSpec(min_senders=self.min_senders, least_seconds=seconds, most_seconds=seconds)
 
     def due_at(self, ready: Sequence[ReadySender], trainers: frozenset[str]) -> float | None:
         """When the quorum is reached, and at once when nobody is left to wait for."""

@@ -44,11 +44,14 @@ from potluck.state.saving import Saver
 from potluck.state.serving import Serving, ServingConfig
 from potluck.state.shelf import Held, Shelf
 from potluck.state.snapshot import Snapshot, stage
+from potluck.state.uploads import Uploads
+from potluck.state.uploadtargets import UploadTarget, target_of
 
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5  # after a state that was not what it was said to be
 SETTLE_SECONDS = 2.0  # how long a repair waits for the last of the others to speak
+LAST_UPLOAD_SECONDS = 30.0  # for the last backup to get where backups are uploaded to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,10 @@ class StateConfig:
     backups: BackupConfig | None = field(default_factory=BackupConfig)
     """How often to save, and what to keep; None: never save."""
 
+    upload_to: str | UploadTarget | None = None
+    """Where each backup is uploaded to, in the background: `hf://USER/REPOSITORY`, or any folder that fsspec knows, as
+    `s3://BUCKET/RUN`. One peer of a run is enough."""
+
     serving: ServingConfig = field(default_factory=ServingConfig)
     """How much to give to others."""
 
@@ -84,6 +91,10 @@ class StateConfig:
             raise ConfigurationError(f"{self}: num_kept and num_trainer_keepers are at least 1")
         if not self.grace_seconds >= 0:
             raise ConfigurationError(f"grace_seconds={self.grace_seconds}: it must be 0 or more")
+        if self.upload_to is not None and (self.folder is None or self.backups is None):
+            raise ConfigurationError(
+                "upload_to sends backups, and none are written: give a folder, and do not turn them off"
+            )
 
 
 class StateKeeper:
@@ -96,15 +107,12 @@ class StateKeeper:
         config: StateConfig | None = None,
         *,
         workers: Workers | None = None,
-        on_backup: Callable[[BackupInfo], None] | None = None,
     ) -> None:
-        """`on_backup` is told of each backup that was written, on the event loop."""
         self.config = config or StateConfig()
         self.counts: Counter[str] = Counter()
         self._session = session = peer.session
         self._links = peer.links
         self._averager = averager
-        self._on_backup = on_backup or (lambda _info: None)
         self._pool = ChunkPool()
         self._workers = workers or Workers(2)
         self._shelf = Shelf(self.config.num_kept)
@@ -125,6 +133,7 @@ class StateKeeper:
             folder = self.config.folder / "backups"
             self.backups = Backups(folder, self.config.backups, run=session.subjects.run, pool=self._pool)
             self._saver = Saver(self.backups, self._workers, self._backed_up)
+        self._uploads = _uploads_by(self.config)
         self._resuming = Resuming(
             session,
             averager,
@@ -143,6 +152,8 @@ class StateKeeper:
         self._workers.start()
         try:
             self._publisher.start()
+            if self._uploads is not None:
+                self._uploads.start()
             if self._saver is not None:
                 await self._saver.look()
             self._stop_listening = self.herald.listen(self._comparison.compare)
@@ -152,13 +163,18 @@ class StateKeeper:
             raise
 
     async def close(self) -> None:
-        """Finish the backup that is being written, serve nothing more. Calling it twice does no harm."""
+        """Finish the backup that is being written, serve nothing more. Calling it twice does no harm.
+
+        What is uploaded gets there first, if it does in 30 s.
+        """
         self._stop_listening()
         await self._publisher.close()
         if self._saver is not None:
             await self._saver.close()
         await self.herald.close()
         await self._serving.close()
+        if self._uploads is not None:
+            await self._uploads.close(timeout_seconds=LAST_UPLOAD_SECONDS)
         await self._workers.close()
         self._shelf.clear()
 
@@ -194,7 +210,13 @@ class StateKeeper:
 
     def _backed_up(self, info: BackupInfo) -> None:
         self.herald.announce()
-        self._on_backup(info)
+        if self._uploads is not None:
+            self._uploads.offer(info)
+
+    @property
+    def upload_counts(self) -> Counter[str]:
+        """How many backups were offered, uploaded, passed over."""
+        return self._uploads.counts if self._uploads is not None else Counter()
 
     async def _put(self, held: Held, *, keeps: bool | None = None) -> None:
         if held.snapshot.inventory.has_common_tensors:
@@ -403,7 +425,16 @@ class StateKeeper:
         parts["announce_"] = self.herald.counts
         if self._saver is not None:
             parts["save_"] = self._saver.counts
+        parts["upload_"] = self.upload_counts
         found: dict[str, int | str] = {f"{prefix}{k}": v for prefix, counts in parts.items() for k, v in counts.items()}
         if self.backups is not None:
             found |= {f"backup_{name}": value for name, value in self.backups.statistics().items()}
         return found | self._pool.statistics()
+
+
+def _uploads_by(config: StateConfig) -> Uploads | None:
+    target = config.upload_to
+    if target is None:
+        return None
+    assert config.backups is not None, "checked when it was made"
+    return Uploads(target_of(target, keep_last=config.backups.keep_last) if isinstance(target, str) else target)

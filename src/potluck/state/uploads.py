@@ -1,8 +1,8 @@
 """Checkpoints on their way to somewhere else, in the background.
 
-    uploads = Uploads(FolderTarget("s3://bucket/run"))
+    uploads = Uploads(target_of("s3://bucket/run", keep_last=3))
     uploads.start()
-    keeper = StateKeeper(peer, averager, config, on_backup=uploads.offer)
+    uploads.offer(backup)                # a StateKeeper does so with each that it writes (StateConfig.upload_to)
 
 Only the newest counts: a backup that is offered while another is being sent, or waits for a server that is away, takes
 the place of whatever waits. Nothing here ever stops the training.
@@ -69,7 +69,10 @@ class Uploads:
         self._task = asyncio.create_task(self._run(), name="state: uploads")
 
     async def close(self, *, timeout_seconds: float = 0.0) -> None:
-        """Give what is offered so long to get there, then end. Calling it twice does no harm."""
+        """Give what is offered so long to get there, then end, when what is being sent is there.
+
+        Calling it twice does no harm.
+        """
         if timeout_seconds > 0 and self._task is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_seconds):

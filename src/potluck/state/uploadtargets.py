@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from potluck.errors import AccessError, ConfigurationError, RetryableError
+from potluck.peer import environment
 from potluck.state.backupfile import BackupInfo
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,18 @@ class UploadTarget(Protocol):
         RetryableError: it may work later. ConfigurationError or AccessError: not until somebody changes something.
         """
         ...
+
+
+def target_of(text: str, *, keep_last: int) -> UploadTarget:
+    """`hf://USER/REPOSITORY`, with the token in HF_TOKEN, or any folder that fsspec knows, where so many stay."""
+    if not text.startswith("hf://"):
+        return FolderTarget(text, keep_last=keep_last)
+    token = environment.huggingface_token()
+    if not token:
+        raise ConfigurationError("the Hugging Face hub needs a token that may write: set HF_TOKEN")
+    endpoint = environment.huggingface_endpoint()
+    is_public = endpoint == environment.PUBLIC_HUGGINGFACE
+    return HuggingFaceTarget(text.removeprefix("hf://"), token=token, endpoint=None if is_public else endpoint)
 
 
 class FolderTarget:

@@ -7,6 +7,10 @@ So it changes only with every N-th arrival, by the mean of the changes since, an
     each arrival      θ ← θ − η·(c·β·m + g/N)
     each N-th         m ← β·m + (Σ g)/N;  θ ← θ − η·((1 − c·N + c)·β·m + g/N)
 
+An arrival is an epoch. Two peers that are ready at the same moment make one together, whose g is the mean of their
+changes: θ then goes half as far as by two arrivals, and the N-th comes one later. Where speeds differ that is rare;
+where all are equally fast, take plain DiLoCo.
+
 c in [0, 1/N] spreads the momentum over the arrivals; c = 0 applies it all at once. With N = 1 and c = 0 this is
 Nesterov.
 """

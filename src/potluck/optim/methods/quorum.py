@@ -6,20 +6,27 @@ only of those who came in time, so that by this alone the window would shrink un
 who is shut out has to fetch the state. So it is never less than a quarter of the time from one round to the next: a
 peer that is out of reach costs the others that much, and one that is shut out would lose four times as much.
 
+A coordinator that trains nothing, as a host's, is not told how its run was set up: it does as most trainers would.
+
 A peer's contribution weighs tokens · (tokens/steps): the more it has seen, and the larger its batches, the more.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Self
+
+import msgspec
 
 from potluck.errors import ConfigurationError
+from potluck.round.specs import StartSpec
 from potluck.round.trigger import Quorum, ReadySender
 
 KEPT_ROUNDS = 16
 LEAST_SHARE = 0.25  # of the time from one round to the next
+LONGEST_GRACE_SECONDS = 300.0  # that trainers can make a host wait
 
 
 class AdaptiveGrace:
@@ -28,8 +35,8 @@ class AdaptiveGrace:
     def __init__(self, *, least_seconds: float = 0.2, most_seconds: float = 30.0, margin: float = 1.25) -> None:
         if not 0 <= least_seconds <= most_seconds or not margin >= 1.0:
             raise ConfigurationError("a grace window needs 0 ≤ least_seconds ≤ most_seconds and a margin of 1 or more")
-        self._least_seconds = least_seconds
-        self._most_seconds = most_seconds
+        self.least_seconds = least_seconds
+        self.most_seconds = most_seconds
         self._margin = margin
         self._lateness: deque[float] = deque(maxlen=KEPT_ROUNDS)
         self._intervals: deque[float] = deque(maxlen=KEPT_ROUNDS)
@@ -41,11 +48,11 @@ class AdaptiveGrace:
         Nothing is known before the second round.
         """
         if not (self._lateness and self._intervals):
-            return self._most_seconds / 4
+            return max(self.most_seconds / 4, self.least_seconds)
         ordered = sorted(self._lateness)
         typical = ordered[(9 * (len(ordered) - 1)) // 10]
         share = LEAST_SHARE * median(self._intervals)
-        return min(max(self._margin * typical, share, self._least_seconds), self._most_seconds)
+        return min(max(self._margin * typical, share, self.least_seconds), self.most_seconds)
 
     def rounds_are_apart(self, seconds: float) -> None:
         """So long after the one before a quorum was there again."""
@@ -53,7 +60,7 @@ class AdaptiveGrace:
 
     def observe(self, lateness_seconds: Sequence[float]) -> None:
         """A round is over: how long after the quorum each of the others was ready, as far as they came."""
-        self._lateness.extend(late for late in lateness_seconds if 0.0 <= late <= self._most_seconds)
+        self._lateness.extend(late for late in lateness_seconds if 0.0 <= late <= self.most_seconds)
 
 
 class AdaptiveQuorum:
@@ -66,6 +73,20 @@ class AdaptiveQuorum:
         self._min_senders = min_senders
         self._seen: dict[str, float] = {}
         self._reached_at: float | None = None
+
+    @classmethod
+    def of(cls, start: StartSpec) -> Self:
+        """That does as `start` says."""
+        grace = AdaptiveGrace(least_seconds=start.least_seconds, most_seconds=start.most_seconds)
+        return cls(min_senders=start.min_senders, grace=grace)
+
+    @property
+    def start(self) -> StartSpec:
+        """What does not change."""
+        grace = self.grace
+        return StartSpec(
+            min_senders=self._min_senders, least_seconds=grace.least_seconds, most_seconds=grace.most_seconds
+        )
 
     def due_at(self, ready: Sequence[ReadySender], trainers: frozenset[str]) -> float | None:
         """As Quorum, with the window as it is now."""
@@ -84,6 +105,44 @@ class AdaptiveQuorum:
             if before is not None and reached_at > before:
                 self.grace.rounds_are_apart(reached_at - before)
             self.grace.observe([time - reached_at for time in times[self._min_senders :]])
+
+
+class ByMost:
+    """A trigger for a coordinator that trains nothing: rounds start as most trainers would have them.
+
+    That is, more than half of all that are there, whether they are ready now or were so before. Until so many agree it
+    does as it was told itself: one that comes first, alone, cannot run away with the epochs of the others, nor can a
+    few make them wait. A trainer's word is kept while it is there.
+    """
+
+    def __init__(self, otherwise: StartSpec) -> None:
+        self._otherwise = otherwise
+        self._said: dict[str, StartSpec] = {}
+        self._quorum = AdaptiveQuorum.of(otherwise)
+
+    @property
+    def start(self) -> None:
+        """It has no say of its own."""
+        return None
+
+    def due_at(self, ready: Sequence[ReadySender], trainers: frozenset[str]) -> float | None:
+        """As they would."""
+        said = self._said | {sender.peer: sender.start for sender in ready if sender.start is not None}
+        self._said = {peer: start for peer, start in said.items() if peer in trainers}
+        start = self._chosen(len(trainers))
+        if start != self._quorum.start:
+            self._quorum = AdaptiveQuorum.of(start)
+        return self._quorum.due_at(ready, trainers)
+
+    def _chosen(self, num_trainers: int) -> StartSpec:
+        for start, num_votes in Counter(self._said.values()).most_common(1):
+            if 2 * num_votes > num_trainers:
+                return msgspec.structs.replace(
+                    start,
+                    least_seconds=min(start.least_seconds, LONGEST_GRACE_SECONDS),
+                    most_seconds=min(start.most_seconds, LONGEST_GRACE_SECONDS),
+                )
+        return self._otherwise
 
 
 def token_weight(tokens: int, steps: int) -> float:

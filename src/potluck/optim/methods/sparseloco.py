@@ -11,14 +11,12 @@ what did not travel. Bins are made for each block, not for each tensor: rounds c
 With 12 bits for an index an element costs 14 bits, and a block 4096·32/(64·14) = 146.3 times less than float32. Our
 positions take 8 bits, and the table of the bins 64 a block: together 186 times less.
 
-`clip_to_median` is the defence that belongs to it: no peer's block may be longer than the median over the peers.
+The defence that belongs to it is the aggregator `median_norm_clipping` (GatherConfig, or a manifest's `[exchange]`): no
+peer's values of a chunk, some blocks, count for more than the median length over the peers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 from potluck.errors import ConfigurationError
@@ -45,12 +43,3 @@ class SparseLoCo(BlockFeedback):
     def from_travel(self, blocks: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Dense again."""
         return from_blocks(blocks, shape)
-
-
-def clip_to_median(updates: Sequence[Tensor]) -> list[Tensor]:
-    """The peers' updates of one tensor, each block no longer than the median length over the peers."""
-    blocks = torch.stack([to_blocks(update.float()) for update in updates])  # peers × blocks × 4096
-    lengths = blocks.norm(dim=2)
-    median = lengths.quantile(0.5, dim=0)
-    factors = (median / lengths.clamp_min(1e-30)).clamp_max(1.0).unsqueeze(2)
-    return [from_blocks(peer, tuple(update.shape)) for peer, update in zip(blocks * factors, updates, strict=True)]

@@ -200,7 +200,7 @@ class Optimizer(torch.optim.Optimizer):
         method = self.method
         return method.samples if isinstance(method, LocalUpdates) else method.gradients.samples
 
-    def statistics(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, int | float]:
         """Counters of this optimizer and of its rounds."""
         return {**self.driver.statistics(), **self.collaboration.averager.statistics()}
 

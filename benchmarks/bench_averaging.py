@@ -3,7 +3,8 @@
     scripts/bench averaging [--json] [--repeats 9] [--only large|small]
 
 All contenders are up at the same time and take turns round by round, so that whatever else the machine does hits all
-of them alike. A round's time is from telling all members to start until the last one has its averages.
+of them alike. A round's time is from telling all members to start until the last one has its averages. Members have
+different values before each round and the same after it, or the measurement ends.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Contender:
         lines = await asyncio.gather(*(self.line(process, ROUND_SECONDS) for process in self.processes))
         self.seconds.append(time.perf_counter() - started)
         self.answers = [json.loads(line) for line in lines]
+        assert all(answer.get("holds", True) for answer in self.answers), f"{self.name}: somebody was left out"
         checksums = [answer["checksum"] for answer in self.answers]
         assert max(checksums) - min(checksums) <= 1e-2 * max(1.0, *map(abs, checksums)), f"{self.name}: {checksums}"
 

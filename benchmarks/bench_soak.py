@@ -153,6 +153,8 @@ async def measure(num_rounds: int, elements: int) -> dict[str, Any]:
                 if number % 30 == 29:
                     say(f"{number + 1} rounds, {soak.num_failed} failed, {soak.rss_bytes[-1] / MIB:.0f} MiB")
             epochs = members[0].averager.epoch
+    if soak.num_failed < num_rounds // 3:
+        raise SystemExit(f"only {soak.num_failed} of {num_rounds} rounds failed: this says nothing of rounds that fail")
     settled = soak.rss_bytes[num_rounds // 10 :]
     third = len(settled) // 3
     typical = statistics.median(settled)

@@ -25,6 +25,7 @@ def main() -> None:
         dist.all_reduce(half)
         values.copy_(half).div_(members)
         print(json.dumps({"checksum": values[::1000].double().sum().item()}), flush=True)
+        values += rank  # so that the next round has something to average
     dist.destroy_process_group()
 
 

@@ -97,16 +97,25 @@ class Cutter:
 
     def __init__(self, peer: Peer) -> None:
         self.peers: set[str] = set()
+        self.num_lost = 0
         arrived = peer.links.packet_arrived
         peer.links.packet_arrived = lambda carrier, sender, header, payload: (  # type: ignore[method-assign]
-            None if sender in self.peers else arrived(carrier, sender, header, payload)
+            None if self._loses(sender) else arrived(carrier, sender, header, payload)
         )
         for carrier in (peer.direct, peer.relay):
             self._wrap(carrier)
 
     def _wrap(self, carrier: Any) -> None:
         send: Callable[..., bool] = carrier.send
-        carrier.send = lambda peer, header, payload: True if peer in self.peers else send(peer, header, payload)
+        carrier.send = lambda peer, header, payload: self._loses(peer) or send(peer, header, payload)
+
+    def mend(self) -> None:
+        self.peers.clear()
+        self.num_lost = 0
+
+    def _loses(self, peer: str) -> bool:
+        self.num_lost += peer in self.peers
+        return peer in self.peers
 
 
 class Liar:
@@ -258,6 +267,7 @@ class Member:
             "statistics": self.averager.statistics(),
             "lies": self.liar.num_lies,
             "slowed": self.workers.num_slowed,
+            "lost_packets": self.cutter.num_lost,
         }
 
 
@@ -303,7 +313,7 @@ async def main() -> None:
         elif order["do"] == "poison":
             member.turn_poisoner()
         elif order["do"] == "mend":
-            member.cutter.peers.clear()
+            member.cutter.mend()
         elif order["do"] == "lie":
             member.liar.epoch = order["epoch"]
         elif order["do"] == "slow":

@@ -16,14 +16,23 @@ from potluck.testing.polling import poll_until
 T = TypeVar("T")
 Victim = Literal["sender", "reducer", "coordinator"]
 
-SENDER_POINTS = ["planned", "first_sent", "half_sent", "all_sent", "complete", "reported"]
-REDUCER_POINTS = ["planned", "half_sent", "first_reduced", "half_averages_sent", "complete", "reported"]
-COORDINATOR_POINTS = ["plan_published", "half_sent", "first_reduced", "complete", "committing", "committed"]
+SENDER_POINTS = ["ready", "planned", "first_sent", "half_sent", "all_sent", "complete", "reported", "applying"]
+REDUCER_POINTS = ["ready", "planned", "half_sent", "first_reduced", "half_averages_sent", "complete", "reported"]
+COORDINATOR_POINTS = ["plan_published", "half_sent", "first_reduced", "complete", "committing", "committed", "applying"]
 ALL_POINTS: list[tuple[Victim, str]] = [
     *(("sender", point) for point in SENDER_POINTS),
     *(("reducer", point) for point in REDUCER_POINTS),
     *(("coordinator", point) for point in COORDINATOR_POINTS),
 ]
+ROLES: dict[str, str] = {
+    "ready": "none",  # it has no plan yet
+    **dict.fromkeys(["plan_published", "committing", "committed"], "coordinator"),
+}
+
+
+def role_of(who: Victim, point: str) -> str:
+    """As what a victim must come to a point, or the fault does not fire: who is to fail as a reducer has to reduce."""
+    return ROLES.get(point, "sender" if who == "sender" else "reducer")
 
 
 class Stage:
@@ -41,7 +50,7 @@ class Stage:
         if who == "coordinator":
             return coordinator
         if who == "sender":
-            return self.cluster.members[-1]
+            return next(m for m in self.cluster.members if m.is_client)
         return next(m for m in self.cluster.members if m is not coordinator and not m.is_client)
 
     async def arm(self, victim: ChildMember, point: str, action: str, **details: Any) -> None:

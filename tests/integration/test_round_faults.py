@@ -3,8 +3,8 @@
 All cases share a cluster: three trainers that listen and may coordinate, and one client. Each case is one epoch in
 which one fault fires, then everybody is whole again and one more epoch shows that nothing is left of it.
 
-A part of every kind runs by default (all of it does in virtual time, in tests/unit/test_memory_rounds.py); the whole
-product of points and faults takes some minutes: `scripts/test tests/integration/test_round_faults.py`, without a mark.
+A part of every kind runs by default. In virtual time all of it does, with an aux peer, and with repairs and audits
+among the points, in tests/unit/test_round_points.py; here it takes minutes: `scripts/test -m soak tests/integration`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 from roundcluster import PATIENCE_SECONDS, check_agreement
-from roundstage import ALL_POINTS, Stage, Victim, open_stage
+from roundstage import ALL_POINTS, Stage, Victim, open_stage, role_of
 
 pytestmark = pytest.mark.timeout(400)  # several waits of a minute each, none of which a healthy machine needs
 
 STOP_SECONDS = 2.5  # longer than the director's patience with silence
 LONG_STOP_SECONDS = 4.0  # longer than a lease lasts
+LATE_POINTS = ["complete", "reported", "committing", "committed", "applying"]  # when tensors need not move any more
 
 Case = tuple[Victim, str]
 KILLS: list[Case] = [
@@ -34,6 +35,8 @@ KILLS: list[Case] = [
     ("coordinator", "half_sent"),
     ("coordinator", "committing"),
     ("coordinator", "committed"),
+    ("sender", "ready"),
+    ("sender", "applying"),
 ]
 FREEZES: list[Case] = [
     ("sender", "half_sent"),
@@ -73,7 +76,7 @@ def test_a_process_is_killed(stage: Stage, who: Victim, point: str) -> None:
         cluster = stage.cluster
         victim = await stage.victim(who)
         survivors = [member for member in cluster.members if member is not victim]
-        await stage.arm(victim, point, "kill")
+        await stage.arm(victim, point, "kill", role=role_of(who, point))
         started = time.monotonic()
         patterns = cluster.begin()
         await stage.until_fired()
@@ -96,7 +99,7 @@ def test_a_process_freezes_for_a_while(stage: Stage, who: Victim, point: str) ->
         victim = await stage.victim(who)
         survivors = [member for member in cluster.members if member is not victim]
         seconds = LONG_STOP_SECONDS if who == "coordinator" else STOP_SECONDS
-        await stage.arm(victim, point, f"stop:{seconds}")
+        await stage.arm(victim, point, f"stop:{seconds}", role=role_of(who, point))
         patterns = cluster.begin()
         await stage.until_fired()
         answers = await cluster.answers(patterns, survivors)
@@ -105,7 +108,7 @@ def test_a_process_freezes_for_a_while(stage: Stage, who: Victim, point: str) ->
         [late] = await cluster.answers(patterns, [victim])
         assert "failed" not in late, late
         assert late["head"] == cluster.epoch
-        assert late["holds"] or len(late["fetch_from"]) == 3, "it knows where to fetch"
+        assert late["holds"] or len(late["fetch_from"]) == len(survivors), "it knows where to fetch"
         check_agreement([*answers, late], must_contribute=numbers, may_contribute=[victim.number], must_hold=False)
         await stage.finish()
 
@@ -121,7 +124,7 @@ def test_a_link_is_cut(stage: Stage, who: Victim, point: str) -> None:
         victim = await stage.victim(who)
         other = next(m for m in cluster.members if m is not victim and not m.is_client)
         bystanders = [member for member in cluster.members if member not in (victim, other)]
-        await stage.arm(victim, point, "note", cut=[other.id])
+        await stage.arm(victim, point, "note", role=role_of(who, point), cut=[other.id])
         patterns = cluster.begin()
         await stage.until_fired()
         answers = await cluster.answers(patterns, cluster.members)
@@ -130,6 +133,8 @@ def test_a_link_is_cut(stage: Stage, who: Victim, point: str) -> None:
         by_member = dict(zip(cluster.members, answers, strict=True))
         assert all(by_member[member]["holds"] for member in bystanders), answers
         assert by_member[victim]["holds"] or by_member[other]["holds"], answers
+        if point not in LATE_POINTS:
+            assert (await victim.ask("status"))["lost_packets"] > 0
         await stage.finish()
 
     stage.run(case())
@@ -140,15 +145,15 @@ def test_the_hub_restarts(stage: Stage, who: Victim, point: str) -> None:
     async def case() -> None:
         cluster = stage.cluster
         victim = await stage.victim(who)
-        await stage.arm(victim, point, "delay:0.7")  # so that the hub is away before the round goes on
+        # The delay is there so that the hub is away before the round goes on.
+        await stage.arm(victim, point, "delay:0.7", role=role_of(who, point))
         patterns = cluster.begin()
         await stage.until_fired()
         await cluster.restart_hub()
         answers = await cluster.answers(patterns, cluster.members)
         numbers = [member.number for member in cluster.members]
-        check_agreement(answers, must_contribute=[], may_contribute=numbers, must_hold=False)
+        check_agreement(answers, must_contribute=numbers, may_contribute=[])
         assert {answer["head"] for answer in answers} == {cluster.epoch}
-        assert sum(answer["holds"] for answer in answers) >= 3, answers
         await stage.finish()
 
     stage.run(case())

@@ -12,6 +12,7 @@ import pytest
 import torch
 from roundhouse import ANYTHING, NO_COORDINATOR, RUN, RoundHouse, open_house
 
+from potluck import faultpoints
 from potluck.hub.presence import Role
 from potluck.peer.identity import Identity
 from potluck.round.averager import Averager, AveragerConfig
@@ -165,7 +166,14 @@ async def test_the_hub_restarts_between_and_during_rounds(tmp_path: Path) -> Non
         await round_two
         assert_mean(values, 3)
         values = contributions(3)
-        round_three = asyncio.create_task(those.average(list(values)))
+        sending = asyncio.Event()
+        before = faultpoints.install(lambda point, _labels: sending.set() if point == "round.first_sent" else None)
+        try:
+            round_three = asyncio.create_task(those.average(list(values)))
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await sending.wait()
+        finally:
+            faultpoints.install(before)
         await those.house.restart()
         results = await round_three
         assert_mean(values, 3)

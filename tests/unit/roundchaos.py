@@ -78,7 +78,7 @@ class Chaos:
         self.log: list[str] = []
         self.averages: dict[int, str] = {}
         self._out: set[Member] = set()  # severed or frozen
-        self._dead: dict[int, Identity] = {}
+        self._dead: dict[int, tuple[Identity, dict[str, Any]]] = {}
         self._hub_there = asyncio.Event()
         self._hub_there.set()
         self._deaths: set[Member] = set()
@@ -113,7 +113,10 @@ class Chaos:
 
     def _anybody(self) -> Member | None:
         members = [member for member in self.there.members if member not in self._out | self._deaths]
-        if len(members) <= FEWEST_MEMBERS or len(self._out) >= MOST_OUT_OF_REACH:
+        vital = [member for member in members if member.options["coordinates"]]
+        if len(vital) <= FEWEST_MEMBERS:  # of those without whom nothing goes on
+            members = [member for member in members if member not in vital]
+        if not members or len(self._out) >= MOST_OUT_OF_REACH:
             return None
         return self.rng.choice(members)
 
@@ -153,7 +156,7 @@ class Chaos:
     async def _bury(self, member: Member) -> None:
         await self._hub_there.wait()  # whoever dies while the hub is away is missed when it is back
         await self.there.kill(member)
-        self._dead[member.number] = member.peer.identity
+        self._dead[member.number] = (member.peer.identity, member.options)
 
     def leave(self) -> None:
         if self._hub_there.is_set() and (member := self._anybody()) is not None:
@@ -165,18 +168,18 @@ class Chaos:
         self.there.members.remove(member)
         await member.averager.close()
         await self.there.run.leave(member.peer)
-        self._dead[member.number] = member.peer.identity
+        self._dead[member.number] = (member.peer.identity, member.options)
 
     def join(self) -> None:
         if self._dead and self._hub_there.is_set():
             number = self.rng.choice(sorted(self._dead))
             self._note(f"join {number}")
-            self._do(self._arrive(number, self._dead.pop(number)))
+            self._do(self._arrive(number, *self._dead.pop(number)))
 
-    async def _arrive(self, number: int, identity: Identity) -> None:
+    async def _arrive(self, number: int, identity: Identity, options: dict[str, Any]) -> None:
         await self._hub_there.wait()
         self._arriving.add(identity.peer_id)
-        await self.there.join(identity=identity, number=number, coordinates=True)
+        await self.there.join(identity=identity, number=number, **options)
         self._arriving.discard(identity.peer_id)
 
     def freeze(self) -> None:
@@ -357,6 +360,8 @@ class Chaos:
         if not outcome.holds:
             assert outcome.left_behind is not None
             assert outcome.left_behind.holders, "nobody to fetch from"
+            return
+        if member.is_aux:
             return
         digest = hashlib.sha256(member.values.numpy().tobytes()).hexdigest()
         assert self.averages.setdefault(commit.epoch, digest) == digest, "two members hold different averages"

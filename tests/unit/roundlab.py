@@ -37,8 +37,9 @@ def process_name(number: int, session: str) -> str:
 class Member:
     """One peer with its averager and tensors, in a process of its own as far as freezing is concerned."""
 
-    def __init__(self, peer: MemoryPeer, averager: Averager, number: int) -> None:
+    def __init__(self, peer: MemoryPeer, averager: Averager, number: int, options: dict[str, Any]) -> None:
         self.peer = peer
+        self.options = options  # with which it has joined
         self.averager = averager
         self.number = number
         self.values = torch.full((ELEMENTS,), float(number))
@@ -83,7 +84,7 @@ class Lab:
             peer = await self.run.join(f"m{number}", identity=identity, **options)
             averager = Averager(peer, self.config, workers=InlineWorkers())
             await averager.start()
-        member = Member(peer, averager, number)
+        member = Member(peer, averager, number, options)
         self.members.append(member)
         return member
 
@@ -188,12 +189,20 @@ def contributors_of(value: float) -> frozenset[int]:
     raise AssertionError(f"{value} is nobody's average")
 
 
+def contributors_in(values: Tensor) -> set[frozenset[int]]:
+    """Whose values are in averages, by samples of all chunks."""
+    samples = range(0, ELEMENTS, ELEMENTS // 50)
+    return {contributors_of(float(values[index]) - index % 7) for index in samples}
+
+
 @contextmanager
 def at_point(point: str, action: Callable[[], None], **labels: object) -> Iterator[list[str]]:
-    """Do something the first time that a point with these labels is reached; yields what was reached."""
+    """Do something the first time that a point with these labels is reached; yields what was reached. May be nested."""
     reached: list[str] = []
 
     def hook(name: str, found: Mapping[str, object]) -> None:
+        if before is not None:
+            before(name, found)
         if name == point and not reached and all(found.get(key) == value for key, value in labels.items()):
             reached.append(name)
             action()

@@ -10,11 +10,14 @@ import asyncio
 import os
 import random
 from collections import Counter
+from functools import cache
+from typing import Any
 
 import pytest
 from roundchaos import Chaos
 from roundlab import assert_same_average, lab, mean_of
 
+from potluck.round.audit import AuditConfig
 from potluck.testing.virtualloop import in_virtual_time
 
 SEEDS = 5
@@ -23,21 +26,35 @@ TWICE_SEED = 9  # told from itself by the smallest change of order
 EPOCHS = 12
 SOAK_SEEDS = 200
 SOAK_EPOCHS = 200
-MEMBERS = 5
+OTHER_SEEDS = 3
 SETTLE_SECONDS = 20.0
 
 
-async def run_chaos(seed: int, num_epochs: int) -> Chaos:
-    async with lab(MEMBERS, all_coordinate=True, seed=seed) as there:
+FULL: dict[str, Any] = {"coordinates": True}
+STRANGER: dict[str, Any] = {"coordinates": True, "trusted": False}
+COMPANIES: dict[str, list[dict[str, Any]]] = {
+    "trainers": [FULL] * 5,
+    "mixed": [*[FULL] * 4, {"is_client": True}, {"role": "aux"}],
+    "audited": [FULL, *[STRANGER] * 3, {"is_client": True}],
+}
+KINDS = ("kill", "freeze", "sever", "muffle", "cut", "lose", "hold", "drop", "at_points")
+
+
+async def run_chaos(seed: int, num_epochs: int, company: str = "trainers") -> Chaos:
+    async with lab(seed=seed) as there:
+        for options in COMPANIES[company]:
+            await there.join(**options)
+            await asyncio.sleep(0.1)
         chaos = Chaos(there, seed)
         try:
             for _ in range(num_epochs):
                 await chaos.epoch()
             await chaos.calm()
-            await asyncio.sleep(SETTLE_SECONDS)
+            await asyncio.sleep(SETTLE_SECONDS if company != "audited" else AuditConfig().silence_seconds)
             results = await there.average(timeout_seconds=60.0)
             assert all(result.holds for result in results)
-            assert_same_average(there.members, mean_of(there.members))
+            trainers = [member for member in there.members if not member.is_aux]
+            assert_same_average(trainers, mean_of(trainers))
             assert {member.averager.epoch for member in there.members} == {max(chaos.chain.commits)}
         except BaseException:
             print(f"POTLUCK_SEED={seed}:", *chaos.log[-60:], sep="\n")
@@ -47,15 +64,17 @@ async def run_chaos(seed: int, num_epochs: int) -> Chaos:
         return chaos
 
 
-def check_seed(seed: int, num_epochs: int) -> Counter[str]:
+@cache
+def check_seed(seed: int, num_epochs: int, company: str = "trainers") -> Counter[str]:
     """Run one schedule of trouble; what happened in it."""
     counts: Counter[str] = Counter()
 
     @in_virtual_time
     async def run() -> None:
-        chaos = await run_chaos(seed, num_epochs)
+        chaos = await run_chaos(seed, num_epochs, company)
         assert len(chaos.chain.commits) >= num_epochs + 1
         assert chaos.counts["held"] >= 2 * num_epochs
+        assert len(chaos.log) >= num_epochs // 2, "trouble that never happens proves nothing"
         counts.update(chaos.counts)
 
     run()
@@ -74,6 +93,19 @@ def test_whatever_happens_each_epoch_is_agreed_on_once(number: int) -> None:
     seed = seeds()[number]
     print(f"POTLUCK_SEED={seed}")
     check_seed(seed, EPOCHS)
+
+
+@pytest.mark.parametrize("company", ["mixed", "audited"])
+@pytest.mark.parametrize("number", range(OTHER_SEEDS))
+def test_so_it_is_among_members_of_every_kind_and_with_audits(number: int, company: str) -> None:
+    seed = [*range(OTHER_SEEDS - 1), seeds()[-1]][number]
+    print(f"POTLUCK_SEED={seed}")
+    check_seed(seed, EPOCHS, company)
+
+
+def test_trouble_of_every_kind_has_struck() -> None:
+    counts = sum((check_seed(seed, EPOCHS) for seed in (*range(SEEDS), *FOUND_SEEDS)), Counter[str]())
+    assert min(counts[kind] for kind in KINDS) > 0, counts
 
 
 def test_the_same_seed_gives_the_same_trouble() -> None:
@@ -103,7 +135,7 @@ def test_two_hundred_seeds(capsys: pytest.CaptureFixture[str]) -> None:
             with capsys.disabled():
                 print(f"\nPOTLUCK_SEED={seed} fails: {error!r}", flush=True)
     assert not failed
-    assert min(counts[kind] for kind in ("kill", "freeze", "muffle", "cut", "lose", "hold", "at_points")) > SOAK_SEEDS
+    assert min(counts[kind] for kind in KINDS) > SOAK_SEEDS // 2, counts
 
 
 @pytest.mark.soak

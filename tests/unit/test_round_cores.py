@@ -162,7 +162,7 @@ def test_an_older_report_that_comes_late_changes_nothing() -> None:
 
 def test_a_frozen_reducer_is_replaced() -> None:
     world = World(make_plan(4, 4, 2), random.Random(2))
-    world.members[2].frozen = True
+    world.freeze(2)
     world.settle()
     world.check()
     assert isinstance(world.outcome, Finish)
@@ -213,12 +213,15 @@ def test_the_deadline_names_the_peers_and_what_is_missing() -> None:
     assert "averages are missing at peer0, peer1; waited for peer1" in give_up.reason
 
 
+FAULTS = ["kill", "freeze", "thaw", "cut", "poison", "lie", "repeat", "lose", "wait"]
+
+
 @settings(max_examples=300)
 @given(
     seed=st.integers(0, 2**32),
     shape=st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(0, 2), st.integers(0, 1)),
     faults=st.lists(
-        st.tuples(st.integers(0, 80), st.sampled_from(["kill", "freeze", "thaw", "cut", "wait"]), st.integers(0, 5)),
+        st.tuples(st.integers(0, 80), st.sampled_from(FAULTS), st.integers(0, 5)),
         max_size=6,
     ),
 )
@@ -239,12 +242,19 @@ def test_whatever_happens_the_holders_hold_the_same(
         if fault == "kill" and world.members[who].alive:
             world.kill(who)
         elif fault in ("freeze", "thaw"):
-            world.members[who].frozen = fault == "freeze"
+            world.freeze(who, frozen=fault == "freeze")
         elif fault == "cut":
             world.cut.add((who, (who + 1) % num_members))
+        elif fault == "poison":
+            world.members[who].poisoned = True
+        elif fault == "lie":
+            world.members[who].lies = not any(member.lies for member in world.members)
+        elif fault == "repeat":
+            world.repeat_report(who)
+        elif fault == "lose":
+            world.lose_report(who)
         elif fault == "wait":
-            world.now += 0.4
-            world.decide(world.director.tick(world.now))
+            world.wait(0.4)
     if not world.outcome:
         world.settle()
     world.check()

@@ -146,7 +146,7 @@ class InRun:
         """How many trainers are in the run now; 1 when not in a run."""
         return self._part.participation.num_peers if self._part.participation is not None else 1
 
-    def statistics(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, int | float]:
         """Counters of rounds, repairs and batches left out."""
         return self.shared.statistics() if self.shared is not None else {}
 

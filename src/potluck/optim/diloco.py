@@ -247,7 +247,7 @@ class DiLoCo:
         for parameter in self.method.state.model.values():
             parameter.grad = None
 
-    def statistics(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, int | float]:
         """Counters of this optimizer and of its rounds."""
         return {**self.driver.statistics(), **self.collaboration.averager.statistics()}
 

@@ -243,7 +243,7 @@ class Optimizer(torch.optim.Optimizer):
         method = self.method
         return method.samples if isinstance(method, LocalUpdates) else method.gradients.samples
 
-    def statistics(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, int | float]:
         """Counters of this optimizer and of its rounds."""
         of_states = self.driver.statistics() if self._helper is None else {}
         return {**of_states, **self.collaboration.averager.statistics()}

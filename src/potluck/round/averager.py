@@ -219,10 +219,12 @@ class Averager:
         """Call `listener` for each round that this peer gives up as coordinator; there is one listener."""
         self._coordinator.on_failure = listener
 
-    def statistics(self) -> dict[str, int]:
-        """Counters of this peer's rounds, and of its work as coordinator."""
+    def statistics(self) -> dict[str, int | float]:
+        """Totals of this peer's rounds and of its work as coordinator, and how many members the newest epoch had."""
+        head = self.lineage.head
         return {
             "epoch": self.epoch,
+            "members": len(head.members) if head is not None else 0,
             "bad_heads": self.lineage.bad_heads,
             "worker_errors": self._workers.num_errors,
             **self._participation.statistics(),

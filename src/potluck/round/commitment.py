@@ -89,4 +89,5 @@ def _member(plan: Plan, index: int, holds: bool, director: Director | None) -> C
         seconds=director.seconds_of(index) if director is not None else 0.0,
         sent_bytes=report.sent_bytes if report is not None else 0,
         received_bytes=report.received_bytes if report is not None else 0,
+        trouble=member.trouble if holds else "",
     )

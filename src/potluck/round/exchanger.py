@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from potluck.clock import Clock
 from potluck.errors import NotFiniteError, PeerError, ProtocolError
@@ -45,7 +45,7 @@ class Counts:
     received_bytes: int = 0
     unwanted: int = 0  # came twice, too late, or not to us
     bad_averages: int = 0
-    refused: dict[str, str] = field(default_factory=dict)  # members whose values could not be used, and why
+    refused: int = 0  # members whose values could not be used; the reports name them
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +238,10 @@ class Exchanger:
         if self.digest:
             self._milestones.reported()
 
+    def applying(self) -> None:
+        """The averages are about to be written."""
+        self._milestones.applying()
+
     # What the exchange wants done
 
     def _carry_out(self, actions: list[Action]) -> None:
@@ -388,7 +392,7 @@ class Exchanger:
         if index not in self._offences:
             logger.warning("values of %s are left out of %s: %s", peer, self.key, reason)
             self._offences[index] = shortened(reason)
-            self.counts.refused[peer] = reason
+            self.counts.refused += 1
             self._on_news()
 
     def _reject_average(self, sender: int, number: int, reason: str) -> None:

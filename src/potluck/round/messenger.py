@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from potluck import tasks
 from potluck.errors import PotluckError, RetryableError
+from potluck.faultpoints import reach
 from potluck.link.links import Links
 from potluck.messages import encode
 from potluck.peer.session import Session
@@ -96,6 +97,7 @@ class Messenger:
             self._ready_wanted.clear()
             if (ready := self._ready()) is not None:
                 await self.publish(ready)
+                reach("round.ready", peer=self._session.peer_id, epoch=ready.epoch, role="none")
             await _wait(self._ready_wanted, READY_EVERY_SECONDS if ready is not None else None)
 
     async def _keep_reporting(self) -> None:

@@ -53,6 +53,10 @@ class Milestones:
         """The coordinator was told so."""
         self._pass("reported")
 
+    def applying(self) -> None:
+        """The epoch is committed, and its averages go into the tensors."""
+        self._pass("applying")
+
     def _pass(self, point: str) -> None:
         if point not in self._passed:
             self._passed.add(point)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Literal
 
@@ -27,6 +27,10 @@ class PhaseSeconds:
 
     applying: float = 0.0
     """Writing the averages into the tensors."""
+
+    def __add__(self, other: PhaseSeconds) -> PhaseSeconds:
+        more = asdict(other)
+        return PhaseSeconds(**{phase: seconds + more[phase] for phase, seconds in asdict(self).items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +92,9 @@ class RoundResult:
         if slow := describe_slow(commit):
             text += f"; slow: {slow}"
         if commit.left_out:
-            text += "; left out: " + ", ".join(f"{peer} ({why})" for peer, why in sorted(commit.left_out.items()))
+            text += f"; left out: {_named(commit.left_out)}"
+        if troubled := {member.peer: member.trouble for member in commit.members if member.trouble}:
+            text += f"; in trouble: {_named(troubled)}"
         if self.left_behind is not None:
             text += f"; this peer does not hold it: {self.left_behind.reason}"
         return text
@@ -100,3 +106,7 @@ def describe_slow(commit: Commit) -> str:
     typical = median(seconds.values()) if seconds else 0.0
     slow = {peer: taken for peer, taken in seconds.items() if taken > 1.5 * typical and taken > typical + 0.1}
     return ", ".join(f"{peer} ({taken:.2f} s)" for peer, taken in sorted(slow.items(), key=lambda item: -item[1]))
+
+
+def _named(reasons: Mapping[str, str]) -> str:
+    return ", ".join(f"{peer} ({why})" for peer, why in sorted(reasons.items()))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
@@ -81,6 +81,7 @@ class Participation:
     ) -> None:
         """`start` is when this peer would have rounds start."""
         self.counts: Counter[str] = Counter()
+        self._seconds = PhaseSeconds()  # of all rounds together
         self._links = links
         self._session = session
         self._lease = lease
@@ -116,9 +117,10 @@ class Participation:
         await self._messenger.close()
         await self._leave_round()
 
-    def statistics(self) -> dict[str, int]:
-        """Counters."""
-        return {**self.counts, **self._mailroom.counts, **self._witness.counts}
+    def statistics(self) -> dict[str, int | float]:
+        """Counters of all rounds that are over, and the seconds that went into those that were committed."""
+        seconds = {f"{phase}_seconds": seconds for phase, seconds in asdict(self._seconds).items()}
+        return {**self.counts, **seconds, **self._mailroom.counts, **self._witness.counts}
 
     @property
     def is_in_round(self) -> bool:
@@ -209,7 +211,7 @@ class Participation:
             seconds = PhaseSeconds(gathering=now - wish.since)
             return self._result(wish, commit, None, seconds, "it was not in the plan")
         exchanger = current.exchanger
-        await exchanger.stop()
+        await self._end(exchanger)
         completed_at = exchanger.completed_at
         seconds = PhaseSeconds(
             gathering=exchanger.started_at - wish.since,
@@ -219,6 +221,7 @@ class Participation:
         if exchanger.key != commit.key or exchanger.digest != commit.digest:
             return self._result(wish, commit, exchanger, seconds, "it lacked averages when the epoch was committed")
         alone = wish.ready.sends and self._is_alone(exchanger.plan)
+        exchanger.applying()
         if not alone:
             await self._apply(exchanger, wish.tensors)
         seconds = replace(seconds, applying=self._clock.monotonic() - now)
@@ -253,6 +256,7 @@ class Participation:
             behind = LeftBehind(head_epoch=head.epoch, holders=head.holders, reason=reason)
             self.counts["left_behind"] += 1
         self.counts["committed"] += 1
+        self._seconds += seconds
         return RoundResult(
             commit=commit,
             role=_role(exchanger),
@@ -337,11 +341,14 @@ class Participation:
         elif isinstance(word, Abort):
             self._last_abort = word.reason
             if current is not None and word.key == current.exchanger.key:
+                logger.info("%s was given up: %s", word.key, word.reason)
                 await self._leave_round()
                 self._messenger.announce()
         elif current is not None and word.key == current.exchanger.key:
             await self._revise(current, word, data)
         else:
+            if current is not None:
+                logger.info("%s came to nothing: %s comes in its place", current.exchanger.key, word.key)
             await self._leave_round()
             self._enter_round(word, sender, data)
 
@@ -401,7 +408,11 @@ class Participation:
     async def _leave_round(self) -> None:
         current, self._round = self._round, None
         if current is not None:
-            await current.exchanger.stop()
+            await self._end(current.exchanger)
+
+    async def _end(self, exchanger: Exchanger) -> None:
+        await exchanger.stop()
+        self.counts.update(asdict(exchanger.counts))
 
     # What mailroom and messenger ask
 

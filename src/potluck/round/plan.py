@@ -186,6 +186,7 @@ class CommittedMember(Message, frozen=True, kw_only=True):
     seconds: Seconds = 0.0  # from the plan until it had them
     sent_bytes: Counter = 0
     received_bytes: Counter = 0
+    trouble: Reason = ""  # why less was expected of it than at first, though it holds them; else see `left_out`
 
 
 class Exclusion(Message, frozen=True, kw_only=True):

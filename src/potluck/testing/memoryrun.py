@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import nkeys
@@ -33,16 +33,19 @@ from potluck.testing.memorycarrier import PERFECT, Conditions, MemoryCarrier, Me
 from potluck.testing.memoryconnection import MemoryConnection
 from potluck.testing.memoryhub import MemoryHub
 
+CARRIERS = ("direct", "relay")
+
 
 class MemoryPeer:
     """One peer of a MemoryRun; has what an Averager needs."""
 
-    def __init__(self, run: MemoryRun, identity: Identity, card: Card) -> None:
+    def __init__(self, run: MemoryRun, identity: Identity, card: Card, carriers: Sequence[str]) -> None:
         self.identity = identity
         self.peer_id = identity.peer_id
         self.name = card.name
         self.links = Links(self.peer_id, card.session, run.clock, run.link_config)
-        self.links.add_carrier(MemoryCarrier(run.network, self.peer_id, events=self.links))
+        for kind in carriers:
+            self.links.add_carrier(MemoryCarrier(run.network, self.peer_id, events=self.links, kind=kind))
         self.session = Session(self._connect, identity, run.hub.subjects, card, run.clock)
         self._run = run
 
@@ -114,8 +117,9 @@ class MemoryRun:
         trusted: bool = True,
         is_client: bool = False,
         identity: Identity | None = None,
+        carriers: Sequence[str] = ("direct",),
     ) -> MemoryPeer:
-        """A new peer; with the identity of one that was killed, its next life."""
+        """A new peer; with the identity of one that was killed, its next life. It is linked by what others have too."""
         identity = identity or Identity(nkeys.encode_seed(self._keys.randbytes(32), nkeys.PREFIX_BYTE_USER))
         session = self.next_session
         self._num_sessions += 1
@@ -126,10 +130,11 @@ class MemoryRun:
             addresses=() if is_client else (f"tcp://127.0.0.1:{self._num_sessions}",),
         )
         for other in self.peers:  # cuts belong to the life before
-            self.network.mend("direct", identity.peer_id, other)
-            for pair in ((identity.peer_id, other), (other, identity.peer_id)):
-                self.network.set_conditions(PERFECT, kind="direct", sender=pair[0], receiver=pair[1])
-        peer = MemoryPeer(self, identity, card)
+            for kind in CARRIERS:
+                self.network.mend(kind, identity.peer_id, other)
+                for pair in ((identity.peer_id, other), (other, identity.peer_id)):
+                    self.network.set_conditions(PERFECT, kind=kind, sender=pair[0], receiver=pair[1])
+        peer = MemoryPeer(self, identity, card, carriers)
         self._presences[peer.peer_id] = Presence(
             peer=peer.peer_id,
             card=card,
@@ -184,15 +189,18 @@ class MemoryRun:
     def muffle(self, one: MemoryPeer, other: MemoryPeer, *, is_silent: bool = True) -> None:
         """What one sends to the other vanishes, and nobody is told."""
         conditions = Conditions(is_silent=True) if is_silent else PERFECT
-        self.network.set_conditions(conditions, kind="direct", sender=one.peer_id, receiver=other.peer_id)
+        for kind in CARRIERS:
+            self.network.set_conditions(conditions, kind=kind, sender=one.peer_id, receiver=other.peer_id)
 
     def cut(self, one: MemoryPeer, other: MemoryPeer) -> None:
         """Nothing moves between the two any more."""
-        self.network.cut("direct", one.peer_id, other.peer_id)
+        for kind in CARRIERS:
+            self.network.cut(kind, one.peer_id, other.peer_id)
 
     def mend(self, one: MemoryPeer, other: MemoryPeer) -> None:
         """The path is back."""
-        self.network.mend("direct", one.peer_id, other.peer_id)
+        for kind in CARRIERS:
+            self.network.mend(kind, one.peer_id, other.peer_id)
 
     # The guard; while the hub is away its answers are lost, and whoever asked asks again.
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from potluck.cli.main import app
 from potluck.errors import ConfigurationError
+from potluck.training.shards import MAX_READERS
 
 COMMANDS = [
     ["train"],
@@ -45,6 +46,7 @@ def test_a_group_lists_its_commands(group: str) -> None:
     [
         ["--batch-size", "0"],
         ["--n-workers", "0"],
+        ["--n-workers", str(MAX_READERS + 1)],
         ["--threads", "0"],
         ["--max-steps", "0"],
         ["--hand-in-seconds", "-1"],

@@ -103,7 +103,7 @@ class Answer(Message, frozen=True, kw_only=True):
     retry_after_seconds: float | None = None  # set when it may go better later
     place: int = 0  # in the waiting list, from 1
     role: Role = "trainer"
-    scopes: Scopes | None = None  # once admitted
+    scopes: Scopes | None = None  # once admitted; of whose role is refused, those that it may have
     person: str = ""
 
 
@@ -149,6 +149,7 @@ class Refuse:
     code: RefusalCode
     message: str
     retry_after_seconds: float | None = None
+    scopes: Scopes | None = None  # what would be allowed, where it is about the role
 
 
 Decision = Admit | Wait | Refuse
@@ -217,6 +218,7 @@ def refused(refusal: Refuse) -> Answer:
         code=refusal.code,
         message=refusal.message,
         retry_after_seconds=refusal.retry_after_seconds,
+        scopes=refusal.scopes,
     )
 
 
@@ -385,6 +387,7 @@ def _role_refused(role: Role, scopes: Scopes) -> Refuse:
         code="role",
         message=f"you may join this run only as {' or '.join(scopes.roles)}, not as {role}: do that "
         f"(potluck join --role {scopes.roles[0]}), or ask an organiser for a link that allows more",
+        scopes=Scopes(roles=scopes.roles),
     )
 
 

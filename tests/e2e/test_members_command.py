@@ -29,6 +29,8 @@ def test_invites(party: Party) -> None:
     assert link is not None
     observer = party.join("Olga", link.group(), "--role", "observer")
     assert party.member(until_event(observer, "joined")["peer"])["role"] == "observer"
+    helper = party.join("Hilde", link.group())
+    assert party.member(until_event(helper, "joined")["peer"])["role"] == "aux", "the link allows no trainer"
 
 
 def test_whoever_was_invited_may_look_before_and_after_joining(party: Party) -> None:

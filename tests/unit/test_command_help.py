@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 from potluck.cli.main import app
@@ -31,6 +33,20 @@ def test_a_command_explains_itself(command: list[str]) -> None:
     assert result.exit_code == 0
     assert "Example" in result.output
     assert f"potluck {' '.join(command)}" in result.output
+
+
+def test_a_folder_that_is_there_is_written_over_only_if_asked(tmp_path: Path) -> None:
+    def init(*options: str) -> Result:
+        return CliRunner().invoke(app, ["init", str(tmp_path / "my-run"), "--recipe", "digits", *options])
+
+    assert init().exit_code == 0
+    file = tmp_path / "my-run" / "run.toml"
+    first = file.read_text()
+    file.write_text("mine")
+    assert isinstance(init().exception, ConfigurationError)
+    assert file.read_text() == "mine"
+    assert init("--force").exit_code == 0
+    assert file.read_text() == first
 
 
 @pytest.mark.parametrize("group", ["run", "checkpoint", "download"])

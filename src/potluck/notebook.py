@@ -148,7 +148,7 @@ def _train(
         last = training.result()
     finally:
         stop.set()
-        pool.shutdown(wait=False)  # whoever stops the cell again waits for nothing: the run is left, and with it this
+        pool.shutdown(wait=training.done())  # whoever stops the cell again does not wait: the run is left with this
     thanks = f"You gave {last.samples:,} samples, up to epoch {last.epoch}. Thank you!"
     screen.show(picture.html(" ".join([thanks, *why_not])))
 

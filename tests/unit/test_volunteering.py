@@ -16,8 +16,10 @@ import pytest
 
 from potluck.cli import takingpart, training
 from potluck.cli.loading import Loading
+from potluck.cli.optiongroups import TrainOptions
 from potluck.cli.preflight import check_this_machine
 from potluck.cli.takingpart import Part, fitting_roles
+from potluck.clock import SystemClock
 from potluck.errors import ConfigurationError, HubUnavailableError, RoleRefusedError
 from potluck.hub.joinlink import JoinLink
 from potluck.hub.presence import Role
@@ -29,13 +31,17 @@ from potluck.recipes.reference import RecipeRef
 from potluck.round.lineage import Lineage
 from potluck.round.plan import Commit, CommittedMember, RoundKey
 from potluck.run.peer import PeerConfig
+from potluck.state.keeper import StateConfig
 from potluck.testing.memoryhub import MemoryHub
+from potluck.testing.memoryrun import MemoryRun
 from potluck.testing.virtualloop import in_virtual_time
 from potluck.training.manifest import Manifest, Settings
+from potluck.training.notice import NoticeBoard
 from potluck.training.readiness import check_ready, last_epoch
 from potluck.training.trainer import TrainProgress
 
 LINK = JoinLink(host="127.0.0.1", port=4222, run="bakery", ca_hash="a" * 32, invite="secret-invite")
+DIGITS = RecipeRef(name="digits")
 Memory = namedtuple("Memory", "available")
 Disk = namedtuple("Disk", "total used free")
 Play = Callable[[Role, asyncio.Event], Awaitable[None]]
@@ -176,13 +182,13 @@ def test_a_full_disk_keeps_this_machine_out(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("protocol", "says"), [(PROTOCOL_VERSION + 1, "too old"), (PROTOCOL_VERSION - 1, "organiser")])
 def test_a_run_that_speaks_another_protocol(protocol: int, says: str) -> None:
-    manifest = Manifest(run="test", recipe=RecipeRef(name="digits"), settings=(Settings(),), protocol=protocol)
+    manifest = Manifest(run="test", recipe=DIGITS, settings=(Settings(),), protocol=protocol)
     with pytest.raises(ConfigurationError, match=says):
         check_ready(manifest, None)
 
 
 def test_a_recipe_that_this_machine_has_not(tmp_path: Path) -> None:
-    check_ready(Manifest(run="test", recipe=RecipeRef(name="digits")), None)
+    check_ready(Manifest(run="test", recipe=DIGITS), None)
     with pytest.raises(ConfigurationError, match="has no recipe 'clairvoyance'"):
         check_ready(Manifest(run="test", recipe=RecipeRef(name="clairvoyance")), None)
     own = Manifest(run="test", recipe=RecipeRef(name="own.py", digest="0" * 64))
@@ -208,8 +214,8 @@ async def test_what_a_trainer_names_is_looked_at_first(tmp_path: Path, recipe: s
 @in_virtual_time
 async def test_a_run_that_has_ended() -> None:
     session: Any = SimpleNamespace(hub=MemoryHub("test").connect("ada"), subjects=Subjects("test"))
-    endless = Manifest(run="test", recipe=RecipeRef(name="digits"))
-    ending = Manifest(run="test", recipe=RecipeRef(name="digits"), settings=(Settings(end_epoch=1),))
+    endless = Manifest(run="test", recipe=DIGITS)
+    ending = Manifest(run="test", recipe=DIGITS, settings=(Settings(end_epoch=1),))
     coordinator = Identity.temporary()
     lineage = Lineage(session.hub.store("lineage"), "test")
     await lineage.start()
@@ -230,6 +236,22 @@ async def test_a_run_that_has_ended() -> None:
     assert await last_epoch(session, endless) is None
     await lineage.close()
     await session.hub.close()
+
+
+async def test_who_leaves_while_the_state_is_loaded_is_let_go(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    run = MemoryRun(clock=SystemClock())
+    await run.open()
+    peer: Any = await run.join("Ada")
+    stop, board, manifest = asyncio.Event(), NoticeBoard.of(peer.session), Manifest(run="test", recipe=DIGITS)
+    stop.set()
+    options = TrainOptions(batch_size=4, threads=1)
+    async with asyncio.timeout(60.0):
+        await training._train(peer, board, manifest, options, StateConfig(), stop, True)
+    assert "You left before training began" in capfd.readouterr().err
+    await run.close()
 
 
 # What it says

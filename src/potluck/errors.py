@@ -3,7 +3,8 @@
     PotluckError
     ├── ConfigurationError          your input is wrong: fix it and start again (exit code 2)
     │   ├── LinkFormatError         a join link that cannot be read
-    │   └── CertificateError        the hub's certificate is not the one the link names
+    │   ├── CertificateError        the hub's certificate is not the one the link names
+    │   └── RoleRefusedError        a role that the link does not allow; names those that it does
     ├── AccessError                 the hub knows you and says no
     │   ├── NotAdmittedError        no valid invite, token or approval
     │   ├── BannedError             banned by an organiser
@@ -21,6 +22,7 @@
     │   ├── PeerUnreachableError    no path to it, or it left
     │   ├── NotFiniteError          its values hold NaN or infinity
     │   └── ProtocolError           it sent something that does not decode, or breaks a rule
+    ├── StoppedError                this peer was told to leave while it waited for others: leave
     └── FatalError                  stop: going on would lose or corrupt work
 
 A message says what happened, with which value, what follows from it, and what to do.
@@ -43,6 +45,14 @@ class LinkFormatError(ConfigurationError):
 
 class CertificateError(ConfigurationError):
     """The hub presented a certificate other than the one the join link names."""
+
+
+class RoleRefusedError(ConfigurationError):
+    """The hub lets this member in only as something else."""
+
+    def __init__(self, message: str, allowed: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.allowed = allowed
 
 
 class AccessError(PotluckError):
@@ -111,6 +121,10 @@ class NotFiniteError(PeerError):
 
 class ProtocolError(PeerError):
     """A peer sent something that does not decode, or that breaks a rule of the protocol."""
+
+
+class StoppedError(PotluckError):
+    """This peer was told to leave while it waited for others."""
 
 
 class FatalError(PotluckError):

@@ -6,7 +6,8 @@
 
 A notebook can only dial out, so this is a client peer, and it reaches the hub by WebSocket, which notebook services let
 through. Training runs in a thread of its own; the cell's thread draws, and stopping the cell (KeyboardInterrupt) is
-what Ctrl-C is on the command line: the step under way is finished, and the run is left in good order.
+what Ctrl-C is on the command line: the step under way is finished, what was done is handed in, and the run is left in
+good order; stopping it again leaves at once.
 """
 
 from __future__ import annotations
@@ -16,18 +17,24 @@ import html
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from potluck.errors import ConfigurationError
+from potluck.errors import ConfigurationError, StoppedError
 from potluck.hub.joinlink import JoinLink
 from potluck.monitor.lossplot import plot_loss
 from potluck.optim.progress.tracker import RunProgress
 from potluck.peer import environment
 from potluck.recipes.catalogue import open_recipe
+from potluck.recipes.reference import compile_source, read_source
 from potluck.run.joined import Joined, join
+from potluck.training.leaving import HAND_IN_SECONDS, train_and_hand_in
+from potluck.training.machine import find_device
 from potluck.training.manifest import Manifest
 from potluck.training.notice import NoticeBoard
+from potluck.training.readiness import check_ready, last_epoch
+from potluck.training.receipts import receipts_folder, receipts_path
 from potluck.training.trainer import TrainConfig, Trainer, TrainProgress
 
 DRAW_EVERY_SECONDS = 2.0
@@ -43,20 +50,33 @@ def take_part(
     batch_size: int | None = None,
     device: str = "",
     max_steps: int | None = None,
+    hand_in_seconds: float = HAND_IN_SECONDS,
 ) -> None:
     """Train with the others until the run ends or the cell is stopped.
 
     `link` is the join link (else POTLUCK_LINK); `name` what you want to be called; `recipe` your copy of the run's
-    recipe, where its organiser wrote one. Batch size and device are found by trial unless given.
+    recipe, where its organiser wrote one. Batch size and device are found by trial unless given. On leaving, the next
+    epoch is waited for so long, to hand in what was done.
     """
     screen = _screen()
     config = TrainConfig(batch_size=batch_size, device=device, max_steps=max_steps)
+    find_device(device)  # before anybody is looked for
+    copy = None if recipe is None else Path(recipe)
+    if copy is not None:
+        compile_source(read_source(copy), copy)
     try:
         with _joined(link, name, screen) as run:
-            board = _follow_manifest(run, screen)
-            _train(run, board, None if recipe is None else Path(recipe), config, screen)
+            board, first = _follow_manifest(run, screen)
+            check_ready(first, copy)
+            if (epoch := run.call(last_epoch(run.peer.session, first))) is not None:
+                screen.show(f"<p>This run is over: it ended with epoch {epoch}, and nothing is left to train.</p>")
+                return
+            config = replace(config, receipts=receipts_path(receipts_folder(), first.run))
+            _train(run, board, copy, config, hand_in_seconds, screen)
+    except StoppedError:
+        screen.show("<p>You left before training began.</p>")
     except KeyboardInterrupt:
-        screen.show("<p>Stopped before training began.</p>")
+        screen.show("<p>You have left.</p>")
 
 
 def _joined(link: str, name: str, screen: Screen) -> Joined:
@@ -75,19 +95,27 @@ def _joined(link: str, name: str, screen: Screen) -> Joined:
     )
 
 
-def _follow_manifest(run: Joined, screen: Screen) -> NoticeBoard:
+def _follow_manifest(run: Joined, screen: Screen) -> tuple[NoticeBoard, Manifest]:
     board = NoticeBoard.of(run.peer.session)
     run.attach(board.close)
     run.call(board.start())
     if board.manifest is None:
         screen.show("<p>You are in. The organiser has not said yet what to train …</p>")
-    run.call(board.first())
+    first = run.call(board.first())
     screen.show("<p>You are in. Loading the model …</p>")
-    return board
+    return board, first
 
 
-def _train(run: Joined, board: NoticeBoard, recipe: Path | None, config: TrainConfig, screen: Screen) -> None:
+def _train(
+    run: Joined,
+    board: NoticeBoard,
+    recipe: Path | None,
+    config: TrainConfig,
+    hand_in_seconds: float,
+    screen: Screen,
+) -> None:
     stop, picture = threading.Event(), Picture(run.peer.session.subjects.run)
+    why_not: list[str] = []  # the last samples do not count, if so
 
     def newest() -> Manifest:
         assert board.manifest is not None  # it was waited for
@@ -95,20 +123,34 @@ def _train(run: Joined, board: NoticeBoard, recipe: Path | None, config: TrainCo
 
     def work() -> TrainProgress:
         first = newest()
-        trainer = Trainer(run, newest, open_recipe(first.recipe, first.model, recipe), config, picture.add)
+        run.is_leaving = stop.is_set
+        chosen = replace(config, state=replace(config.state, on_progress=picture.load))
+        trainer = Trainer(run, newest, open_recipe(first.recipe, first.model, recipe), chosen, picture.add)
         picture.ask = lambda: trainer.optimizer.collaboration.latest
-        return trainer.train(stop)
+        return train_and_hand_in(
+            trainer,
+            stop,
+            hand_in_seconds,
+            on_handing_in=lambda samples: screen.show(
+                f"<p>Handing in your last {samples:,} samples with the next epoch … Stop the cell to leave at once.</p>"
+            ),
+            on_failure=why_not.append,
+        )
 
-    with ThreadPoolExecutor(1, "potluck-train") as pool:
-        training = pool.submit(work)
+    pool = ThreadPoolExecutor(1, "potluck-train")
+    training = pool.submit(work)
+    try:
         try:
             _watch(training, picture, screen)
         except KeyboardInterrupt:
             screen.show("<p>Leaving: the step under way is finished first …</p>")
-        finally:
-            stop.set()
+        stop.set()
         last = training.result()
-    screen.show(picture.html(f"You gave {last.samples:,} samples, up to epoch {last.epoch}. Thank you!"))
+    finally:
+        stop.set()
+        pool.shutdown(wait=training.done())  # whoever stops the cell again does not wait: the run is left with this
+    thanks = f"You gave {last.samples:,} samples, up to epoch {last.epoch}. Thank you!"
+    screen.show(picture.html(" ".join([thanks, *why_not])))
 
 
 def _watch(training: Future[TrainProgress], picture: Picture, screen: Screen) -> None:
@@ -116,6 +158,9 @@ def _watch(training: Future[TrainProgress], picture: Picture, screen: Screen) ->
         wait([training], timeout=DRAW_EVERY_SECONDS)
         if picture.progress is not None:
             screen.show(picture.html())
+        elif picture.loaded is not None:
+            here, of = (num_bytes / 1e6 for num_bytes in picture.loaded)
+            screen.show(f"<p>You are in. Loading the run's state: {here:.0f} of {of:.0f} MB …</p>")
 
 
 class Picture:
@@ -123,11 +168,17 @@ class Picture:
 
     def __init__(self, run: str) -> None:
         self.progress: TrainProgress | None = None
+        self.loaded: tuple[int, int] | None = None
+        """Bytes of the run's state that are here, and all of them, while it is loaded."""
         self.ask: Callable[[], RunProgress | None] = lambda: None
         """The coordinator's newest word on the run."""
 
         self._run = run
         self.points: list[tuple[float, float]] = []
+
+    def load(self, here_bytes: int, all_bytes: int) -> None:
+        """So much of the run's state is here."""
+        self.loaded = here_bytes, all_bytes
 
     def add(self, progress: TrainProgress) -> None:
         """This peer has got further."""

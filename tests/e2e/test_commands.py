@@ -241,9 +241,10 @@ def test_a_host_ends_and_goes_on_where_it_was(terminal: Terminal) -> None:
 
 def test_the_doctor_looks_at_this_machine(terminal: Terminal) -> None:
     found = terminal.ask("doctor")
-    assert [check["name"] for check in found["checks"]] == ["python", "processors", "memory", "disk", "open files"]
+    names = ["potluck", "torch", "processors", "device", "memory", "disk", "open files"]
+    assert [check["name"] for check in found["checks"]] == names
     text = terminal.run("doctor")
-    assert "python" in text
+    assert "Python" in text
 
 
 def test_the_doctor_looks_at_the_way_into_a_run(party: Party) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from commandline import PATIENCE_SECONDS, Party, Terminal, until_event
+from commandline import PATIENCE_SECONDS, RUN, Party, Terminal, until_event
 
 
 def test_invites(party: Party) -> None:
@@ -19,7 +19,7 @@ def test_invites(party: Party) -> None:
     [row] = [row for row in party.ask("invites") if row["id"] == made["id"]]
     assert (row["used"], row["state"], row["note"]) == ("1 of 2", "valid", "for the neighbours")
     refused = party.terminal.refuse("join", made["link"], *party.key("Aux"), "--role", "aux", code=2)
-    assert "only as trainer" in refused
+    assert "only as trainer or observer, not as aux" in refused
     assert "revoked" in party.members("revoke", made["id"])
     assert "revoked" in party.members("invites")
     assert "revoked" in party.terminal.refuse("join", made["link"], *party.key("Ben"), code=1)
@@ -29,6 +29,26 @@ def test_invites(party: Party) -> None:
     assert link is not None
     observer = party.join("Olga", link.group(), "--role", "observer")
     assert party.member(until_event(observer, "joined")["peer"])["role"] == "observer"
+    helper = party.join("Hilde", link.group())
+    assert party.member(until_event(helper, "joined")["peer"])["role"] == "aux", "the link allows no trainer"
+
+
+def test_whoever_was_invited_may_look_before_and_after_joining(party: Party) -> None:
+    made = party.ask("invite")
+    for command in (("monitor", "--once"), ("leaderboard",)):
+        party.terminal.ask(command[0], made["link"], *command[1:])
+    party.joined("Ines", made["link"])
+    assert party.terminal.ask("monitor", made["link"], "--once")["run"] == RUN
+    [row] = [row for row in party.ask("invites") if row["id"] == made["id"]]
+    assert row["used"] == "1 of 1"
+    assert "as many peers as it may" in party.terminal.refuse("join", made["link"], *party.key("Jan"), code=1)
+
+
+def test_who_looks_without_an_invite_leaves_no_request(party: Party) -> None:
+    before = party.ask("requests")
+    said = party.terminal.refuse("monitor", str(replace(party.link, invite="")), "--once", code=1)
+    assert "ask an organiser for a link" in said
+    assert party.ask("requests") == before
 
 
 def test_who_has_no_invite_waits_and_gets_in_when_approved(party: Party) -> None:

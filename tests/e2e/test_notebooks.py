@@ -59,6 +59,7 @@ def test_both_notebooks_train_until_the_run_ends_or_the_cell_is_stopped(terminal
         thanks = re.search(r"You gave ([\d,]+) samples, up to epoch (\d+)", page)
         assert thanks, page
         assert int(thanks.group(1).replace(",", "")) > 0
+        assert list((terminal.folder / notebook.name / "potluck" / "receipts").glob("*.jsonl")), "it has its receipts"
     assert "up to epoch 12" in kaggle.output()
     board = terminal.ask("leaderboard", link, patience_seconds=LONG_SECONDS)
     assert {row["name"] for row in board["peers"]} == {"colab", "kaggle"}

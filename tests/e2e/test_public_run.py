@@ -67,6 +67,9 @@ def test_what_changes_in_run_toml_is_followed_by_all(terminal: Terminal) -> None
     organiser = Organiser(terminal)
     host, link = organiser.host()
     ada = organiser.join(link, "Ada", "--batch-size", "64")
+    few = organiser.join(link, "Few", "--batch-size", "8", "--max-steps", "3")
+    assert few.wait(LONG_SECONDS) == 0, few.output()
+    assert until_event(few, "trained")["steps"] == 3
     until_epoch(ada, 2)
     end(host)
     organiser.edit("end_epoch = 0 ", "end_epoch = 9 ")
@@ -74,6 +77,10 @@ def test_what_changes_in_run_toml_is_followed_by_all(terminal: Terminal) -> None
     assert again == link
     assert ada.wait(LONG_SECONDS) == 0, ada.output()
     assert until_event(ada, "trained")["epoch"] >= 9
+    late = organiser.join(link, "Late")
+    assert late.wait(LONG_SECONDS) == 0, late.output()
+    assert until_event(late, "over")["epoch"] >= 9
+    assert "trained" not in {each["event"] for each in events(late)}
     end(host)
     organiser.edit("seed = 0", "seed = 1")
     refused = terminal.refuse("host", organiser.folder, "--folder", terminal.folder / "hub", code=2)

@@ -31,10 +31,14 @@ def test_a_trainer_an_aux_peer_and_what_comes_of_it(fresh_terminal: Terminal) ->
         "20GB",
         "--threads",
         "1",
+        "--device",
+        "cpu",
+        "--verbose",
     )
     ada = terminal.start("train", link, "--json", "--name", "Ada", *options, *place, name="Ada")
     started = until_event(ada, "training")
-    assert (started["batch_size"], started["threads"]) == (48, 1)
+    assert (started["batch_size"], started["threads"], started["device"]) == (48, 1, "cpu")
+    assert "INFO" in ada.output(), "--verbose says more"
     until_epoch(ada, 3)
 
     shown = terminal.ask("visualize", link, "--once", "--recipe", organiser.recipe, patience_seconds=LONG_SECONDS)

@@ -15,10 +15,12 @@ from potluck.errors import (
     HubUnavailableError,
     NotAdmittedError,
     PotluckError,
+    RoleRefusedError,
     SeatsTakenError,
 )
 from potluck.hub.connection import Delivery
 from potluck.hub.guard.lobby import Answer, Application, RefusalCode, waiting_subject
+from potluck.hub.guard.member import Scopes
 from potluck.hub.guard.permissions import lobby_permissions
 from potluck.hub.subjects import Subjects
 from potluck.messages import decode, encode
@@ -111,10 +113,19 @@ async def test_a_valid_invite_lets_in() -> None:
     await house.close()
 
 
+@in_virtual_time
+async def test_a_refused_role_says_which_would_be_allowed() -> None:
+    house = await House(lambda _: refused("role", scopes=Scopes(roles=("aux",)))).open()
+    with pytest.raises(RoleRefusedError) as caught:
+        await house.admit()
+    assert caught.value.allowed == ("aux",)
+    await house.close()
+
+
 REFUSALS: list[tuple[RefusalCode, dict[str, Any], type[PotluckError]]] = [
     ("banned", {}, BannedError),
     ("seats", {"retry_after_seconds": 30.0}, SeatsTakenError),
-    ("role", {}, ConfigurationError),
+    ("role", {}, RoleRefusedError),
     ("version_too_old", {}, ConfigurationError),
     ("version_too_new", {}, ConfigurationError),
     ("token_service_down", {"retry_after_seconds": 5.0}, HubUnavailableError),

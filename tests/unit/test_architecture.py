@@ -102,6 +102,7 @@ def test_importing_potluck_is_light() -> None:
         "potluck.training.ballot",
         "potluck.training.contributions",
         "potluck.training.organising",
+        "potluck.training.readiness",
         "potluck.training.receipts",
         "potluck.training.restoring",
         "potluck.training.runfile",

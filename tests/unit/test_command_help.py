@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 from potluck.cli.main import app
 from potluck.errors import ConfigurationError
+from potluck.training.shards import MAX_READERS
 
 COMMANDS = [
     ["train"],
@@ -32,6 +35,20 @@ def test_a_command_explains_itself(command: list[str]) -> None:
     assert f"potluck {' '.join(command)}" in result.output
 
 
+def test_a_folder_that_is_there_is_written_over_only_if_asked(tmp_path: Path) -> None:
+    def init(*options: str) -> Result:
+        return CliRunner().invoke(app, ["init", str(tmp_path / "my-run"), "--recipe", "digits", *options])
+
+    assert init().exit_code == 0
+    file = tmp_path / "my-run" / "run.toml"
+    first = file.read_text()
+    file.write_text("mine")
+    assert isinstance(init().exception, ConfigurationError)
+    assert file.read_text() == "mine"
+    assert init("--force").exit_code == 0
+    assert file.read_text() == first
+
+
 @pytest.mark.parametrize("group", ["run", "checkpoint", "download"])
 def test_a_group_lists_its_commands(group: str) -> None:
     result = CliRunner().invoke(app, [group, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
@@ -45,6 +62,7 @@ def test_a_group_lists_its_commands(group: str) -> None:
     [
         ["--batch-size", "0"],
         ["--n-workers", "0"],
+        ["--n-workers", str(MAX_READERS + 1)],
         ["--threads", "0"],
         ["--max-steps", "0"],
         ["--hand-in-seconds", "-1"],

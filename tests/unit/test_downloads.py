@@ -114,7 +114,7 @@ def test_something_else_is_never_used(server: Server, tmp_path: Path) -> None:
         fetch(wanted(server, sha256="0" * 64), tmp_path)
     with pytest.raises(ConfigurationError, match="gives more"):
         fetch(wanted(server, num_bytes=1000), tmp_path)
-    with pytest.raises(RetryableError, match="404"):
+    with pytest.raises(ConfigurationError, match="answers 404 Not Found"):
         fetch(wanted(server, url=server.url + "x"), tmp_path)
     with pytest.raises(ConfigurationError, match="MB free"):
         fetch(wanted(server, num_bytes=1 << 60), tmp_path)
@@ -156,3 +156,8 @@ def test_a_recipe_finds_its_files(server: Server, tmp_path: Path, monkeypatch: p
         recipe.file("other.bin")
     assert recipe_class("digits", tmp_path).downloads == ()
     assert downloads.data_folder() == tmp_path / "data"
+
+
+def test_what_is_no_address_is_said_at_once() -> None:
+    with pytest.raises(ConfigurationError, match="is no address"):
+        Download(name="data.bin", url="http://host:port/data.bin", sha256="0" * 64)

@@ -15,6 +15,7 @@ from potluck.hub.guard.invite import (
     after_return,
     after_use,
     check,
+    granted,
     invite_id,
     new_invite,
 )
@@ -67,6 +68,17 @@ def test_uses_are_counted(uses: int | None, tries: int):
             invite = after_use(invite)
             admitted += 1
     assert admitted == (tries if uses is None else min(tries, uses))
+
+
+def test_who_only_looks_is_not_counted_and_may_do_nothing_else():
+    scopes = Scopes(roles=("trainer", "observer"), coordinates=True, trusted=True, seats={"local": 3})
+    invite, secret = new_invite(scopes=scopes, now=NOW, uses=1)
+    used = after_use(invite)
+    assert check(used, secret, "trainer", NOW) == "used_up"
+    assert check(used, secret, "observer", NOW) == "valid"
+    assert check(msgspec.structs.replace(used, revoked=True), secret, "observer", NOW) == "revoked"
+    assert granted(invite, "trainer") == scopes
+    assert granted(invite, "observer") == Scopes(roles=("observer",), seats={"local": 3})
 
 
 def test_a_peer_that_comes_again_soon_is_counted_once():

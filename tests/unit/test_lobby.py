@@ -161,6 +161,32 @@ def test_without_invite_one_waits_and_keeps_ones_place():
     assert lobby.waiting(again.place).place == 3
 
 
+def test_looking_uses_up_no_invite_and_gives_no_other_role():
+    invite, secret = new_invite(scopes=Scopes(roles=("trainer", "observer"), coordinates=True), now=NOW, uses=1)
+    looking = decide(Application(role="observer", invite=secret), facts(invite=invite))
+    assert isinstance(looking, Admit)
+    assert (looking.invite_id, looking.member.scopes) == ("", Scopes(roles=("observer",)))
+    training = decide(Application(role="trainer", invite=secret), facts(invite=invite, member=looking.member))
+    assert isinstance(training, Admit)
+    assert training.invite_id == invite.id, "whoever looked first is counted all the same"
+    assert set(training.member.scopes.roles) == {"trainer", "observer"}
+    used = msgspec.structs.replace(invite, used=1)
+    assert isinstance(decide(Application(role="observer", invite=secret), facts(invite=used)), Admit)
+
+
+def test_who_does_not_ask_leaves_no_request():
+    assert refusal(Application(role="observer", asks=False)) == "closed"
+    mine = AccessRequest(peer=PEER, person=f"key:{PEER}", role="observer")
+    assert isinstance(decide(Application(role="observer", asks=False), facts(request=mine, place=1)), Wait)
+
+
+def test_a_refused_role_is_told_with_what_may_be_done_instead():
+    decision = decide(Application(role="observer", invite=SECRET), facts(invite=INVITE))
+    assert isinstance(decision, Refuse)
+    assert "only as trainer or aux, not as observer" in decision.message
+    assert "potluck join --role trainer" in decision.message
+
+
 def test_the_denied_are_told_so_when_they_ask_again():
     request = AccessRequest(peer=PEER, person=f"key:{PEER}", role="trainer", denied=True, reason="full house")
     decision = decide(Application(role="trainer"), facts(request=request))

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
 
-from potluck.errors import ConfigurationError
-from potluck.notebook import MOST_POINTS, Picture, take_part
+import pytest
+from trainlab import PATIENCE_SECONDS, train_lab
+
+from potluck import notebook
+from potluck.errors import ConfigurationError, StoppedError
+from potluck.notebook import MOST_POINTS, Picture, Screen, take_part
 from potluck.optim.progress.tracker import RunProgress
-from potluck.training.trainer import TrainProgress
+from potluck.recipes.reference import RecipeRef
+from potluck.run.joined import Joined
+from potluck.testing.polling import poll_until_sync
+from potluck.training.manifest import Manifest, Settings, Sync
+from potluck.training.trainer import TrainConfig, TrainProgress
 
 
 def progress(epoch: int, *, paused: bool = False) -> TrainProgress:
@@ -46,6 +58,52 @@ def test_a_long_run_is_thinned_out() -> None:
     assert len(picture.points) <= MOST_POINTS
     assert picture.points[0][0] == 0
     assert picture.points[-1][0] == 5 * MOST_POINTS - 1
+
+
+class Pages:
+    """What a cell has shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    def show(self, page: str) -> None:
+        self.shown.append(page)
+
+
+def stop_cell(monkeypatch: pytest.MonkeyPatch, is_time: Callable[[Picture], bool]) -> list[str]:
+    """Train in a run in memory, and stop the cell when it is time; the pages that it has shown."""
+
+    def watch(training: Future[TrainProgress], picture: Picture, _screen: Screen) -> None:
+        poll_until_sync(lambda: is_time(picture) or training.done(), PATIENCE_SECONDS, "the time to stop")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(notebook, "_watch", watch)
+    manifest = Manifest(
+        run="test",
+        recipe=RecipeRef(name="digits"),
+        settings=(Settings(training=Sync(target_batch_size=1 << 30)),),
+    )
+    board: Any = SimpleNamespace(manifest=manifest)
+    screen = Pages()
+    with train_lab() as lab:
+        notebook._train(lab.join("Ada"), board, None, TrainConfig(batch_size=4, num_threads=1), 60.0, screen)
+    return screen.shown
+
+
+def test_a_cell_that_is_stopped_hands_in_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaving, handing_in, thanks = stop_cell(monkeypatch, lambda picture: picture.progress is not None)
+    assert "Leaving" in leaving
+    assert "Handing in your last" in handing_in
+    assert "up to epoch 1. Thank you!" in thanks
+
+
+def test_a_cell_that_is_stopped_while_the_state_is_loaded_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(run: Joined, *_others: object) -> None:
+        run.call_unless_leaving(asyncio.sleep(600.0))
+
+    monkeypatch.setattr(notebook, "Trainer", load)
+    with pytest.raises(StoppedError):
+        stop_cell(monkeypatch, lambda _picture: True)
 
 
 @pytest.mark.parametrize("link", ["", "potluck://…"])

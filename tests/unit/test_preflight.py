@@ -6,7 +6,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+import potluck
 from potluck.peer import preflight
 from potluck.peer.preflight import GIB, Check, check_clock, check_machine, check_round_trip, worst
 
@@ -25,13 +27,17 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(psutil, "cpu_count", lambda: 8)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: Disk(100 * GIB, 0, 100 * GIB))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (65536, 65536))
+    monkeypatch.setattr(preflight, "NVIDIA_DRIVER", Path("/nowhere"))
     return monkeypatch
 
 
 def test_this_machine_can_be_looked_at(tmp_path: Path) -> None:
     checks = check_machine(tmp_path)
-    assert [check.name for check in checks] == ["python", "processors", "memory", "disk", "open files"]
+    names = ["potluck", "torch", "processors", "device", "memory", "disk", "open files"]
+    assert [check.name for check in checks] == names
     assert all(check.found for check in checks)
+    assert potluck.__version__ in by_name(tmp_path)["potluck"].found
+    assert by_name(tmp_path)["torch"].found == torch.__version__
 
 
 def test_a_good_machine_is_green(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -59,6 +65,35 @@ def test_a_full_disk(machine: pytest.MonkeyPatch, tmp_path: Path, free: int, lev
     disk = by_name(tmp_path)["disk"]
     assert disk.level == level
     assert str(tmp_path) in disk.remedy
+
+
+def test_the_disk_of_each_folder_counts(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    states = tmp_path / "states"
+    states.mkdir()
+    free = {tmp_path: 100 * GIB, states: 0}
+    machine.setattr(preflight.shutil, "disk_usage", lambda place: Disk(100 * GIB, 0, free[place]))
+    disks = [check for check in check_machine(tmp_path, states) if check.name == "disk"]
+    assert [disk.level for disk in disks] == ["green", "red"]
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "version", "level"),
+    [(False, "2.13.0+cpu", "green"), (True, "2.13.0", "green"), (True, "2.13.0+cpu", "yellow")],
+)
+def test_a_gpu_that_torch_cannot_use(
+    machine: pytest.MonkeyPatch, tmp_path: Path, has_gpu: bool, version: str, level: str
+) -> None:
+    driver = tmp_path / "version"
+    if has_gpu:
+        driver.touch()
+    machine.setattr(preflight, "NVIDIA_DRIVER", driver)
+    machine.setattr(preflight, "_torch_version", lambda: version)
+    assert by_name(tmp_path)["device"].level == level
+
+
+def test_a_machine_without_torch(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine.setattr(preflight, "_torch_version", lambda: "")
+    assert by_name(tmp_path)["torch"].level == "yellow"
 
 
 def test_the_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:

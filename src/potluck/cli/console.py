@@ -67,7 +67,8 @@ def tell_alarm(kind: str, text: str, peer: str, as_json: bool) -> None:
     elif text:
         out.print(Text(f"! {text}", style="bold red"))
     else:
-        out.print(Text(f"✓ no longer: {kind}", style="green"))
+        who = f" ({peer[:SHOWN_CHARACTERS]})" if peer else ""
+        out.print(Text(f"✓ no longer: {kind}{who}", style="green"))
 
 
 def show_check(check: Check) -> None:

@@ -24,11 +24,6 @@ def states_folder(run: str, peer: str) -> Path:
     return Path(platformdirs.user_data_dir("potluck")) / "states" / run / peer[:12]
 
 
-def receipts_folder() -> Path:
-    """Where this user's receipts are."""
-    return Path(platformdirs.user_data_dir("potluck")) / "receipts"
-
-
 def run_of_this_folder() -> str:
     """The name in the run.toml of the present folder; empty where there is none that can be read."""
     return said_in(Path("run.toml"), "name")

@@ -36,9 +36,9 @@ def join(
 
     Example: [bold]potluck join 'potluck://hub.example.org:4222/my-first-run?ca=…#…' --name Ada[/bold]
     """
-    from potluck.cli.takingpart import fitting_role, take_part
+    from potluck.cli.takingpart import fitting_roles, take_part
 
-    fit = fitting_role(as_json) if role == "auto" else role
+    fit = fitting_roles(as_json) if role == "auto" else (role,)
     take_part("potluck join", link, fit, person, network, training, backups, as_json=as_json, verbose=verbose)
 
 
@@ -61,7 +61,7 @@ def train(
     """
     from potluck.cli.takingpart import take_part
 
-    take_part("potluck train", link, "trainer", person, network, training, backups, as_json=as_json, verbose=verbose)
+    take_part("potluck train", link, ("trainer",), person, network, training, backups, as_json=as_json, verbose=verbose)
 
 
 @grouped
@@ -89,7 +89,7 @@ def aux(
     take_part(
         "potluck aux",
         link,
-        "aux",
+        ("aux",),
         person,
         network,
         TrainOptions(),

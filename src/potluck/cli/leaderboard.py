@@ -48,8 +48,7 @@ def leaderboard(
 
 def _own_receipts(run: str) -> dict[str, float]:
     """The samples that this machine has receipts for, by peer."""
-    from potluck.cli.folders import receipts_folder
-    from potluck.training.receipts import check_receipts, read_lines, receipts_path
+    from potluck.training.receipts import check_receipts, read_lines, receipts_folder, receipts_path
 
     path = receipts_path(receipts_folder(), run)
     checked, _num_bad = check_receipts(read_lines(path) if path.exists() else ())

@@ -43,9 +43,12 @@ class RoleName(enum.StrEnum):
 def invite(
     run: Run = "",
     folder: Folder = None,
-    uses: Annotated[int, typer.Option(help="How many peers may come in by it; 0 for any number.")] = 1,
+    uses: Annotated[int, typer.Option(help="How many peers may come in by it, observers aside; 0: any.")] = 1,
     days: Annotated[float, typer.Option(help="How long it is valid; 0 for ever.")] = 7.0,
-    roles: Annotated[list[RoleName] | None, typer.Option("--role", help="A role it allows; may be repeated.")] = None,
+    roles: Annotated[
+        list[RoleName] | None,
+        typer.Option("--role", help="A role it allows; may be repeated. Unless given: trainer, and observer to look."),
+    ] = None,
     coordinates: Annotated[bool, typer.Option("--coordinates", help="Those who come in by it may coordinate.")] = False,
     trusted: Annotated[bool, typer.Option("--trusted", help="They may reduce where only trusted peers do.")] = False,
     person: Annotated[str, typer.Option(help="Whose invite it is; seats are counted by person.")] = "",
@@ -66,7 +69,8 @@ def invite(
     from potluck.hub.presence import Role
 
     async def work(organiser: Organiser, record: HostRecord) -> None:
-        allowed = msgspec.convert([role.value for role in roles or (RoleName.TRAINER,)], tuple[Role, ...])
+        wanted = roles or (RoleName.TRAINER, RoleName.OBSERVER)
+        allowed = msgspec.convert([role.value for role in wanted], tuple[Role, ...])
         made, secret = await organiser.create_invite(
             scopes=Scopes(roles=allowed, coordinates=coordinates, trusted=trusted),
             uses=uses or None,

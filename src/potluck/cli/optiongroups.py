@@ -63,11 +63,16 @@ class BackupOptions:
     state_path: o.StatePath = None
 
     def __post_init__(self) -> None:
-        if self.backup_every_step < 0:
-            from potluck.errors import ConfigurationError
+        from potluck.errors import ConfigurationError
 
+        if self.backup_every_step < 0:
             raise ConfigurationError(
                 f"--backup-every-step {self.backup_every_step}: it is a number of epochs, or 0 for never"
+            )
+        if self.state_path is not None and not self.backup_every_step:
+            raise ConfigurationError(
+                f"--state-path {self.state_path} says where backups go, and nothing how often there is one: say that "
+                "too, as in --backup-every-step 100"
             )
 
 

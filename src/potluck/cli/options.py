@@ -49,7 +49,7 @@ RecipeFile = Annotated[
     typer.Option(exists=True, dir_okay=False, help="Your copy of the run's recipe, where the organiser wrote one."),
 ]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples per step; found by trial unless given.")]
-NumWorkers = Annotated[int, typer.Option("--n-workers", min=1, help="Threads that read data.")]
+NumWorkers = Annotated[int, typer.Option("--n-workers", min=1, max=64, help="Threads that read data.")]
 Device = Annotated[str, typer.Option(help="Where to compute, as in cpu or cuda:1; the fastest unless given.")]
 Threads = Annotated[
     int | None,

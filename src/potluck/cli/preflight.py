@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,13 +10,16 @@ if TYPE_CHECKING:
     from potluck.run.peer import Peer
 
 
-def check_this_machine(as_json: bool) -> None:
-    """Say what is not as it should be; ConfigurationError where it cannot work at all."""
+def check_this_machine(as_json: bool, *folders: Path) -> None:
+    """Say what is not as it should be; ConfigurationError where it cannot work at all.
+
+    `folders` are where this peer will write, beside the key it is known by.
+    """
     from potluck.errors import ConfigurationError
     from potluck.peer.identity import default_folder
     from potluck.peer.preflight import check_machine
 
-    checks = check_machine(default_folder())
+    checks = check_machine(default_folder(), *folders)
     for check in checks:
         _tell(check, as_json)
     red = [f"{check.name}: {check.found}; {check.remedy}" for check in checks if check.level == "red"]

@@ -29,8 +29,7 @@ def receipts(
     Examples: [bold]potluck receipts[/bold]; [bold]potluck receipts my-run.jsonl --link 'potluck://…'[/bold]
     """
     from potluck.cli import console
-    from potluck.cli.folders import receipts_folder
-    from potluck.training.receipts import check_receipts, read_lines
+    from potluck.training.receipts import check_receipts, read_lines, receipts_folder
 
     console.set_up_logging(verbose=False)
     paths = files or sorted(receipts_folder().glob("*.jsonl"))

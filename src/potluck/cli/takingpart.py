@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,33 +13,34 @@ from potluck.cli.options import bandwidth_of
 
 if TYPE_CHECKING:
     from potluck.cli.optiongroups import BackupOptions, NetworkOptions, PersonOptions, TrainOptions
+    from potluck.errors import RetryableError
     from potluck.hub.joinlink import JoinLink
     from potluck.hub.presence import Role
     from potluck.peer.session import HubChange
     from potluck.run.peer import Peer, PeerConfig
     from potluck.training.hours import Hours
 
-SOON_SECONDS = 1.0
+RETRY_SECONDS = 60.0  # between two tries to reach a hub that is away at the hours of --schedule
 
 
-def fitting_role(as_json: bool) -> Role:
-    """What this machine can do: train, unless it has too little memory even for a small model."""
+def fitting_roles(as_json: bool) -> tuple[Role, ...]:
+    """What this machine can do, the best first: train, unless it has too little memory even for a small model."""
     from potluck.cli import console
     from potluck.peer.preflight import is_fit_for_training
 
     if is_fit_for_training():
-        return "trainer"
+        return ("trainer", "aux")
     if not as_json:
         console.err.print(
             "This machine has too little memory to train: it helps as an aux peer. (--role trainer insists)"
         )
-    return "aux"
+    return ("aux",)
 
 
 def take_part(
     command: str,
     link: str,
-    role: Role,
+    roles: tuple[Role, ...],
     person: PersonOptions,
     network: NetworkOptions,
     training: TrainOptions,
@@ -48,7 +49,10 @@ def take_part(
     as_json: bool,
     verbose: bool,
 ) -> None:
-    """The whole command, until it is over or Ctrl-C. Without `backups` it keeps no states at all."""
+    """The whole command, until it is over or Ctrl-C. Without `backups` it keeps no states at all.
+
+    Of the roles, the first is taken that the link allows.
+    """
     from potluck.cli import console
     from potluck.cli.joining import parse_link
     from potluck.cli.preflight import check_this_machine
@@ -60,7 +64,7 @@ def take_part(
     parsed = parse_link(link, command)
     up, down = bandwidth_of(network.bandwidth)
     config = PeerConfig(
-        role=role,
+        role=roles[0],
         name=person.name or environment.person_name(),
         link=parsed,
         message=person.message,
@@ -74,10 +78,20 @@ def take_part(
         links=LinkConfig(send_bytes_per_second=up, receive_bytes_per_second=down),
     )
     path = person.identity_path or environment.identity_path()
-    part = Part(link=parsed, identity_path=path, config=config, training=training, backups=backups, as_json=as_json)
+    part = Part(
+        link=parsed,
+        identity_path=path,
+        config=config,
+        roles=roles,
+        training=training,
+        backups=backups,
+        as_json=as_json,
+    )
 
     async def work(stop: asyncio.Event) -> None:
-        check_this_machine(as_json)
+        check_this_machine(as_json, *([backups.state_path] if backups is not None and backups.state_path else []))
+        if "trainer" in roles:
+            await _check_choices(training)
         await part.play(stop)
 
     console.run(console.until_interrupted(work))
@@ -90,12 +104,16 @@ class Part:
     link: JoinLink
     identity_path: Path | None
     config: PeerConfig
+    roles: tuple[Role, ...]
     training: TrainOptions
     backups: BackupOptions | None
     as_json: bool
 
     async def play(self, stop: asyncio.Event) -> None:
         """Take part while it is time to, leave when it is not, and come back when it is."""
+        from potluck.cli import console
+        from potluck.errors import RetryableError
+
         hours = self.training.hours
         if hours is None:
             await self._once(stop)
@@ -107,24 +125,38 @@ class Part:
             closing = asyncio.Event()
             watching = asyncio.create_task(_close_at_end(hours, stop, closing))
             try:
-                ended_itself = await self._once(closing)
+                if await self._once(closing):
+                    return
+            except RetryableError as error:  # whoever is away at ten may be back at eleven
+                _tell_retry(error, self.as_json)
+                await console.unless_stopped(asyncio.sleep(RETRY_SECONDS), stop)
             finally:
                 await tasks.end(watching)
-            if ended_itself:
-                return
 
     async def _once(self, stop: asyncio.Event) -> bool:
         """Take part until told to stop, or the run is over; whether it was over."""
+        from potluck.errors import RoleRefusedError
+
+        for role, other in zip(self.roles, (*self.roles[1:], None), strict=True):
+            try:
+                await self._as(role, stop)
+                break
+            except RoleRefusedError as error:
+                if other not in error.allowed:
+                    raise
+                _tell_other_role(role, other, self.as_json)
+        return not stop.is_set()
+
+    async def _as(self, role: Role, stop: asyncio.Event) -> None:
         from potluck.cli.joining import seated
         from potluck.peer.identity import Identity
 
         path = self.identity_path
         identity: Identity = Identity.open(path) if path is not None else Identity.open_default()
         try:
-            await seated(self.link, identity, self.config, stop, self.as_json, self._stay)
+            await seated(self.link, identity, replace(self.config, role=role), stop, self.as_json, self._stay)
         finally:
             identity.close()
-        return not stop.is_set()
 
     async def _stay(self, peer: Peer, stop: asyncio.Event) -> None:
         """Do our part, and tell who comes and goes, until asked to stop, or until the hub throws us out."""
@@ -149,6 +181,34 @@ class Part:
             await tasks.end(preflight)
             end()
             end_hub()
+
+
+async def _check_choices(training: TrainOptions) -> None:
+    """Look at what a trainer has named, before anybody is looked for; ConfigurationError where it cannot be used."""
+    from potluck.cli import console
+    from potluck.recipes.reference import compile_source, read_source
+
+    if training.recipe is not None:
+        compile_source(read_source(training.recipe), training.recipe)
+    if training.device:  # it takes torch to tell, whose import comes now instead of later
+        machine = await console.import_slowly("potluck.training.machine")
+        machine.find_device(training.device)
+
+
+def _tell_other_role(role: Role, other: Role | None, as_json: bool) -> None:
+    from potluck.cli import console
+
+    if not as_json:
+        console.err.print(f"This link allows no {role}: this machine helps as an {other} peer.")
+
+
+def _tell_retry(error: RetryableError, as_json: bool) -> None:
+    from potluck.cli import console
+
+    if as_json:
+        console.print_json({"event": "trying again", "seconds": RETRY_SECONDS, "reason": str(error)})
+    else:
+        console.err.print(f"{error}. Trying again in {RETRY_SECONDS:.0f} s. Ctrl-C ends it.", markup=False)
 
 
 def _tell_joined(peer: Peer, as_json: bool) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from potluck.training.helping import AuxiliaryWork
     from potluck.training.manifest import Manifest
     from potluck.training.notice import NoticeBoard
-    from potluck.training.trainer import Trainer, TrainProgress
+    from potluck.training.trainer import TrainProgress
 
 
 async def train(
@@ -26,15 +26,23 @@ async def train(
     """Train what the manifest says, in a thread of its own, until `stop`, the end of the run, or of our membership."""
     from potluck.cli import console
     from potluck.training.notice import NoticeBoard
+    from potluck.training.readiness import check_ready, last_epoch
 
-    await console.import_slowly("potluck.training.trainer")  # needed below
+    importing = asyncio.create_task(console.import_slowly("potluck.training.leaving"), name="import")  # takes longest
     board = NoticeBoard.of(peer.session)
     try:
         manifest = await _first_manifest(peer, board, stop, as_json)
-        if manifest is not None:
-            state = _state_config(backups, manifest.run, peer.peer_id)
-            await _train(peer, board, manifest, options, state, stop, as_json)
+        if manifest is None:
+            return
+        check_ready(manifest, options.recipe)
+        if (epoch := await last_epoch(peer.session, manifest)) is not None:
+            _tell_over(epoch, as_json)
+            return
+        await importing
+        state = _state_config(backups, manifest.run, peer.peer_id)
+        await _train(peer, board, manifest, options, state, stop, as_json)
     finally:
+        await tasks.end(importing)
         await board.close()
 
 
@@ -102,15 +110,17 @@ async def _train(
     as_json: bool,
 ) -> None:
     from potluck.cli import console
-    from potluck.cli.folders import receipts_folder
+    from potluck.cli.loading import Loading
+    from potluck.errors import StoppedError
     from potluck.recipes.catalogue import open_recipe
     from potluck.run.joined import Joined
     from potluck.run.loopthread import RunningLoop
-    from potluck.training.receipts import receipts_path
+    from potluck.training.leaving import train_and_hand_in
+    from potluck.training.receipts import receipts_folder, receipts_path
     from potluck.training.trainer import TrainConfig, Trainer
 
-    _check_protocol(first)
     recipe = open_recipe(first.recipe, first.model, options.recipe)
+    loading = Loading(as_json)
     config = TrainConfig(
         batch_size=options.batch_size,
         device=options.device,
@@ -119,7 +129,7 @@ async def _train(
         num_readers=options.n_workers,
         num_threads=options.threads,
         max_memory_bytes=options.max_memory_bytes,
-        state=state,
+        state=replace(state, on_progress=loading.tell),
     )
     loop = RunningLoop.of_this_thread()
     end = threading.Event()
@@ -133,7 +143,9 @@ async def _train(
 
     def work() -> TrainProgress:
         with Joined(started, loop) as run:
-            trainer = Trainer(run, newest, recipe, config, tell)
+            run.is_leaving = end.is_set
+            with loading:
+                trainer = Trainer(run, newest, recipe, config, tell)
             figures = {"batch_size": trainer.batch_size, "device": str(trainer.device), "threads": trainer.num_threads}
             if as_json:
                 console.print_json({"event": "training", "recipe": first.recipe.name, **figures})
@@ -142,63 +154,46 @@ async def _train(
                     f"Training {first.recipe.name} on {trainer.device} in batches of {trainer.batch_size}, with "
                     f"{console.count(trainer.num_threads, 'thread')}. Ctrl-C hands in what you have done, and leaves."
                 )
-            last = trainer.train(end)
-            handed_in = _hand_in(trainer, options.hand_in_seconds, as_json)
-            return replace(last, handed_in=handed_in, epoch=trainer.optimizer.epoch)
+            return train_and_hand_in(
+                trainer,
+                end,
+                options.hand_in_seconds,
+                on_handing_in=lambda samples: _tell_handing_in(samples, as_json),
+                on_failure=lambda why: console.err.print(why, markup=False),
+            )
 
     stopping = asyncio.create_task(stop.wait())
     stopping.add_done_callback(lambda _task: end.set())
     try:
         last = await asyncio.to_thread(work)
+    except StoppedError:
+        console.err.print("You left before training began.")
+        return
     finally:
         end.set()
         await tasks.end(stopping)
     if as_json:
-        console.print_json({"event": "trained", **_figures(last)})
+        console.print_json({"event": "trained", **_figures(last, len(peer.session.roster))})
     else:
         console.out.print(f"You gave {console.count(last.samples, 'sample')} up to epoch {last.epoch}. Thank you!")
 
 
-def _hand_in(trainer: Trainer, seconds: float, as_json: bool) -> int:
-    """Bring what is done for the next epoch into it, before leaving; how many samples that were."""
+def _tell_over(epoch: int, as_json: bool) -> None:
     from potluck.cli import console
-    from potluck.errors import PotluckError
 
-    samples = trainer.unfinished_samples
-    if not samples or seconds <= 0:
-        return 0
+    if as_json:
+        console.print_json({"event": "over", "epoch": epoch})
+    else:
+        console.out.print(f"This run is over: it ended with epoch {epoch}, and nothing is left to train.")
+
+
+def _tell_handing_in(samples: int, as_json: bool) -> None:
+    from potluck.cli import console
+
     if as_json:
         console.print_json({"event": "handing in", "samples": samples})
     else:
         console.out.print(f"Handing in your last {console.count(samples, 'sample')} with the next epoch …")
-    try:
-        handed_in = trainer.hand_in(seconds)
-    except PotluckError as error:  # nothing is to be done about it any more: say it, and leave
-        console.err.print(f"They could not be handed in: {error}", markup=False)
-        return 0
-    if not handed_in and not as_json:
-        console.out.print(
-            f"The next epoch does not come within {seconds:.0f} s: they do not count. (--hand-in-seconds)"
-        )
-    return handed_in
-
-
-def _check_protocol(manifest: Manifest) -> None:
-    """ConfigurationError when the run speaks of things that this Potluck does not know."""
-    import potluck
-    from potluck.errors import ConfigurationError
-    from potluck.messages import PROTOCOL_VERSION
-
-    if manifest.protocol > PROTOCOL_VERSION:
-        raise ConfigurationError(
-            f"this Potluck ({potluck.__version__}, protocol {PROTOCOL_VERSION}) is too old for the run, which speaks "
-            f"protocol {manifest.protocol}: update it (pip install --upgrade potluck)"
-        )
-    if manifest.protocol < PROTOCOL_VERSION:
-        raise ConfigurationError(
-            f"the run speaks protocol {manifest.protocol}, and this Potluck ({potluck.__version__}) protocol "
-            f"{PROTOCOL_VERSION}: ask the organiser to update, or install their version"
-        )
 
 
 def _teller(as_json: bool, num_peers: Callable[[], int]) -> Callable[[TrainProgress], None]:
@@ -209,7 +204,7 @@ def _teller(as_json: bool, num_peers: Callable[[], int]) -> Callable[[TrainProgr
     def tell(progress: TrainProgress) -> None:
         nonlocal told_epoch
         if as_json:
-            console.print_json({"event": "progress", **_figures(progress)})
+            console.print_json({"event": "progress", **_figures(progress, num_peers())})
         elif progress.epoch != told_epoch:
             told_epoch = progress.epoch
             console.out.print(
@@ -222,7 +217,7 @@ def _teller(as_json: bool, num_peers: Callable[[], int]) -> Callable[[TrainProgr
     return tell
 
 
-def _figures(progress: TrainProgress) -> dict[str, Any]:
+def _figures(progress: TrainProgress, num_peers: int) -> dict[str, Any]:
     return {
         "epoch": progress.epoch,
         "steps": progress.steps,
@@ -231,4 +226,5 @@ def _figures(progress: TrainProgress) -> dict[str, Any]:
         "samples_per_second": progress.samples_per_second,
         "paused": progress.paused,
         "handed_in": progress.handed_in,
+        "peers": num_peers,
     }

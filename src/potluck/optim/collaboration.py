@@ -199,7 +199,7 @@ def join_collaboration(run: Joined, config: CollaborationConfig, codec: CodecSpe
         await collaboration.start()
         return collaboration
 
-    run.call(until_hub_is_there(run.peer.session))
+    run.call_unless_leaving(until_hub_is_there(run.peer.session))
     collaboration = run.call(start())
     run.attach(collaboration.close)
     return collaboration

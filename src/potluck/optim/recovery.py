@@ -92,7 +92,7 @@ class Recovery:
             patience = self._config.load_state_timeout_seconds
             listener = Listener(self._method, self._collaboration)
             resuming = source.resume(base=self._method.tensors(), timeout_seconds=patience)
-            snapshot = self._run.call(listener.during(resuming))
+            snapshot = self._run.call_unless_leaving(listener.during(resuming))
             if snapshot is not None:
                 self.counts["resumed"] += 1
                 self._load(snapshot)
@@ -151,7 +151,7 @@ class Recovery:
             wanted = max(at_least_epoch, self._collaboration.epoch)
             fetching = source.fetch(at_least_epoch=wanted, base=self._method.tensors(), timeout_seconds=left)
             try:
-                return self._run.call(listener.during(fetching))
+                return self._run.call_unless_leaving(listener.during(fetching))
             except RetryableError as error:
                 self.counts["failed_fetches"] += 1
                 logger.info("the run's state was not to be had yet: %s", error)
@@ -185,7 +185,7 @@ class Recovery:
         if self._mending_seconds > MEND_ALLOWANCE_SECONDS + MEND_SHARE * (now - self._began_at):
             return False
         try:
-            snapshot = self._run.call(
+            snapshot = self._run.call_unless_leaving(
                 source.repair(epoch=self.epoch, base=self._method.tensors(), timeout_seconds=MEND_SECONDS)
             )
         except RetryableError as error:

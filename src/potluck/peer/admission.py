@@ -21,6 +21,7 @@ from potluck.errors import (
     PotluckError,
     ProtocolError,
     RetryableError,
+    RoleRefusedError,
     SeatsTakenError,
 )
 from potluck.hub.connection import Delivery, HubConnection
@@ -193,7 +194,9 @@ def refusal(answer: Answer) -> AccessError | ConfigurationError | HubUnavailable
         return BannedError(answer.message)
     if answer.code == "seats":
         return SeatsTakenError(answer.message)
-    if answer.code in ("role", "version_too_old", "version_too_new"):
+    if answer.code == "role":
+        return RoleRefusedError(answer.message, answer.scopes.roles if answer.scopes is not None else ())
+    if answer.code in ("version_too_old", "version_too_new"):
         return ConfigurationError(answer.message)
     if answer.code in TRY_LATER and answer.retry_after_seconds is not None:
         return HubUnavailableError(f"{answer.message} (again in {answer.retry_after_seconds:.0f} s)")

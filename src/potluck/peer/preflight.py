@@ -5,6 +5,7 @@ Green: fine. Yellow: it will work, but worse than it could. Red: it cannot work 
 
 from __future__ import annotations
 
+import importlib.metadata
 import resource
 import shutil
 import sys
@@ -15,10 +16,12 @@ from typing import Literal
 
 import psutil
 
+import potluck
 from potluck.peer.hubtime import WRONG_CLOCK_SECONDS
 
 Level = Literal["green", "yellow", "red"]
 
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 GIB = 1 << 30
 LITTLE_MEMORY_BYTES = 2 * GIB
 LEAST_TRAINING_BYTES = GIB // 2
@@ -49,9 +52,18 @@ def is_fit_for_training() -> bool:
     return psutil.virtual_memory().available >= LEAST_TRAINING_BYTES
 
 
-def check_machine(folder: Path) -> list[Check]:
-    """Python, processors, memory, disk and open files of this machine; `folder` is where Potluck will write."""
-    return [_check_python(), _check_processors(), _check_memory(), _check_disk(folder), _check_open_files()]
+def check_machine(*folders: Path) -> list[Check]:
+    """Versions, processors, device, memory, disk and open files here; `folders` are where Potluck will write."""
+    torch = _torch_version()
+    return [
+        _check_versions(),
+        _check_torch(torch),
+        _check_processors(),
+        _check_device(torch),
+        _check_memory(),
+        *(_check_disk(folder) for folder in folders),
+        _check_open_files(),
+    ]
 
 
 def check_clock(error_seconds: float) -> Check:
@@ -73,9 +85,35 @@ def check_round_trip(seconds: float) -> Check:
     return Check(name="hub", level="yellow", found=found, remedy="a slow or busy line: stop other downloads if you can")
 
 
-def _check_python() -> Check:
-    found = ".".join(map(str, sys.version_info[:3]))
-    return Check(name="python", level="green", found=found)
+def _check_versions() -> Check:
+    """Whether they fit the run, the hub says; and where Python is too old, Potluck could not be installed."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    return Check(name="potluck", level="green", found=f"{potluck.__version__}, Python {python}")
+
+
+def _torch_version() -> str:
+    """By what is installed, since its import takes seconds; empty where it is not."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _check_torch(version: str) -> Check:
+    if version:
+        return Check(name="torch", level="green", found=version)
+    return Check(name="torch", level="yellow", found="not installed", remedy="it is needed to train: pip install torch")
+
+
+def _check_device(torch_version: str) -> Check:
+    """Whether a GPU lies idle; which device is used in the end, torch decides."""
+    if not NVIDIA_DRIVER.exists():
+        return Check(name="device", level="green", found="no NVIDIA GPU")
+    if not torch_version.endswith("+cpu"):
+        return Check(name="device", level="green", found="an NVIDIA GPU")
+    remedy = "install a torch for CUDA (https://pytorch.org): training is many times faster then"
+    found = f"an NVIDIA GPU, which torch {torch_version} cannot use"
+    return Check(name="device", level="yellow", found=found, remedy=remedy)
 
 
 def _check_processors() -> Check:

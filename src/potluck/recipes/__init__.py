@@ -2,7 +2,7 @@
 
 recipe.py      Recipe: the interface, and all that a recipe of your own has to fill in
 downloads.py   files that a recipe needs: fetched, resumed, checked
-catalogue.py   recipes by name or by file, and the digest that pins a file;  reference.py: how a manifest names one
+catalogue.py   recipes by name or by file;  reference.py: how a manifest names one, and the digest that pins a file
 stdlib_lm.py   a byte-level language model on the source of Python's own standard library
 digits.py      a small classifier on scikit-learn's digits
 """

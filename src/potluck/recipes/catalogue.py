@@ -6,7 +6,6 @@ code comes from the hub.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -18,10 +17,7 @@ from typing import Any
 import potluck
 from potluck.errors import ConfigurationError
 from potluck.recipes.recipe import Recipe, configured
-from potluck.recipes.reference import RecipeRef
-
-BUILT_IN = {"digits": "potluck.recipes.digits", "stdlib-lm": "potluck.recipes.stdlib_lm"}
-MAX_FILE_BYTES = 1024 * 1024
+from potluck.recipes.reference import BUILT_IN, RecipeRef, check_copy, compile_source, digest_of, read_source
 
 
 def refer_to(name: str, folder: Path) -> RecipeRef:
@@ -29,7 +25,7 @@ def refer_to(name: str, folder: Path) -> RecipeRef:
     if name in BUILT_IN:
         return RecipeRef(name=name, version=potluck.__version__)
     path = folder / name
-    return RecipeRef(name=path.name, digest=_digest(_read(path)))
+    return RecipeRef(name=path.name, digest=digest_of(read_source(path)))
 
 
 def recipe_class(name: str, folder: Path) -> type[Recipe[Any]]:
@@ -43,45 +39,10 @@ def open_recipe(ref: RecipeRef, options: Mapping[str, Any], file: Path | None = 
 
 
 def _load(ref: RecipeRef, file: Path | None) -> type[Recipe[Any]]:
-    if not ref.digest:
-        if ref.name not in BUILT_IN:
-            known = ", ".join(sorted(BUILT_IN))
-            raise ConfigurationError(
-                f"this Potluck ({potluck.__version__}) has no recipe {ref.name!r}, only {known}: the run was made with "
-                f"version {ref.version or 'unknown'}, install that one"
-            )
+    source = check_copy(ref, file)
+    if file is None or not ref.digest:
         return _only_recipe_in(importlib.import_module(BUILT_IN[ref.name]), ref.name)
-    if file is None:
-        raise ConfigurationError(
-            f"this run trains a recipe of its organiser's own, {ref.name}: get the file from them, look at it, and "
-            "name it by --recipe"
-        )
-    source = _read(file)
-    if _digest(source) != ref.digest:
-        raise ConfigurationError(
-            f"{file} is not the recipe of this run: its digest is {_digest(source)[:12]}…, the run's is "
-            f"{ref.digest[:12]}…. Get the file again from the organiser"
-        )
     return _only_recipe_in(_execute(source, file, ref.digest), str(file))
-
-
-def _read(path: Path) -> bytes:
-    try:
-        source = path.read_bytes()
-    except OSError as error:
-        known = ", ".join(sorted(BUILT_IN))
-        raise ConfigurationError(
-            f"there is no recipe {path.name!r}: it is neither built in ({known}) nor a file that can be read ({error})"
-        ) from error
-    if len(source) > MAX_FILE_BYTES:
-        raise ConfigurationError(
-            f"{path} has {len(source)} bytes: a recipe is one small file, of {MAX_FILE_BYTES} at most"
-        )
-    return source
-
-
-def _digest(source: bytes) -> str:
-    return hashlib.sha256(source.replace(b"\r\n", b"\n")).hexdigest()  # the same text on every system
 
 
 def _execute(source: bytes, path: Path, digest: str) -> Any:
@@ -89,13 +50,14 @@ def _execute(source: bytes, path: Path, digest: str) -> Any:
     name = f"potluck_recipe_{digest[:16]}"
     if name in sys.modules:
         return sys.modules[name]
+    code = compile_source(source, path)
     spec = importlib.util.spec_from_loader(name, loader=None, origin=str(path))
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     module.__file__ = str(path)
     sys.modules[name] = module  # where classes look up their annotations
     try:
-        exec(compile(source, str(path), "exec"), module.__dict__)  # the user named this file
+        exec(code, module.__dict__)  # the user named this file
     except Exception as error:
         del sys.modules[name]
         raise ConfigurationError(f"the recipe {path} cannot be used: {type(error).__name__}: {error}") from error

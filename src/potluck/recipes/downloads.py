@@ -20,6 +20,7 @@ from potluck.errors import ConfigurationError, RetryableError
 from potluck.peer import environment
 
 TIMEOUT_SECONDS = 30.0
+MAY_PASS = (httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_EARLY, httpx.codes.TOO_MANY_REQUESTS)
 SPARE_BYTES = 100 * 1000 * 1000  # on the disk, beside the file
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[\w.-]{1,100}")
@@ -51,6 +52,10 @@ class Download:
             raise ConfigurationError(f"the sha256 of {self.name} is not 64 hexadecimal characters: {self.sha256!r}")
         if not self.url.startswith(("https://", "http://")):
             raise ConfigurationError(f"{self.url!r} is not where {self.name} can be fetched: http:// or https:// is")
+        try:
+            httpx.URL(self.url)
+        except httpx.InvalidURL as error:
+            raise ConfigurationError(f"{self.url!r} is no address that {self.name} could be at: {error}") from error
 
 
 def data_folder() -> Path:
@@ -85,15 +90,26 @@ def fetch(download: Download, folder: Path | None = None, progress: Progress | N
                 f"{download.sha256[:12]}…. It was removed; ask whoever wrote the recipe"
             )
         part.replace(path)
-    except httpx.HTTPError as error:
-        there = part.stat().st_size if part.exists() else 0
-        raise RetryableError(
-            f"{download.name} could not be fetched from {download.url}: {error or type(error).__name__}. "
-            f"{there / 1e6:.1f} MB are there; the same command goes on with it"
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code in MAY_PASS or error.response.is_server_error:
+            raise _try_again(download, part, error) from error
+        raise ConfigurationError(
+            f"{download.url} does not give {download.name}: it answers {error.response.status_code} "
+            f"{error.response.reason_phrase}. Ask whoever wrote the recipe"
         ) from error
+    except httpx.HTTPError as error:
+        raise _try_again(download, part, error) from error
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be written: {error.strerror or error}. Name another folder") from error
     return path
+
+
+def _try_again(download: Download, part: Path, error: httpx.HTTPError) -> RetryableError:
+    there = part.stat().st_size if part.exists() else 0
+    return RetryableError(
+        f"{download.name} could not be fetched from {download.url}: {error or type(error).__name__}. "
+        f"{there / 1e6:.1f} MB are there; the same command goes on with it"
+    )
 
 
 def is_whole(download: Download, folder: Path | None = None) -> bool:

@@ -1,8 +1,20 @@
-"""How a manifest names its recipe. Apart from the recipes themselves, so that who only watches a run needs no torch."""
+"""How a manifest names its recipe, and whether this machine has it.
+
+Apart from the recipes themselves, so that who only watches a run, or has yet to import torch, can tell.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+from types import CodeType
+
+import potluck
+from potluck.errors import ConfigurationError
 from potluck.messages import Message
+
+BUILT_IN = {"digits": "potluck.recipes.digits", "stdlib-lm": "potluck.recipes.stdlib_lm"}
+MAX_FILE_BYTES = 1024 * 1024
 
 
 class RecipeRef(Message, frozen=True, kw_only=True):
@@ -11,3 +23,59 @@ class RecipeRef(Message, frozen=True, kw_only=True):
     name: str
     digest: str = ""  # SHA-256 of the file; empty for a recipe that is built in
     version: str = ""  # of Potluck, for a recipe that is built in
+
+
+def check_copy(ref: RecipeRef, file: Path | None) -> bytes:
+    """The text of the recipe that a manifest names, none for one that is built in; `file` is this machine's copy.
+
+    ConfigurationError if it is not here.
+    """
+    if not ref.digest:
+        if ref.name not in BUILT_IN:
+            known = ", ".join(sorted(BUILT_IN))
+            raise ConfigurationError(
+                f"this Potluck ({potluck.__version__}) has no recipe {ref.name!r}, only {known}: the run was made with "
+                f"version {ref.version or 'unknown'}, install that one"
+            )
+        return b""
+    if file is None:
+        raise ConfigurationError(
+            f"this run trains a recipe of its organiser's own, {ref.name}: get the file from them, look at it, and "
+            "name it by --recipe"
+        )
+    source = read_source(file)
+    if digest_of(source) != ref.digest:
+        raise ConfigurationError(
+            f"{file} is not the recipe of this run: its digest is {digest_of(source)[:12]}…, the run's is "
+            f"{ref.digest[:12]}…. Get the file again from the organiser"
+        )
+    return source
+
+
+def read_source(path: Path) -> bytes:
+    """The text of a recipe in a file; ConfigurationError where there is none that could be one."""
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        known = ", ".join(sorted(BUILT_IN))
+        raise ConfigurationError(
+            f"there is no recipe {path.name!r}: it is neither built in ({known}) nor a file that can be read ({error})"
+        ) from error
+    if len(source) > MAX_FILE_BYTES:
+        raise ConfigurationError(
+            f"{path} has {len(source)} bytes: a recipe is one small file, of {MAX_FILE_BYTES} at most"
+        )
+    return source
+
+
+def compile_source(source: bytes, path: Path) -> CodeType:
+    """The recipe ready to be executed, which this does not do; ConfigurationError where it is no Python."""
+    try:
+        return compile(source, str(path), "exec")
+    except (SyntaxError, ValueError) as error:
+        raise ConfigurationError(f"the recipe {path} cannot be used: {type(error).__name__}: {error}") from error
+
+
+def digest_of(source: bytes) -> str:
+    """What a manifest pins a recipe by."""
+    return hashlib.sha256(source.replace(b"\r\n", b"\n")).hexdigest()  # the same text on every system

@@ -15,15 +15,15 @@ from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from potluck.errors import ConfigurationError
+from potluck.errors import ConfigurationError, StoppedError
 from potluck.hub.guard.lobby import Answer
 from potluck.hub.joinlink import JoinLink, fetch_address
 from potluck.link.links import Links
 from potluck.peer import environment
 from potluck.peer.identity import Identity
 from potluck.peer.session import Session
-from potluck.run.calls import Call
-from potluck.run.loopthread import LoopThread, RunningLoop
+from potluck.run.calls import LOOK_UP_SECONDS, Call
+from potluck.run.loopthread import LEAVE_SECONDS, LoopThread, RunningLoop
 from potluck.run.peer import Peer, PeerConfig
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,8 @@ class Joined:
         self._closers: list[Callable[[], Awaitable[None]]] = []
         self._claimed: set[str] = set()
         self._is_interrupted = False
+        self.is_leaving: Callable[[], bool] = lambda: False
+        """Whether this peer was told to leave; for programs whose training thread gets no Ctrl-C."""
 
     @property
     def peer(self) -> RunningPeer:
@@ -125,6 +127,21 @@ class Joined:
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Have a coroutine run on the loop and wait for it."""
         return self._loop.call(work)
+
+    def call_unless_leaving(self, work: Coroutine[Any, Any, T]) -> T:
+        """As `call`, for what may take minutes: StoppedError, and an end to it, as soon as this peer is to leave."""
+        if self.is_leaving():
+            work.close()
+            raise StoppedError("this peer leaves the run")
+        call = self.submit(work)
+        try:
+            while not call.wait(LOOK_UP_SECONDS):
+                if self.is_leaving():
+                    raise StoppedError("this peer leaves the run, and waits for nobody any more")
+            return call.result()
+        except BaseException:
+            call.end(LEAVE_SECONDS)
+            raise
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Call[T]:
         """Have a coroutine run on the loop, and do not wait; the call knows what comes of it."""

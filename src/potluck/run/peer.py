@@ -27,7 +27,7 @@ from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
 from potluck.hub.nats.keeper import KeeperConfig
 from potluck.hub.presence import Card, Role
 from potluck.hub.subjects import Subjects
-from potluck.link.direct.addresses import Endpoint, default_listen, local_interfaces
+from potluck.link.direct.addresses import default_listen, local_interfaces
 from potluck.link.direct.carrier import DirectCarrier, DirectConfig
 from potluck.link.direct.reachability import ReachabilityConfig
 from potluck.link.direct.sockets import SocketSettings
@@ -114,23 +114,31 @@ class PeerConfig:
             raise ConfigurationError(
                 "a peer that sends everything through the hub accepts no links: leave out --listen"
             )
-        for address in self.listen:
-            Endpoint.parse(address, lowest_port=0)
+        self.reachability()
         try:
             self.application()
         except ValueError as error:
             raise ConfigurationError(f"the hub would not take this: {error}. Shorten it") from error
 
+    def reachability(self) -> ReachabilityConfig:
+        """What it says about being reachable; ConfigurationError where that cannot be."""
+        return ReachabilityConfig(
+            listen=self.listen, announce=self.announce, client_mode=self.client_mode or self.relay_only
+        )
+
     def application(self) -> Application:
         """What this peer says at the lobby."""
+        invite = self.invite or (self.link.invite if self.link is not None else "")
         return Application(
             role=self.role,
-            invite=self.invite or (self.link.invite if self.link is not None else ""),
-            token=self.token,
+            invite=invite,
+            token="" if invite else self.token,  # no hub sees one that it has no need of
             name=self.name,
             service=self.service,
             version=potluck.__version__,
             message=self.message,
+            # Who only looks has another key each time: a request would stand in the organisers' list for nobody.
+            asks=self.role != "observer" or self.wait_seconds > 0,
         )
 
 
@@ -143,9 +151,6 @@ class Peer:
         self.config = config
         self.identity = identity
         self.clock = clock or SystemClock()
-        reachability = ReachabilityConfig(
-            listen=config.listen, announce=config.announce, client_mode=config.client_mode or config.relay_only
-        )
         self._address = address
         self._subjects = Subjects(run)
         self._session_id = session_id = new_session_id()
@@ -174,7 +179,7 @@ class Peer:
         self.session = Session(
             self._connect, identity, self._subjects, card, self.clock, check_organiser=checking(config.link)
         )
-        self.reachability = ReachabilityKeeper(self.session, self.links, self.direct, reachability)
+        self.reachability = ReachabilityKeeper(self.session, self.links, self.direct, config.reachability())
         self.speed_tester = SpeedTester(self.links, self.clock)
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False

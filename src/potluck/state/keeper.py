@@ -86,6 +86,9 @@ class StateConfig:
     fetching: FetchConfig = field(default_factory=FetchConfig)
     """How patiently to fetch."""
 
+    on_progress: Progress | None = field(default=None, repr=False)
+    """Told, on the event loop, how many bytes of a state are here, of how many, while it is fetched."""
+
     def __post_init__(self) -> None:
         if self.num_kept < 1 or self.num_trainer_keepers < 1:
             raise ConfigurationError(f"{self}: num_kept and num_trainer_keepers are at least 1")
@@ -345,7 +348,7 @@ class StateKeeper:
             assembly,
             keepers=lambda digest: self.herald.keepers(verdict.epoch, digest),
             report=report,
-            progress=progress,
+            progress=progress or self.config.on_progress,
             is_replaceable=verdict.is_replaceable,
         )
         stop_listening = self.herald.listen(fetcher.keepers_changed)

@@ -13,7 +13,9 @@ exhibit.py     what a run has learnt, by its checkpoint
 batchsize.py   how large a batch this machine can take    machine.py: its cores and memory    hours.py: when
 ledger.py      who trains on which shard (pure); shards.py: asked of the coordinator, by links
 feed.py        batches, shard after shard
+readiness.py   whether there is something to train here, before torch is imported
 trainer.py     one peer's training loop               helping.py: what aux peers do, and coordinators
+leaving.py     how it ends: what is done is handed in
 viewing.py     the run's newest state, for whoever only looks
 contributions.py  who has given how much               receipts.py: the coordinator's signed word for it
 commitdesk.py  what these two share: a queue of commits

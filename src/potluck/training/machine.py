@@ -1,14 +1,17 @@
-"""What of this machine a trainer takes: cores, where several peers share them, and memory, where there is a limit."""
+"""What of this machine a trainer takes: a device, cores, where several peers share them, memory, within a limit."""
 
 from __future__ import annotations
 
 import logging
 import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import torch
+from torch import Tensor, nn
 
 from potluck.errors import ConfigurationError
 from potluck.peer import environment
@@ -17,6 +20,18 @@ logger = logging.getLogger(__name__)
 
 MARGIN = 0.9  # of a limit: batches are chosen so that there is room for what comes in rounds
 MB = 10**6
+
+
+def find_device(name: str) -> torch.device:
+    """Where to compute: the device of that name, ConfigurationError if it cannot be used; the fastest without one."""
+    if not name:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigurationError(f"--device {name} cannot be used here: {error}") from error
+    return device
 
 
 def share_cores(num_threads: int | None = None) -> int:
@@ -77,13 +92,31 @@ class MemoryLimit:
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return peak_bytes <= MARGIN * self._max_bytes
 
+    @contextmanager
+    def reserved(self, model: nn.Module, num_tensors: int) -> Iterator[None]:
+        """Hold so many tensors beside each of the model's, as training will, while batches are tried."""
+        beside: list[Tensor] = []
+        if self._max_bytes is not None or self._device.type == "cuda":  # else there is no limit to stay below
+            try:
+                # Written to: memory that nobody has touched does not count.
+                beside = [torch.ones_like(p) for p in model.parameters() for _ in range(num_tensors)]
+            except torch.OutOfMemoryError as error:
+                raise ConfigurationError(
+                    f"the model and its optimizer need more than {self.describe()}: take another --device, or take "
+                    "part as an aux peer (potluck aux)"
+                ) from error
+        yield
+        beside.clear()
+
     def is_exceeded(self) -> bool:
         """Whether more is used than allowed."""
         return self._max_bytes is not None and self._used_bytes() > self._max_bytes
 
     def describe(self) -> str:
         """The limit, for a person."""
-        return f"{(self._max_bytes or 0) / MB:.0f} MB"
+        if self._max_bytes is None:
+            return f"the memory of {self._device}"
+        return f"the {self._max_bytes / MB:.0f} MB of --max-memory"
 
     def _used_bytes(self) -> int:
         if self._device.type == "cuda":

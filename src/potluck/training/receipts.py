@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+import platformdirs
 
 from potluck import tasks
 from potluck.errors import ConfigurationError, PotluckError
@@ -162,6 +163,11 @@ class ReceiptKeeper:
 
 
 # On disk
+
+
+def receipts_folder() -> Path:
+    """Where this user's receipts are."""
+    return Path(platformdirs.user_data_dir("potluck")) / "receipts"
 
 
 def receipts_path(folder: Path, run: str) -> Path:

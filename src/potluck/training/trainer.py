@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from potluck.errors import ConfigurationError
+from potluck.errors import ConfigurationError, StoppedError
 from potluck.optim.diloco import DiLoCo
 from potluck.peer.lease import LeaseView
 from potluck.recipes.recipe import Recipe
@@ -27,7 +27,7 @@ from potluck.state.keeper import StateConfig
 from potluck.training.batchsize import find_batch_size, to_device
 from potluck.training.feed import Feed
 from potluck.training.helping import Desks
-from potluck.training.machine import MemoryLimit, share_cores
+from potluck.training.machine import MemoryLimit, find_device, share_cores
 from potluck.training.manifest import Manifest, Settings, Sync
 from potluck.training.models import untrained
 from potluck.training.optimizers import SharedOptimizer, follow, make_optimizer
@@ -40,6 +40,8 @@ LOSS_MEMORY = 0.9  # of the smoothed loss, per step
 MEMORY_EVERY_STEPS = 16  # between two looks at how much memory is used
 PAUSE_SECONDS = 0.5
 TELL_EVERY_SECONDS = 0.5
+# What comes beside a model and its gradients once it trains: the gradients so far, and the optimizer's statistics.
+STATE_TENSORS = {"adam": 3, "adamw": 3, "sgd": 2}
 SMALLEST_SHARE = 4  # a batch found by trial is at most such a share of the target: several peers fill it
 
 
@@ -114,8 +116,10 @@ class Trainer:
         self._on_progress = on_progress or (lambda _progress: None)
         self._told_at = 0.0
         first = manifest()
+        for download in recipe.downloads:
+            recipe.file(download.name)  # says how to get what is not here, before the run's state is loaded
         self.num_threads = share_cores(self._config.num_threads)
-        self.device = _device(self._config.device)
+        self.device = find_device(self._config.device)
         self._memory = MemoryLimit(self._config.max_memory_bytes, self.device)
         self.model = untrained(recipe, first.seed, self.device)
         self.batch_size = self._config.batch_size or self._find_batch_size(first)
@@ -142,12 +146,14 @@ class Trainer:
                     self._tell(started, paused=True)
                     stop.wait(PAUSE_SECONDS)
                     continue
-                self._step(feed)
+                has_room = self._step(feed)
                 self._tell(started)
-                if self.steps % MEMORY_EVERY_STEPS == 0 and self._memory.is_exceeded():
+                if not has_room or (self.steps % MEMORY_EVERY_STEPS == 0 and self._memory.is_exceeded()):
                     feed.close()
                     self._halve_batches()
                     feed = self._open_feed()
+        except StoppedError:  # while it caught up with the others; what it has done may still be handed in
+            pass
         finally:
             feed.close()
         return self._progress(started)
@@ -172,17 +178,14 @@ class Trainer:
         return Feed(self._recipe, readers, self.batch_size, self._seed)
 
     def _halve_batches(self) -> None:
+        limit = self._memory.describe()
         if self.batch_size == 1:
             raise ConfigurationError(
-                f"training needs more than the {self._memory.describe()} of --max-memory, even in batches of 1: allow "
-                "more, or take part as an aux peer (potluck aux)"
+                f"training needs more than {limit}, even in batches of 1: allow more, take another --device, or take "
+                "part as an aux peer (potluck aux)"
             )
         self.batch_size //= 2
-        logger.warning(
-            "more than the %s of --max-memory is used: batches of %d from here on",
-            self._memory.describe(),
-            self.batch_size,
-        )
+        logger.warning("training needs more than %s: batches of %d from here on", limit, self.batch_size)
 
     def _settings(self) -> Settings:
         return self._manifest().at(self.optimizer.epoch)
@@ -200,10 +203,15 @@ class Trainer:
         end = self._settings().end_epoch
         return bool(end and self.optimizer.epoch >= end)
 
-    def _step(self, feed: Feed) -> None:
-        batch = to_device(feed.next(), self.device)
-        loss = self._recipe.loss(self.model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+    def _step(self, feed: Feed) -> bool:
+        """Train on a batch; False, and nothing done, where memory ends."""
+        batch = feed.next()
+        try:
+            loss = self._recipe.loss(self.model, to_device(batch, self.device))
+            loss.backward()  # type: ignore[no-untyped-call]
+        except torch.OutOfMemoryError:
+            self.optimizer.zero_grad()
+            return False
         follow(self.optimizer, self._settings())
         self.optimizer.step(batch_size=self.batch_size)
         self.optimizer.zero_grad()
@@ -212,6 +220,7 @@ class Trainer:
         value = loss.item()
         is_first = not math.isfinite(self.loss)  # or the first again after something broke
         self.loss = value if is_first else LOSS_MEMORY * self.loss + (1 - LOSS_MEMORY) * value
+        return True
 
     def _tell(self, started: float, *, paused: bool = False) -> None:
         now = time.monotonic()
@@ -229,7 +238,8 @@ class Trainer:
     def _find_batch_size(self, manifest: Manifest) -> int:
         training = manifest.newest.training
         largest = max(1, training.target_batch_size // SMALLEST_SHARE) if isinstance(training, Sync) else 1024
-        size = find_batch_size(self._recipe, self.model, self.device, largest, fits=self._memory.fits)
+        with self._memory.reserved(self.model, STATE_TENSORS[manifest.newest.optimizer.name]):
+            size = find_batch_size(self._recipe, self.model, self.device, largest, fits=self._memory.fits)
         logger.info("batches of %d samples suit this machine", size)
         return size
 
@@ -241,14 +251,3 @@ async def _open_desks(run: Joined, optimizer: SharedOptimizer, manifest: Callabl
 
 async def _keep_receipts(run: Joined, coordinators: LeaseView, path: Path) -> ReceiptKeeper:
     return ReceiptKeeper(run.peer, coordinators, path)
-
-
-def _device(name: str) -> torch.device:
-    if not name:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigurationError(f"--device {name} cannot be used here: {error}") from error
-    return device

@@ -34,7 +34,7 @@ class Invite(Message, frozen=True, kw_only=True):
     id: str
     secret_hash: str
     scopes: Scopes  # of those who come in by it; `seats` in it are the peers per person and service
-    uses: int | None = None  # how many peers may come in by it; None: any number
+    uses: int | None = None  # how many peers may come in by it, observers aside; None: any number
     used: int = 0
     recent: dict[str, float] = {}  # for which peers a use was counted of late, and when
     expires_at: float | None = None  # hub time; None: never
@@ -103,11 +103,22 @@ def check(invite: Invite | None, secret: str, role: Role, now: float, peer: str 
         return "revoked"
     if invite.expires_at is not None and now >= invite.expires_at:
         return "expired"
-    if invite.uses is not None and invite.used >= invite.uses and not _is_counted(invite, peer, now):
+    is_used_up = invite.uses is not None and invite.used >= invite.uses and not _is_counted(invite, peer, now)
+    if is_used_up and counts(role):
         return "used_up"
     if role not in invite.scopes.roles:
         return "role"
     return "valid"
+
+
+def counts(role: Role) -> bool:
+    """Whether coming in so uses an invite up. Looking does not: each look is by a key of its own."""
+    return role != "observer"
+
+
+def granted(invite: Invite, role: Role) -> Scopes:
+    """What a peer may do that comes in so: one that is not counted may look, and do nothing else."""
+    return invite.scopes if counts(role) else Scopes(roles=(role,), seats=invite.scopes.seats)
 
 
 def after_use(invite: Invite, peer: str = "", now: float = 0.0) -> Invite:

@@ -74,6 +74,7 @@ class Application(Message, frozen=True, kw_only=True):
     version: str = ""
     protocol: int = PROTOCOL_VERSION
     message: str = ""  # to the organisers
+    asks: bool = True  # to be put on the waiting list, where nothing else lets it in
 
     def __post_init__(self) -> None:
         limits = {
@@ -102,7 +103,7 @@ class Answer(Message, frozen=True, kw_only=True):
     retry_after_seconds: float | None = None  # set when it may go better later
     place: int = 0  # in the waiting list, from 1
     role: Role = "trainer"
-    scopes: Scopes | None = None  # once admitted
+    scopes: Scopes | None = None  # once admitted; of whose role is refused, those that it may have
     person: str = ""
 
 
@@ -148,6 +149,7 @@ class Refuse:
     code: RefusalCode
     message: str
     retry_after_seconds: float | None = None
+    scopes: Scopes | None = None  # what would be allowed, where it is about the role
 
 
 Decision = Admit | Wait | Refuse
@@ -195,7 +197,7 @@ def decide(application: Application, facts: Facts) -> Decision:
     if application.token and facts.policy.token_holders != "refused":
         return _by_token(application, facts)
     if member is not None:
-        return _role_refused(member.scopes)
+        return _role_refused(application.role, member.scopes)
     return _wait(application, facts, otherwise=None)
 
 
@@ -216,6 +218,7 @@ def refused(refusal: Refuse) -> Answer:
         code=refusal.code,
         message=refusal.message,
         retry_after_seconds=refusal.retry_after_seconds,
+        scopes=refusal.scopes,
     )
 
 
@@ -233,10 +236,10 @@ def banned(bans: Sequence[Ban], now: float) -> Refuse:
     return Refuse(code="banned", message=f"an organiser has banned {ban.target}{_because(ban.reason)}")
 
 
-def invite_refused(verdict: invites.Verdict, scopes: Scopes) -> Refuse:
+def invite_refused(verdict: invites.Verdict, role: Role, scopes: Scopes) -> Refuse:
     """What is wrong with an invite, in plain words."""
     if verdict == "role":
-        return _role_refused(scopes)
+        return _role_refused(role, scopes)
     messages: dict[invites.Verdict, str] = {
         "unknown_invite": "this hub does not know the invite: check that the whole join link was copied",
         "expired": "the invite has expired: ask an organiser for a new one",
@@ -287,9 +290,10 @@ def _by_invite(application: Application, facts: Facts) -> Decision:
     verdict = invites.check(facts.invite, application.invite, application.role, facts.now, facts.peer)
     invite = facts.invite
     if verdict != "valid" or invite is None:
-        return invite_refused(verdict, invite.scopes if invite is not None else Scopes())
-    member = _new_member(application, facts, scopes=invite.scopes, admitted_by=f"invite:{invite.id}")
-    return _seated(Admit(member=member, invite_id=invite.id), facts)
+        return invite_refused(verdict, application.role, invite.scopes if invite is not None else Scopes())
+    scopes = invites.granted(invite, application.role)
+    member = _new_member(application, facts, scopes=scopes, admitted_by=f"invite:{invite.id}")
+    return _seated(Admit(member=member, invite_id=invite.id if invites.counts(application.role) else ""), facts)
 
 
 def _by_token(application: Application, facts: Facts) -> Decision:
@@ -303,7 +307,7 @@ def _by_token(application: Application, facts: Facts) -> Decision:
     if policy.token_holders != "anyone" and not listed:
         return _wait(application, facts, otherwise=_not_listed(answer.user))
     if application.role not in policy.token_scopes.roles:
-        return _wait(application, facts, otherwise=_role_refused(policy.token_scopes))
+        return _wait(application, facts, otherwise=_role_refused(application.role, policy.token_scopes))
     member = _new_member(application, facts, scopes=policy.token_scopes, admitted_by="huggingface")
     return _seated(Admit(member=member), facts)
 
@@ -329,8 +333,8 @@ def _wait(application: Application, facts: Facts, *, otherwise: Refuse | None) -
         return denied(request.reason)
     if request is not None:
         return Wait(request=request, place=facts.place, is_new=False)
-    if not policy.waiting_list:
-        closed = "this run lets in only those with an invite: ask an organiser for one"
+    if not policy.waiting_list or not application.asks:
+        closed = "this run lets in only those with an invite: ask an organiser for a link that has one"
         return otherwise or Refuse(code="closed", message=closed)
     if facts.num_waiting >= policy.max_waiting:
         full = f"{facts.num_waiting} others are waiting to be let in and the list is full: try again later"
@@ -378,9 +382,13 @@ def merged(first: Scopes, second: Scopes) -> Scopes:
     )
 
 
-def _role_refused(scopes: Scopes) -> Refuse:
-    allowed = ", ".join(scopes.roles)
-    return Refuse(code="role", message=f"you may join this run only as {allowed}: choose that with --role")
+def _role_refused(role: Role, scopes: Scopes) -> Refuse:
+    return Refuse(
+        code="role",
+        message=f"you may join this run only as {' or '.join(scopes.roles)}, not as {role}: do that "
+        f"(potluck join --role {scopes.roles[0]}), or ask an organiser for a link that allows more",
+        scopes=Scopes(roles=scopes.roles),
+    )
 
 
 def _not_listed(user: str) -> Refuse:

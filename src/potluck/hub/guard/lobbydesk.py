@@ -151,7 +151,7 @@ class LobbyDesk:
                 decision.invite_id, application.invite, application.role, self._clock.wall(), member.peer
             )
             if verdict != "valid":
-                return self._refuse(lobby.invite_refused(verdict, member.scopes))
+                return self._refuse(lobby.invite_refused(verdict, member.role, member.scopes))
             if registry.members.get(member.peer) is None and not await registry.members.create(member.peer, member):
                 # Another guard let this very peer in at the same time. By the same invite, it was counted once.
                 known = await registry.members.fetch(member.peer)

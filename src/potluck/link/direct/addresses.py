@@ -200,16 +200,28 @@ def dial_order(
     return sorted(chosen, key=lambda endpoint: chosen[endpoint])
 
 
-async def resolve(text: str) -> tuple[Endpoint, ...]:
-    """The endpoints behind `tcp://NAME:PORT`, for addresses that a user announces by name."""
+def parse_announced(text: str) -> Endpoint | tuple[str, int]:
+    """What a user announces: an endpoint, or a name that has yet to be resolved and a port; else ConfigurationError."""
     try:
-        return (Endpoint.parse(text),)
+        return Endpoint.parse(text)
     except ConfigurationError:
         host, _, port = text.removeprefix("tcp://").rpartition(":")
-        if not text.startswith("tcp://") or not host or not port.isdigit() or ":" in host:
+        is_name = bool(host) and ":" not in host and parse_ip(host) is None
+        if not text.startswith("tcp://") or not is_name or not port.isascii() or not port.isdigit():
             raise
+    if not LOWEST_PORT <= int(port) <= 65535:
+        raise ConfigurationError(f"{text!r} has port {port}: links use ports from {LOWEST_PORT} to 65535")
+    return host, int(port)
+
+
+async def resolve(text: str) -> tuple[Endpoint, ...]:
+    """The endpoints behind `tcp://NAME:PORT`, for addresses that a user announces by name."""
+    announced = parse_announced(text)
+    if isinstance(announced, Endpoint):
+        return (announced,)
+    host, port = announced
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ConfigurationError(
             f"the host of {text!r} cannot be found ({error}): announce an address that others can resolve"

@@ -20,7 +20,15 @@ import msgspec
 
 from potluck.clock import Clock, SystemClock
 from potluck.errors import ConfigurationError, ProtocolError
-from potluck.link.direct.addresses import MAX_ADDRESSES, Endpoint, Interface, parse_ip, reach_of, same_lan
+from potluck.link.direct.addresses import (
+    MAX_ADDRESSES,
+    Endpoint,
+    Interface,
+    parse_announced,
+    parse_ip,
+    reach_of,
+    same_lan,
+)
 from potluck.link.direct.connection import Connection, Shared
 from potluck.link.direct.dialling import Dial
 from potluck.link.direct.greeting import Key, LinkKeys
@@ -73,6 +81,8 @@ class ReachabilityConfig:
             raise ConfigurationError(f"--announce was given {len(self.announce)} times: use at most {MAX_ADDRESSES}")
         for address in self.listen:
             Endpoint.parse(address, lowest_port=0)
+        for address in self.announce:
+            parse_announced(address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

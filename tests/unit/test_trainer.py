@@ -1,0 +1,204 @@
+"""One peer's training loop, in a run in memory: batches that do not fit, and being told to leave."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from trainlab import TrainLab, train_lab
+
+from potluck.errors import ConfigurationError, HubUnavailableError, StoppedError
+from potluck.recipes.downloads import Download
+from potluck.recipes.recipe import Batch, Recipe, RecipeConfig
+from potluck.recipes.reference import RecipeRef
+from potluck.state.keeper import StateConfig
+from potluck.training import machine
+from potluck.training.leaving import train_and_hand_in
+from potluck.training.machine import MemoryLimit, find_device
+from potluck.training.manifest import Manifest, Settings, Sync
+from potluck.training.trainer import TrainConfig, Trainer, TrainProgress
+
+MANIFEST = Manifest(
+    run="test",
+    recipe=RecipeRef(name="tiny"),
+    settings=(Settings(training=Sync(target_batch_size=16, matchmaking_seconds=0.1)),),
+)
+
+
+class Tiny(Recipe[RecipeConfig]):
+    """A line through the origin; memory ends above so many samples."""
+
+    num_shards = 4
+    most_samples = 1 << 30
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    def samples(self, shard: int, generator: torch.Generator) -> Iterable[tuple[Tensor, ...]]:
+        for _ in range(64):
+            inputs = torch.randn(2, generator=generator)
+            yield inputs, inputs.sum().view(1)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        if len(batch[0]) > self.most_samples:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def make_trainer(lab: TrainLab, recipe: Tiny, **config: Any) -> Trainer:
+    return Trainer(lab.join("Ada"), lambda: MANIFEST, recipe, TrainConfig(num_threads=1, **config))
+
+
+def tiny(most_samples: int = 1 << 30) -> Tiny:
+    recipe = Tiny(RecipeConfig())
+    recipe.most_samples = most_samples
+    return recipe
+
+
+# Memory
+
+
+def test_batches_are_halved_until_they_fit(caplog: pytest.LogCaptureFixture) -> None:
+    with train_lab() as lab, caplog.at_level(logging.WARNING):
+        trainer = make_trainer(lab, tiny(most_samples=4), batch_size=16, max_steps=8)
+        last = trainer.train(threading.Event())
+    assert trainer.batch_size == 4
+    assert (last.steps, last.samples) == (8, 32)
+    assert last.epoch == 2, "what did not fit was not counted"
+    assert "needs more than the memory of cpu: batches of 4 from here on" in caplog.text
+
+
+def test_what_does_not_fit_at_all_is_said() -> None:
+    with train_lab() as lab:
+        trainer = make_trainer(lab, tiny(most_samples=0), batch_size=2)
+        with pytest.raises(ConfigurationError, match="even in batches of 1"):
+            trainer.train(threading.Event())
+        assert trainer.samples == 0
+
+
+def test_batches_are_halved_when_more_than_allowed_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([True])
+    monkeypatch.setattr(MemoryLimit, "is_exceeded", lambda _self: next(answers, False))
+    with train_lab() as lab:
+        trainer = make_trainer(lab, tiny(), batch_size=4, max_steps=32)
+        trainer.train(threading.Event())
+    assert trainer.batch_size == 2
+    assert trainer.samples == 16 * 4 + 16 * 2
+
+
+def test_batches_are_tried_beside_what_the_optimizer_will_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tensor] = []
+    ones_like = torch.ones_like
+    monkeypatch.setattr(machine.torch, "ones_like", lambda each: made.append(ones_like(each)) or made[-1])
+    limit = MemoryLimit(1 << 50, torch.device("cpu"))
+    with limit.reserved(nn.Linear(2, 1), 3):
+        assert sum(each.numel() for each in made) == 3 * 3
+    made.clear()
+    with MemoryLimit(None, torch.device("cpu")).reserved(nn.Linear(2, 1), 3):
+        assert not made, "nothing has to be kept free where nobody set a limit"
+
+
+def test_a_device_that_is_not_there() -> None:
+    assert find_device("cpu") == torch.device("cpu")
+    for name in ("cuda:99", "no such thing"):
+        with pytest.raises(ConfigurationError, match=f"--device {name} cannot be used"):
+            find_device(name)
+
+
+# Beginning
+
+
+def test_a_download_that_is_not_here_is_missed_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("POTLUCK_DATA", str(tmp_path))
+    monkeypatch.setattr(Tiny, "downloads", (Download(name="x.bin", url="https://example.org/x", sha256="0" * 64),))
+    with train_lab() as lab, pytest.raises(ConfigurationError, match="potluck download data"):
+        make_trainer(lab, tiny(), batch_size=4)
+
+
+def test_how_much_of_the_state_is_here_is_told() -> None:
+    told: list[tuple[int, int]] = []
+    with train_lab() as lab:
+        make_trainer(lab, tiny(), batch_size=16, max_steps=1).train(threading.Event())
+        state = StateConfig(on_progress=lambda here, of: told.append((here, of)))
+        late = make_trainer(lab, tiny(), batch_size=4, state=state)
+        assert late.optimizer.epoch == 1
+    assert told[-1][0] == told[-1][1] > 0
+
+
+# Leaving
+
+
+def test_who_is_told_to_leave_does_not_wait_for_the_runs_state() -> None:
+    with train_lab() as lab:
+        first = make_trainer(lab, tiny(), batch_size=16, max_steps=1)
+        first.train(threading.Event())
+        assert first.optimizer.epoch == 1
+        lab.runs[0].close()  # and with it goes the only copy of the state
+        run, looks = lab.join("Grace"), itertools.count()
+        run.is_leaving = lambda: next(looks) >= 3  # while it waits: two calls began before
+        with pytest.raises(StoppedError, match="waits for nobody any more"):
+            Trainer(run, lambda: MANIFEST, tiny(), TrainConfig(num_threads=1, batch_size=4))
+
+
+def test_who_was_told_to_leave_begins_nothing_that_may_take_long() -> None:
+    with train_lab() as lab:
+        run = lab.join("Ada")
+        run.is_leaving = lambda: True
+        with pytest.raises(StoppedError):
+            Trainer(run, lambda: MANIFEST, tiny(), TrainConfig(num_threads=1, batch_size=4))
+
+
+def test_whoever_is_stopped_while_it_catches_up_has_trained_nonetheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    with train_lab() as lab:
+        trainer = make_trainer(lab, tiny(), batch_size=4, max_steps=5)
+
+        def stopped(**_options: object) -> None:
+            raise StoppedError("this peer leaves the run")
+
+        monkeypatch.setattr(trainer.optimizer, "step", stopped)
+        assert trainer.train(threading.Event()).steps == 0
+
+
+class Leaving:
+    """A trainer with so many samples in hand, for `hand_in` to do something with."""
+
+    unfinished_samples = 8
+    optimizer = SimpleNamespace(epoch=3)
+
+    def __init__(self, handed_in: int | Exception) -> None:
+        self._handed_in = handed_in
+
+    def train(self, _stop: threading.Event) -> TrainProgress:
+        return TrainProgress(2, 5, 40, 1.0, 10.0)
+
+    def hand_in(self, _seconds: float) -> int:
+        if isinstance(self._handed_in, Exception):
+            raise self._handed_in
+        return self._handed_in
+
+
+@pytest.mark.parametrize(
+    ("handed_in", "seconds", "counted", "said"),
+    [
+        (8, 60.0, 8, [8]),
+        (8, 0.0, 0, []),
+        (0, 60.0, 0, [8, "The next epoch does not come within 60 s: they do not count. (--hand-in-seconds)"]),
+        (HubUnavailableError("the hub is away"), 60.0, 0, [8, "They could not be handed in: the hub is away"]),
+    ],
+)
+def test_what_was_done_is_handed_in(handed_in: int | Exception, seconds: float, counted: int, said: list[Any]) -> None:
+    told: list[Any] = []
+    leaving: Any = Leaving(handed_in)
+    last = train_and_hand_in(leaving, threading.Event(), seconds, on_handing_in=told.append, on_failure=told.append)
+    assert (last.handed_in, last.epoch, last.samples) == (counted, 3, 40)
+    assert told == said

@@ -47,6 +47,7 @@ from potluck.round.workers import Workers
 logger = logging.getLogger(__name__)
 
 MAX_WORDS = 64  # that wait to be obeyed
+AVERAGED_SECONDS = 0.1  # from values that arrive to an epoch that has them: averaged, sent back, reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,10 +269,11 @@ class Participation:
         )
 
     def _contributed(self, commit: Commit, exchanger: Exchanger | None) -> float:
-        """The share of our values that can be in an epoch: what arrived after it was committed is not."""
+        """The share of our values that can be in an epoch: what arrived when it was committed, or later, is not."""
         if exchanger is None or exchanger.key != commit.key:
             return 0.0
-        return exchanger.contributed_by(self._clock.monotonic() - (self._session.now() - commit.committed_at))
+        committed_at = self._clock.monotonic() - (self._session.now() - commit.committed_at)
+        return exchanger.contributed_by(committed_at - AVERAGED_SECONDS)
 
     def _describe_trouble(self) -> str:
         """Phase and peers, for an error."""

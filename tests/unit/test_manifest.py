@@ -102,6 +102,20 @@ def test_a_manifest_that_nobody_would_read_is_not_signed() -> None:
 
 
 @pytest.mark.parametrize(
+    "wrong",
+    [
+        manifest(Settings(end_epoch=-1)),
+        manifest(Settings(optimizer=OptimizerSpec(learning_rate=-1.0))),
+        manifest(model={"width": 2**70}),
+        manifest(model={"corpus": "\ud800"}),
+    ],
+)
+def test_a_manifest_that_nobody_could_read_is_not_signed(wrong: Manifest) -> None:
+    with pytest.raises(ConfigurationError, match="Choose other values"):
+        notice.sign(wrong, ORGANISER)
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         (Settings(from_epoch=3), Settings(from_epoch=3)),
@@ -193,6 +207,8 @@ def test_what_init_writes_can_be_used_as_it_is(tmp_path: Path, recipe: str) -> N
         ('name = "x"\n[training]\nalgorithm = "sync"\ntarget_batch_size = 0', "target_batch_size"),
         ('name = "x"\n[optimizer]\nlearning_rate = -1.0', "learning_rate"),
         ('name = "x"\n[exchange]\ncodec = "float17"', "float17"),
+        ('name = "x"\nend_epoch = -1', "end_epoch"),
+        ('name = "x"\nseed = 9223372036854775808', "seed"),
     ],
 )
 def test_a_run_file_that_is_wrong_says_where(tmp_path: Path, text: str, words: str) -> None:

@@ -22,6 +22,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0.0)]
 Share = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # of torch.manual_seed
 
 MAX_MODEL_OPTIONS = 256
 MAX_SETTINGS = 256
@@ -130,7 +131,7 @@ class Manifest(Message, frozen=True, kw_only=True):
     protocol: int = PROTOCOL_VERSION
     model: dict[str, bool | int | float | str] = {}
     exchange: Exchange = Exchange()
-    seed: int = 0
+    seed: Seed = 0
     written: Settings | None = None  # what run.toml said last: what was changed by command since then stays
     rollback: Rollback | None = None  # the newest order
     history: Annotated[tuple[Change, ...], msgspec.Meta(max_length=MAX_HISTORY)] = ()  # the newest last

@@ -9,7 +9,17 @@ import msgspec
 from potluck.errors import ConfigurationError
 from potluck.hub.subjects import check_run_name
 from potluck.messages import Message
-from potluck.training.manifest import DiLoCo, Exchange, Manifest, OptimizerSpec, ScheduleSpec, Settings, Sync
+from potluck.training.manifest import (
+    Count,
+    DiLoCo,
+    Exchange,
+    Manifest,
+    OptimizerSpec,
+    ScheduleSpec,
+    Seed,
+    Settings,
+    Sync,
+)
 
 FILE_NAME = "run.toml"
 MAX_FILE_BYTES = 64 * 1024
@@ -20,8 +30,8 @@ class RunFile(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     name: str
     recipe: str = "stdlib-lm"
-    seed: int = 0
-    end_epoch: int = 0
+    seed: Seed = 0
+    end_epoch: Count = 0
     model: dict[str, bool | int | float | str] = {}
     training: Sync | DiLoCo = Sync()
     optimizer: OptimizerSpec = OptimizerSpec()

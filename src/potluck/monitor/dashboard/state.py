@@ -155,6 +155,6 @@ def status_of(overview: Overview, settings: Settings | None, *, is_connected: bo
         return "waiting for trainers", "idle"
     usual = overview.seconds_per_epoch
     late = max(STALLED_SECONDS, STALLED_FACTOR * usual) if usual is not None else STALLED_SECONDS
-    if overview.committed_at is not None and now - overview.committed_at > late and overview.due_in_seconds is None:
+    if overview.committed_at is not None and now - overview.committed_at > late and not overview.samples_per_second:
         return "stalled", "bad"
     return "training", "good"

@@ -254,7 +254,9 @@ def _show(summary: dict[str, Any], as_json: bool) -> None:
         typer.echo(f"ordered: back {summary['rollback']}")
     for name, value in summary["settings"].items():
         later = [
-            f"{entry[name]} from epoch {entry['from_epoch']}" for entry in summary["coming"] if entry[name] != value
+            f"{entry[name]} from epoch {entry['from_epoch']}"
+            for entry in summary["coming"]
+            if entry.get(name, value) != value
         ]
         typer.echo(f"  {name} = {value}" + (f"   ({', '.join(later)})" if later else ""))
 

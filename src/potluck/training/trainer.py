@@ -21,10 +21,11 @@ import torch
 from potluck.errors import ConfigurationError
 from potluck.optim.diloco import DiLoCo
 from potluck.peer.lease import LeaseView
-from potluck.recipes.recipe import Recipe
+from potluck.recipes.recipe import Recipe, RecipeConfig
 from potluck.run.joined import Joined
 from potluck.state.keeper import StateConfig
 from potluck.training.batchsize import find_batch_size, to_device
+from potluck.training.curriculum import data_at
 from potluck.training.feed import Feed
 from potluck.training.helping import Desks
 from potluck.training.machine import MemoryLimit, share_cores
@@ -118,6 +119,7 @@ class Trainer:
         self.device = _device(self._config.device)
         self._memory = MemoryLimit(self._config.max_memory_bytes, self.device)
         self.model = untrained(recipe, first.seed, self.device)
+        recipe.data = data_at(recipe, first, first.newest.from_epoch)  # a batch has to suit what comes in the end
         self.batch_size = self._config.batch_size or self._find_batch_size(first)
         self.optimizer: SharedOptimizer = make_optimizer(run, self.model, first, self._config.state)
         self._lease = self.optimizer.collaboration.averager.lease
@@ -142,6 +144,9 @@ class Trainer:
                     self._tell(started, paused=True)
                     stop.wait(PAUSE_SECONDS)
                     continue
+                if self._data() != self._recipe.data:  # a feed reads ahead, and goes by what counted when it was opened
+                    feed.close()
+                    feed = self._open_feed()
                 self._step(feed)
                 self._tell(started)
                 if self.steps % MEMORY_EVERY_STEPS == 0 and self._memory.is_exceeded():
@@ -164,7 +169,11 @@ class Trainer:
             return 0
         return optimizer.method.samples if isinstance(optimizer, DiLoCo) else optimizer.samples
 
+    def _data(self) -> RecipeConfig:
+        return data_at(self._recipe, self._manifest(), self.optimizer.epoch)
+
     def _open_feed(self) -> Feed:
+        self._recipe.data = self._data()
         readers = [
             LeasedShards(self._run, self._lease, self._recipe.num_shards, self._seed + number, number)
             for number in range(self._config.num_readers)

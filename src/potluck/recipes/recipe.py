@@ -122,6 +122,12 @@ def data_of(recipe: Recipe[Any], options: Mapping[str, Any]) -> RecipeConfig:
     return data
 
 
+def require_downloads(recipe: Recipe[Any]) -> None:
+    """ConfigurationError unless all files that the recipe needs are here."""
+    for download in recipe.downloads:
+        recipe.file(download.name)
+
+
 def _read(kind: type[RecipeConfig], options: Mapping[str, Any], section: str) -> RecipeConfig:
     try:
         return msgspec.convert(dict(options), kind)

@@ -21,7 +21,7 @@ import torch
 from potluck.errors import ConfigurationError
 from potluck.optim.diloco import DiLoCo
 from potluck.peer.lease import LeaseView
-from potluck.recipes.recipe import Recipe, RecipeConfig
+from potluck.recipes.recipe import Recipe, RecipeConfig, require_downloads
 from potluck.run.joined import Joined
 from potluck.state.keeper import StateConfig
 from potluck.training.batchsize import find_batch_size, to_device
@@ -115,6 +115,7 @@ class Trainer:
         self._on_progress = on_progress or (lambda _progress: None)
         self._told_at = 0.0
         first = manifest()
+        require_downloads(recipe)
         self.num_threads = share_cores(self._config.num_threads)
         self.device = _device(self._config.device)
         self._memory = MemoryLimit(self._config.max_memory_bytes, self.device)

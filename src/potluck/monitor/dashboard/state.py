@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from potluck.errors import PermissionDeniedError, PotluckError
 from potluck.hub.connection import Store
@@ -16,10 +16,12 @@ from potluck.monitor.alarms import Alarm
 from potluck.monitor.dashboard.actions import Action, ActionLog
 from potluck.monitor.dashboard.gate import Gate, Visitor
 from potluck.monitor.follower import RunFollower
-from potluck.monitor.previews import Previewer
 from potluck.monitor.view import Overview, PeerRow
 from potluck.training.manifest import Settings
 from potluck.training.steering import Steering
+
+if TYPE_CHECKING:
+    from potluck.monitor.previews import Previewer
 
 FRESH_SECONDS = 0.9  # what one page has had computed, the next may show
 STALLED_FACTOR = 5.0  # an epoch that takes so many times as long as most is late

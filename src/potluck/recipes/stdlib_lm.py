@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ class StdlibLM(Recipe[Config]):
         """A small decoder-only transformer."""
         return Transformer(self.config)
 
-    def check_data(self, data: Data) -> None:
+    def check_data(self, data: Any) -> None:
         """The model has places for its context, and no more."""
         if not 0 <= data.context <= self.config.context:
             raise ValueError(

@@ -46,7 +46,8 @@ def test_pause_roll_back_change_and_resume(terminal: Terminal) -> None:
     done = steer("rollback", "--to", str(newest), "--by", "Grace")
     assert done["done"], host.output()
     assert f"goes back to the state of epoch {newest}" in host.output().replace("\n", " ")
-    steer("set", "learning_rate=2e-3", "--by", "Grace")
+    assert steer("set", "learning_rate=2e-3", "--by", "Grace")["from_epoch"] == done["epoch"] + 2
+    assert steer("set", "learning_rate=2e-3")["from_epoch"] is None, "there is nothing to change any more"
     assert not steer("resume", "--by", "Grace")["paused"]
     until_epoch(ada, done["epoch"] + 3)
     terminal.fresh = True  # from here on as for a person, with the imports
@@ -55,8 +56,12 @@ def test_pause_roll_back_change_and_resume(terminal: Terminal) -> None:
     assert [row["what"] for row in log] == told
     assert (log[0]["by"], log[0]["reason"]) == ("Grace", "to look at it")
     assert log[2]["from_epoch"] == done["epoch"] + 2
-    receipts = terminal.ask("receipts", patience_seconds=LONG_SECONDS)
+    receipts = terminal.ask("receipts", "--link", link, patience_seconds=LONG_SECONDS)
     [row] = receipts["receipts"]
+    assert row["signed by"] == "coordinators"
+    ranked = terminal.ask("leaderboard", link, "--receipts", patience_seconds=LONG_SECONDS)["peers"]
+    [given] = [each for each in ranked if each["peer"] == row["peer"]]
+    assert given["samples"] > 0 < given["receipts"]
     assert (row["run"], row["name"], receipts["not_genuine"]) == ("waves", "Ada", 0)
     assert row["samples"] >= 256 * row["epochs"] > 0
     end(ada)

@@ -95,6 +95,7 @@ def test_importing_potluck_is_light() -> None:
 @pytest.mark.parametrize(
     "module",
     [
+        "potluck.monitor.dashboard.server",
         "potluck.monitor.exporters",
         "potluck.monitor.follower",
         "potluck.monitor.watcher",

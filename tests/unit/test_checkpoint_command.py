@@ -1,4 +1,4 @@
-"""`potluck checkpoint list` and `verify`, on folders that have nothing, or nothing that can be used."""
+"""`potluck checkpoint list` and `verify`: on folders that have nothing, nothing that can be used, or a peer's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from potluck.cli.folders import states_folder
 from potluck.cli.main import app
+from potluck.errors import ConfigurationError
 from potluck.state.backupfile import record_path
 
 
@@ -32,3 +34,27 @@ def test_backups_that_are_all_broken_are_trouble(tmp_path: Path) -> None:
     assert verified.exit_code == 1
     assert "3" in verified.output
     assert "no backups yet" not in verified.output
+
+
+def test_a_peers_own_backups_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "own"
+    (own / "backups").mkdir(parents=True)
+    record_path(own / "backups", 3).write_text("{")
+    assert "None of the backups here" in checkpoint("list", own).output  # by its --state-path
+    listing = ["checkpoint", "list", "--run", "bakery"]
+    refused = CliRunner().invoke(app, listing).exception
+    assert isinstance(refused, ConfigurationError)
+    assert "--state-path by --path" in str(refused)
+    for peer, found in (("Ada", "None of the backups here"), ("Grace", "several peers")):
+        folder = states_folder("bakery", peer) / "backups"
+        folder.mkdir(parents=True)
+        record_path(folder, 3).write_text("{")
+        result = CliRunner().invoke(app, listing, env={"COLUMNS": "200", "TERM": "dumb"})
+        assert found in result.output + str(result.exception)
+
+
+def test_the_first_epoch_is_named_too(tmp_path: Path) -> None:
+    result = checkpoint("export", tmp_path, str(tmp_path / "model.safetensors"), "--epoch", "0")
+    assert "no backup of epoch 0" in str(result.exception)

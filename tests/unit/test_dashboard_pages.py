@@ -156,7 +156,8 @@ def overview(**changes: object) -> Overview:
         ("done", {}, Settings(end_epoch=7), True),
         ("training", {}, Settings(end_epoch=8), True),
         ("waiting for trainers", {"num_trainers": 0}, None, True),
-        ("stalled", {"committed_at": 0.0, "due_in_seconds": None}, None, True),
+        ("stalled", {"committed_at": 0.0, "samples_per_second": 0.0}, None, True),
+        ("training", {"committed_at": 0.0, "target": 0, "due_in_seconds": None}, None, True),  # as DiLoCo does
         ("training", {"committed_at": None, "seconds_per_epoch": None}, None, True),
     ],
 )

@@ -15,7 +15,9 @@ from potluck.optim.methods.delayed import DelayedNesterov
 from potluck.optim.methods.outer import Nesterov, OuterSGD
 from potluck.optim.methods.quantised import Quantised
 from potluck.optim.methods.sparseloco import SparseLoCo
+from potluck.optim.progress.keeper import ProgressKeeper
 from potluck.optim.progress.pace import Pace
+from potluck.optim.progress.tracker import RunProgress
 from potluck.round.codecs import CodecChoice, CodecSpec
 from potluck.state.keeper import StateConfig
 
@@ -56,6 +58,21 @@ def train_all(workers: list[Worker], num_epochs: int) -> None:
 def shared_equal(workers: list[Worker]) -> bool:
     first, *others = (worker.optimizer.method.shared for worker in workers)
     return all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def test_no_number_of_samples_is_said_to_make_an_epoch() -> None:
+    with train_lab() as lab:
+        worker = Worker(lab, 0)
+        worker.train(2)
+        worker.step()
+        progress = worker.optimizer.collaboration.progress
+        said = lab.loop.call(_summary_of(progress))
+        assert (said.target, said.due_in_seconds, said.is_due) == (0, None, False)
+        assert " of " not in said.describe()
+
+
+async def _summary_of(progress: ProgressKeeper) -> RunProgress:
+    return progress._tracker.summary(progress._session.clock.monotonic())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

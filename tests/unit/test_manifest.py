@@ -102,6 +102,20 @@ def test_a_manifest_that_nobody_would_read_is_not_signed() -> None:
 
 
 @pytest.mark.parametrize(
+    "wrong",
+    [
+        manifest(Settings(end_epoch=-1)),
+        manifest(Settings(optimizer=OptimizerSpec(learning_rate=-1.0))),
+        manifest(model={"width": 2**70}),
+        manifest(model={"corpus": "\ud800"}),
+    ],
+)
+def test_a_manifest_that_nobody_could_read_is_not_signed(wrong: Manifest) -> None:
+    with pytest.raises(ConfigurationError, match="Choose other values"):
+        notice.sign(wrong, ORGANISER)
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         (Settings(from_epoch=3), Settings(from_epoch=3)),
@@ -193,12 +207,64 @@ def test_what_init_writes_can_be_used_as_it_is(tmp_path: Path, recipe: str) -> N
         ('name = "x"\n[training]\nalgorithm = "sync"\ntarget_batch_size = 0', "target_batch_size"),
         ('name = "x"\n[optimizer]\nlearning_rate = -1.0', "learning_rate"),
         ('name = "x"\n[exchange]\ncodec = "float17"', "float17"),
+        ('name = "x"\nend_epoch = -1', "end_epoch"),
+        ('name = "x"\n[data]\ncontxt = 3', r"\[data\].*context"),
+        ('name = "x"\n[data]\ncontext = 999', "context=999"),
+        ('name = "x"\n[[curriculum]]\ndata.context = 3', "from_epoch"),
+        ('name = "x"\n[[curriculum]]\nfrom_epoch = 9\ndata.contxt = 3', "did you mean"),
+        ('name = "x"\n[[curriculum]]\nfrom_epoch = 9\ndata.context = 999', "context=999"),
+        ('name = "x"\n[[curriculum]]\nfrom_epoch = 9\npaused = true', "paused"),
+        ('name = "x"\n[[curriculum]]\nfrom_epoch = 9\nalgorithm = "diloco"', "algorithm"),
+        ('name = "x"\n' + "[[curriculum]]\nfrom_epoch = 9\nend_epoch = 7\n" * 2, "in order"),
+        ('name = "x"\nseed = 9223372036854775808', "seed"),
     ],
 )
 def test_a_run_file_that_is_wrong_says_where(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "run.toml").write_text(text)
     with pytest.raises(ConfigurationError, match=words):
         manifest_of(read_run_file(tmp_path), tmp_path)
+
+
+CURRICULUM = """
+name = "bakery"
+recipe = "stdlib-lm"
+[model]
+context = 64
+[data]
+context = 16
+[[curriculum]]
+from_epoch = 100
+data.context = 32
+learning_rate = 1e-4
+[[curriculum]]
+from_epoch = 200
+[curriculum.data]
+context = 0
+[curriculum.training]
+target_batch_size = 999
+"""
+
+
+def test_stages_are_planned_in_run_toml(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(CURRICULUM)
+    found = manifest_of(read_run_file(tmp_path), tmp_path)
+    assert [entry.from_epoch for entry in found.settings] == [0, 100, 200]
+    assert [entry.data for entry in found.settings] == [{"context": 16}, {"context": 32}, {"context": 0}]
+    assert [entry.optimizer.learning_rate for entry in found.settings] == [3e-4, 1e-4, 1e-4]
+    assert [entry.training for entry in found.settings] == [Sync(), Sync(), Sync(target_batch_size=999)]
+    assert notice.read(notice.sign(found, ORGANISER), RUN)[0] == found
+
+
+@pytest.mark.parametrize("recipe", ["own", "digits", "stdlib-lm"])
+def test_the_stage_that_init_explains_can_be_used(tmp_path: Path, recipe: str) -> None:
+    for name, text in files_of_a_run(RUN, recipe).items():
+        before, sign, stage = text.partition("# [[curriculum]]")
+        (tmp_path / name).write_text(before + (sign + stage).replace("# ", "") if name == "run.toml" else text)
+    found = manifest_of(read_run_file(tmp_path), tmp_path)
+    assert [entry.from_epoch for entry in found.settings] == [0, 1000]
+    assert found.settings[0].data == (
+        {"noise": 0.05} if recipe == "own" else {"context": 0} if recipe != "digits" else {}
+    )
 
 
 def test_a_run_file_that_is_not_there(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from potluck.errors import ConfigurationError
 from potluck.recipes import Recipe, RecipeConfig, Sample
 from potluck.recipes.catalogue import open_recipe, refer_to
+from potluck.recipes.recipe import data_of
 from potluck.recipes.reference import RecipeRef
 from potluck.training import batchsize
 from potluck.training.feed import Feed, RandomShards
@@ -65,6 +66,19 @@ def test_shards_of_the_standard_library_do_not_overlap(tmp_path: Path) -> None:
     assert len(files) == len(set(files)) > 300
     assert all(shards)
     assert not set(files) & set(recipe._files[::20])  # type: ignore[attr-defined]
+
+
+def test_the_language_model_reads_as_much_at_once_as_its_data_say(tmp_path: Path) -> None:
+    recipe = open_recipe(refer_to("stdlib-lm", tmp_path), {"context": 64, "layers": 1, "width": 16, "heads": 2})
+    model = recipe.model()
+    for context, length in ((0, 65), (16, 17), (64, 65)):
+        recipe.data = data_of(recipe, {"context": context})
+        samples = samples_of(recipe, 2)
+        assert {len(sample[0]) for sample in samples} == {length}
+        assert recipe.loss(model, recipe.collate(samples)).isfinite()
+    for wrong in ({"context": 65}, {"context": -1}, {"width": 3}):
+        with pytest.raises(ConfigurationError, match="context"):
+            data_of(recipe, wrong)
 
 
 def test_the_same_shard_in_another_order(tmp_path: Path) -> None:

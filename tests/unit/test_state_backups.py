@@ -272,7 +272,7 @@ def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path: Path, caplo
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
-        with pytest.raises(BackupError, match="Training goes on"):
+        with pytest.raises(BackupError, match=r"Make room there, or choose another folder$"):
             there.save(state(2), epoch=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -16,7 +16,7 @@ from potluck.hub.connection import Delivery
 from potluck.hub.guard.organise import Done, Failure, PutUpManifest
 from potluck.hub.keys import Signer, new_seed
 from potluck.hub.stores import MANIFEST_KEY
-from potluck.messages import decode, encode
+from potluck.messages import PROTOCOL_VERSION, decode, encode
 from potluck.recipes.reference import RecipeRef
 from potluck.round.plan import Commit, Restoration, RoundKey
 from potluck.testing.memoryhub import MemoryHub
@@ -31,7 +31,8 @@ DIGEST = "ab" * 32
 
 
 def manifest(*settings: Settings, **changes: Any) -> Manifest:
-    return Manifest(run="bakery", recipe=RecipeRef(name="digits"), settings=settings or (Settings(),), **changes)
+    fields = {"recipe": RecipeRef(name="digits"), "settings": settings or (Settings(),), **changes}
+    return Manifest(run="bakery", **fields)
 
 
 # Settings by name
@@ -57,6 +58,18 @@ def test_values_are_read_as_what_they_are() -> None:
     assert with_values(Settings(), values_of(changed)) == changed
 
 
+def test_data_stay_what_they_are() -> None:
+    settings = Settings(data={"context": 32, "noise": 1.0, "corpus": "7"})
+    assert full_name("context", settings) == "data.context"
+    changed = with_values(settings, {"data.context": "64", "data.noise": "2", "data.corpus": "8"})
+    assert changed.data == {"context": 64, "noise": 2.0, "corpus": "8"}
+    assert differences(settings, changed) == {"data.context": 64, "data.noise": 2.0, "data.corpus": "8"}
+    with pytest.raises(ConfigurationError, match=r"data\.context=long cannot be"):
+        with_values(settings, {"data.context": "long"})
+    with pytest.raises(ConfigurationError, match="no setting"):
+        full_name("contxt", Settings(data={"other": 1}))
+
+
 @pytest.mark.parametrize(
     "values",
     [{"optimizer.learning_rate": "-1"}, {"optimizer.learning_rate": "fast"}, {"training.target_batch_size": "0"}],
@@ -71,22 +84,71 @@ def test_values_that_cannot_be(values: dict[str, str]) -> None:
 
 def test_a_command_outlives_a_restart_and_run_toml_says_only_what_is_new() -> None:
     written = Settings(optimizer=OptimizerSpec(learning_rate=0.1))
-    present = manifest(with_values(written, {"optimizer.learning_rate": 0.01}), written=written)
+    present = manifest(with_values(written, {"optimizer.learning_rate": 0.01}), written=(written,))
     assert taken_over(present, manifest(written), epoch=7, by="", at=0.0) is None
     wanted = with_values(written, {"training.target_batch_size": 99})
     found = taken_over(present, manifest(wanted), epoch=7, by="Ada", at=5.0)
     assert found is not None
     assert found.at(8) == present.newest
     assert (found.newest.training, found.newest.optimizer.learning_rate) == (Sync(target_batch_size=99), 0.01)
-    assert found.written == wanted
+    assert found.written == (wanted,)
     [change] = found.history
     assert (change.by, change.at, change.from_epoch) == ("Ada", 5.0, 9)
     assert "target_batch_size = 99" in change.what
 
 
+def stage(from_epoch: int, **values: Any) -> Settings:
+    return with_values(
+        Settings(from_epoch=from_epoch, data={"context": 8}), {f"data.{k}": v for k, v in values.items()}
+    )
+
+
+def test_run_toml_may_plan_anew_what_has_not_come_yet() -> None:
+    first = manifest(stage(0), stage(10, context=16), stage(20, context=32))
+    present = msgspec.structs.replace(first, written=first.settings)
+    assert taken_over(present, first, epoch=12, by="", at=0.0) is None
+    present = present.amended(
+        lambda settings: with_values(settings, {"optimizer.learning_rate": 0.5}), from_epoch=15, epoch=12
+    )
+    wanted = manifest(stage(0), stage(10, context=24), stage(30, context=32), stage(40, context=64))
+    found = taken_over(present, wanted, epoch=12, by="", at=0.0)
+    assert found is not None
+    counting = {each: found.at(each) for each in (12, 13, 14, 15, 20, 29, 30, 40)}
+    assert [settings.data["context"] for settings in counting.values()] == [16, 16, 24, 24, 24, 24, 32, 64]
+    rates = [settings.optimizer.learning_rate for settings in counting.values()]
+    assert rates == [3e-4] * 3 + [0.5] * 5  # by command, and none of run.toml's business
+    [change] = found.history
+    assert change.what == "run.toml: data.context = 24; from epoch 40 on data.context = 64"
+    assert taken_over(found, wanted, epoch=14, by="", at=0.0) is None
+
+
+def test_a_stage_that_is_taken_out_of_run_toml_does_not_come() -> None:
+    first = manifest(stage(0), stage(10, context=16))
+    found = taken_over(msgspec.structs.replace(first, written=first.settings), manifest(stage(0)), epoch=2, by="", at=0)
+    assert found is not None
+    assert {found.at(each).data["context"] for each in range(50)} == {8}
+
+
+def test_a_newer_potluck_goes_on_with_its_runs() -> None:
+    def made_by(version: str, **changes: Any) -> Manifest:
+        return manifest(recipe=RecipeRef(name="digits", version=version), **changes)
+
+    present, wanted = made_by("0.1.0", written=(Settings(),)), made_by("0.2.0", protocol=PROTOCOL_VERSION + 1)
+    found = taken_over(present, wanted, epoch=7, by="", at=0.0)
+    assert found is not None
+    assert (found.recipe.version, found.protocol, found.revision) == ("0.2.0", PROTOCOL_VERSION + 1, 2)
+    assert found.settings == present.settings
+    assert taken_over(found, wanted, epoch=8, by="", at=0.0) is None
+
+
 @pytest.mark.parametrize(
     ("wanted", "word"),
-    [(manifest(seed=3), "seed"), (manifest(Settings(training=DiLoCo())), "training.algorithm")],
+    [
+        (manifest(recipe=RecipeRef(name="other")), "recipe"),
+        (manifest(recipe=RecipeRef(name="digits", digest="ab")), "recipe"),
+        (manifest(seed=3), "seed"),
+        (manifest(Settings(training=DiLoCo())), "training.algorithm"),
+    ],
 )
 def test_run_toml_cannot_change_what_is_fixed(wanted: Manifest, word: str) -> None:
     with pytest.raises(ConfigurationError, match=word):

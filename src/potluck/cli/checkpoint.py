@@ -25,7 +25,7 @@ Run = Annotated[
     str, typer.Option("--run", help="A run that this machine hosts; unless given, that of the run.toml here.")
 ]
 Folder = Annotated[Path | None, typer.Option(help="The folder of that run, if it has one of its own.")]
-Backups_ = Annotated[Path | None, typer.Option("--path", help="A folder of backups instead, wherever they came from.")]
+Backups_ = Annotated[Path | None, typer.Option("--path", help="A folder of backups instead, or a peer's --state-path.")]
 Epoch = Annotated[int | None, typer.Option(help="Which one; the newest unless given.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 FETCH_SECONDS = 600.0
@@ -199,17 +199,20 @@ def upload(
 
 def _backups(run: str, folder: Path | None, path: Path | None) -> Backups:
     from potluck.cli import console
-    from potluck.cli.folders import hosted_run
+    from potluck.cli.folders import backups_of_run
     from potluck.errors import ConfigurationError
-    from potluck.state.backups import Backups
 
     console.set_up_logging(verbose=False)
+    name = ""
     if path is None:
-        where, record = hosted_run(run, folder)
-        return Backups(where / "states" / "backups", run=record.run)
-    if not path.is_dir():
+        path, name = backups_of_run(run, folder)
+    elif not path.is_dir():
         raise ConfigurationError(f"there is no folder {path}: name one that has backups in it")
-    return Backups(path)
+    elif (path / "backups").is_dir():
+        path /= "backups"  # as a peer keeps them
+    from potluck.state.backups import Backups  # needs torch, which takes seconds: after what can be told without it
+
+    return Backups(path, run=name)
 
 
 def _chosen(backups: Backups, epoch: int | None) -> BackupInfo:
@@ -220,7 +223,7 @@ def _chosen(backups: Backups, epoch: int | None) -> BackupInfo:
     if found is None:
         there = ", ".join(str(info.epoch) for info in infos) or "none"
         raise ConfigurationError(
-            f"{backups.folder} has no backup{f' of epoch {epoch}' if epoch else ''}: there are {there}"
+            f"{backups.folder} has no backup{f' of epoch {epoch}' if epoch is not None else ''}: there are {there}"
         )
     return found
 

@@ -53,11 +53,13 @@ def dashboard(
 
     console.set_up_logging(verbose)
     check_installed()
+    hosted_here = bool(run) or folder is not None
+    parsed = None if hosted_here else parse_link(link, "potluck dashboard")  # before nicegui, which takes seconds
     from potluck.monitor.dashboard.server import ServerConfig
 
     config = ServerConfig(host=listen, port=port, certificate=certificate, key=key)
     patience_seconds = TAKING_OVER_SECONDS if while_read else 0.0
-    if run or folder is not None:
+    if parsed is None:
 
         async def hosted(stop: asyncio.Event) -> None:
             if while_read:
@@ -71,7 +73,7 @@ def dashboard(
     async def serve(peer: Peer, stop: asyncio.Event) -> None:
         await _serve(peer, None, voter, config, stop, as_json)
 
-    observe(parse_link(link, "potluck dashboard"), "dashboard", None, as_json, serve)
+    observe(parsed, "dashboard", None, as_json, serve)
 
 
 def check_installed() -> None:
@@ -201,13 +203,14 @@ async def _serve(
     from potluck.cli.joining import until_ended
     from potluck.monitor.dashboard.state import Dashboard
     from potluck.monitor.follower import RunFollower
-    from potluck.monitor.previews import Previewer
 
     module = await console.import_slowly("potluck.monitor.dashboard.server")
     follower = await RunFollower.start(peer.session)
     previewer = None
     try:
         if organising is not None:
+            from potluck.monitor.previews import Previewer  # needs torch, which whoever only looks need not have
+
             previewer = Previewer(organising.folder, lambda: follower.manifest, organising.history, recipe)
             previewer.start()
         server = module.DashboardServer(Dashboard(follower, organising, voter=voter, previewer=previewer), config)

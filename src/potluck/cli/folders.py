@@ -43,6 +43,22 @@ def said_in(run_file: Path, key: str) -> str:
     return said if isinstance(said, str) else ""
 
 
+def backups_of_run(run: str, folder: Path | None) -> tuple[Path, str]:
+    """The folder with a run's backups and its name, by its host here or else a peer; ConfigurationError tells."""
+    try:
+        where, record = hosted_run(run, folder)
+    except ConfigurationError as error:
+        run = check_run_name(run or run_of_this_folder() or DEFAULT_RUN)
+        found = sorted(states_folder(run, "*").parent.glob("*/backups")) if folder is None else []
+        if not found:
+            raise ConfigurationError(f"{error}. For a peer's own backups, name its --state-path by --path") from error
+        if len(found) > 1:
+            there = ", ".join(str(each.parent) for each in found)
+            raise ConfigurationError(f"several peers have backups of {run} here, name one by --path: {there}") from None
+        return found[0], run
+    return where / "states" / "backups", record.run
+
+
 def hosted_run(run: str, folder: Path | None) -> tuple[Path, HostRecord]:
     """The folder and record of a run that this machine hosts; ConfigurationError when it hosts none of that name.
 

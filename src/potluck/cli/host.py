@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from potluck.run.peer import Peer
     from potluck.state.keeper import StateConfig
     from potluck.training.helping import AuxiliaryWork
-    from potluck.training.manifest import Manifest
+    from potluck.training.notice import NoticeBoard
 
 
 ALARMS_EVERY_SECONDS = 5.0
@@ -202,8 +202,12 @@ def _run_file(given: Path | None) -> Path | None:
 
 
 async def _serve(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> None:
-    """Open the hub, say so, and only then do what takes longer: after a crash, a whole run waits for the hub."""
+    """Open the hub, say so, and only then do what takes longer: after a crash, a whole run waits for the hub.
+
+    At the first start nobody waits yet, and what is wrong with the recipe is better said before others come.
+    """
     from potluck.cli import console
+    from potluck.run.hostrecord import read_record
 
     async def start() -> bool:
         if host.config.hub.cluster is not None and not as_json:
@@ -211,6 +215,11 @@ async def _serve(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> 
         await host.start()
         return True
 
+    if work.run_file is not None and read_record(host.config.hub.folder) is None:  # later it is not waited for
+        if not as_json:
+            console.out.print("Trying what the run is to train.")
+        if not await console.unless_stopped(_try_out(work.run_file), stop):
+            return
     if not await console.unless_stopped(start(), stop):
         return
     try:
@@ -238,13 +247,14 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
 
     module = await console.import_slowly("potluck.training.helping")
     assert host.peer is not None
-    recipe = None
-    if work.run_file is not None:
-        manifest = await _put_up(work.run_file, host)
-        recipe = work.run_file.parent / manifest.recipe.name if manifest.recipe.digest else None
+    recipe = await _put_up(work.run_file, host) if work.run_file is not None else None
     helper: AuxiliaryWork = await module.AuxiliaryWork.start(host.peer, _state_config(host, work.backups))
     parts.push_async_callback(helper.close)
-    parts.push_async_callback(tasks.end, asyncio.create_task(_tell_alarms(host.peer, as_json), name="alarms"))
+    if work.run_file is not None:
+        _check_data(helper.board, recipe)
+    alarms = asyncio.create_task(_tell_alarms(host.peer, as_json), name="alarms")
+    alarms.add_done_callback(lambda task: tasks.log_failures([task]))  # at once: a host may go on for months
+    parts.push_async_callback(tasks.end, alarms)
     if work.dashboard is not None:
         parts.push_async_callback(DashboardChild(replace(work.dashboard, recipe=recipe), as_json).close)
     else:  # dashboards elsewhere show what the model says, and only a host has what it takes
@@ -258,13 +268,42 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
     await host.failed()
 
 
-async def _put_up(run_file: Path, host: Host) -> Manifest:
-    """Have the hub show what run.toml says, after the recipe was tried."""
+async def _try_out(run_file: Path) -> bool:
+    """Have the recipe learn from one sample of each stage; ConfigurationError says what is wrong with it."""
+    from potluck.cli import console
+    from potluck.training.runfile import manifest_of, read_run_file
+
+    trial = await console.import_slowly("potluck.training.trial")
+    from potluck.recipes.catalogue import open_recipe
+
+    def work() -> None:
+        found = read_run_file(run_file)
+        manifest = manifest_of(found, run_file.parent)
+        trial.try_out(open_recipe(manifest.recipe, manifest.model, run_file.parent / found.recipe), manifest)
+
+    await asyncio.to_thread(work)
+    return True
+
+
+async def _put_up(run_file: Path, host: Host) -> Path | None:
+    """Have the hub show what run.toml says; returns the organiser's own recipe, if it is not a built-in one."""
     from potluck.training.organising import put_up
     from potluck.training.runfile import manifest_of, read_run_file
 
-    manifest = await asyncio.to_thread(lambda: manifest_of(read_run_file(run_file), run_file.parent))
-    return await put_up(manifest, host.address, host.keys)
+    found = read_run_file(run_file)
+    manifest = await asyncio.to_thread(manifest_of, found, run_file.parent)
+    await put_up(manifest, host.address, host.keys)
+    return run_file.parent / found.recipe if manifest.recipe.digest else None
+
+
+def _check_data(board: NoticeBoard, recipe_file: Path | None) -> None:
+    """Say so when a command has ordered data that the recipe cannot use."""
+    from potluck.recipes.catalogue import open_recipe
+    from potluck.training.curriculum import warn_of_data
+
+    if board.manifest is not None:
+        recipe = open_recipe(board.manifest.recipe, board.manifest.model, recipe_file)
+        board.listen(lambda newest: warn_of_data(recipe, newest))
 
 
 def _state_config(host: Host, backups: Backing) -> StateConfig:

@@ -14,6 +14,7 @@ def init(
         str, typer.Option(help="What to train: stdlib-lm, digits, or own for a recipe to change as you like.")
     ] = "own",
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
     """Write a run.toml that explains itself, and a recipe to start from. Both work as they are.
 
@@ -34,6 +35,11 @@ def init(
             (folder / file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(f"{folder} cannot be written ({error.strerror}): choose another folder") from error
+    if as_json:
+        from potluck.cli import console
+
+        console.print_json({"run": name, "folder": str(folder), "files": [str(folder / file) for file in files]})
+        return
     typer.echo(f"Wrote {', '.join(str(folder / file) for file in files)}.")
     if RECIPE_FILE in files:
         typer.echo(f"Change {folder / RECIPE_FILE} as you like; whoever joins needs the same file, by --recipe.")

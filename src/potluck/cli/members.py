@@ -117,13 +117,14 @@ def revoke(
     invite_id: Annotated[str, typer.Argument(metavar="INVITE", help="The invite's id.")],
     run: Run = "",
     folder: Folder = None,
+    as_json: AsJson = False,
 ) -> None:
     """Let nobody else in by an invite; who is in stays in.
 
     Example: [bold]potluck members revoke 3fk2[/bold]
     """
     _ask(run, folder, lambda organiser, _record: organiser.revoke_invite(invite_id))
-    typer.echo(f"Invite {invite_id} is revoked.")
+    _tell(as_json, f"Invite {invite_id} is revoked.", revoked=invite_id)
 
 
 @app.command("requests")
@@ -153,7 +154,7 @@ def requests(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> N
 
 
 @app.command("approve")
-def approve(peer: Peer, run: Run = "", folder: Folder = None) -> None:
+def approve(peer: Peer, run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
     """Let a waiting peer in; it need not start again.
 
     Example: [bold]potluck members approve UAWJEMH4[/bold]
@@ -164,11 +165,12 @@ def approve(peer: Peer, run: Run = "", folder: Folder = None) -> None:
         await organiser.approve(found)
         return found
 
-    typer.echo(f"{_ask(run, folder, work)} is in.")
+    found = _ask(run, folder, work)
+    _tell(as_json, f"{found} is in.", approved=found)
 
 
 @app.command("deny")
-def deny(peer: Peer, run: Run = "", folder: Folder = None, reason: Reason = "") -> None:
+def deny(peer: Peer, run: Run = "", folder: Folder = None, reason: Reason = "", as_json: AsJson = False) -> None:
     """Turn a waiting peer down.
 
     Example: [bold]potluck members deny UAWJEMH4 --reason "this run is full"[/bold]
@@ -179,7 +181,8 @@ def deny(peer: Peer, run: Run = "", folder: Folder = None, reason: Reason = "") 
         await organiser.deny(found, reason)
         return found
 
-    typer.echo(f"{_ask(run, folder, work)} was told no.")
+    found = _ask(run, folder, work)
+    _tell(as_json, f"{found} was told no.", denied=found)
 
 
 @app.command("list")
@@ -213,20 +216,21 @@ def ban(
     run: Run = "",
     folder: Folder = None,
     reason: Reason = "",
+    as_json: AsJson = False,
 ) -> None:
     """Throw a peer or person out, now and for good.
 
     Example: [bold]potluck members ban hf:mallory --reason "sent noise on purpose"[/bold]
     """
 
-    async def work(organiser: Organiser, _record: HostRecord) -> str:
+    async def work(organiser: Organiser, _record: HostRecord) -> tuple[str, int]:
         known = [state.member.peer for state in await organiser.list_members()]
         known += [item.peer for item in await organiser.list_requests() if item.peer not in known]
         found = target if ":" in target else _one(known, target)
-        cut = await organiser.ban(found, reason)
-        return f"{found} is banned; {cut} connections were cut."
+        return found, await organiser.ban(found, reason)
 
-    typer.echo(_ask(run, folder, work))
+    found, cut = _ask(run, folder, work)
+    _tell(as_json, f"{found} is banned; {cut} connections were cut.", banned=found, connections=cut)
 
 
 @app.command("unban")
@@ -234,6 +238,7 @@ def unban(
     target: Annotated[str, typer.Argument(help="Whom to forgive: a peer's id, or a person.")],
     run: Run = "",
     folder: Folder = None,
+    as_json: AsJson = False,
 ) -> None:
     """Lift a ban.
 
@@ -245,11 +250,12 @@ def unban(
         await organiser.unban(found)
         return found
 
-    typer.echo(f"{_ask(run, folder, work)} may join again.")
+    found = _ask(run, folder, work)
+    _tell(as_json, f"{found} may join again.", unbanned=found)
 
 
 @app.command("pardon")
-def pardon(peer: Peer, run: Run = "", folder: Folder = None) -> None:
+def pardon(peer: Peer, run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
     """Let a member take part again that an audit found out, before its time is over.
 
     Example: [bold]potluck members pardon UAWJEMH4[/bold]
@@ -260,7 +266,8 @@ def pardon(peer: Peer, run: Run = "", folder: Folder = None) -> None:
         await organiser.pardon(found)
         return found
 
-    typer.echo(f"{_ask(run, folder, work)} takes part in rounds again.")
+    found = _ask(run, folder, work)
+    _tell(as_json, f"{found} takes part in rounds again.", pardoned=found)
 
 
 @app.command("excluded")
@@ -345,6 +352,15 @@ def _one(known: list[str], beginning: str) -> str:
         return found[0]
     how_many = "none" if not found else f"{len(found)} of them"
     raise ConfigurationError(f"of {len(known)} peers, {how_many} start with {beginning!r}: give more of the id")
+
+
+def _tell(as_json: bool, text: str, **done: object) -> None:
+    from potluck.cli import console
+
+    if as_json:
+        console.print_json(done)
+    else:
+        typer.echo(text)
 
 
 def _show(rows: list[dict[str, Any]], as_json: bool, *, empty: str) -> None:

@@ -68,13 +68,15 @@ def change(
     """
     values = dict(_pair(text) for text in changes)
 
-    async def work(helm: Steering, _where: Path) -> Manifest:
-        return await helm.change(values, by=_name(by), from_epoch=from_epoch, reason=reason)
+    async def work(helm: Steering, _where: Path) -> tuple[Manifest, int | None]:
+        before = (await helm.manifest()).revision
+        manifest = await helm.change(values, by=_name(by), from_epoch=from_epoch, reason=reason)
+        return manifest, manifest.history[-1].from_epoch if manifest.revision > before else None
 
-    manifest = steer(run, folder, work)
-    newest = manifest.history[-1] if manifest.history else None
-    epoch = newest.from_epoch if newest is not None else 0
-    _tell(manifest, as_json, f"From epoch {epoch} on: {', '.join(changes)}.")
+    manifest, epoch = steer(run, folder, work)
+    told = ", ".join(changes)
+    text = f"From epoch {epoch} on: {told}." if epoch is not None else f"Nothing has changed: {told} already."
+    _tell(manifest, as_json, text, from_epoch=epoch)
 
 
 @app.command("rollback")
@@ -221,7 +223,7 @@ def _list_earlier(states: list[EarlierState], as_json: bool) -> None:
         }
         for state in states
     ]
-    console.show_table(rows, empty="Nobody holds a state yet: the host saves one every ten epochs.")
+    console.show_table(rows, empty="Nobody holds a state yet: the host saves them as --backup-every says.")
 
 
 def _summary(manifest: Manifest, head: Commit | None) -> dict[str, Any]:
@@ -254,16 +256,18 @@ def _show(summary: dict[str, Any], as_json: bool) -> None:
         typer.echo(f"ordered: back {summary['rollback']}")
     for name, value in summary["settings"].items():
         later = [
-            f"{entry[name]} from epoch {entry['from_epoch']}" for entry in summary["coming"] if entry[name] != value
+            f"{entry[name]} from epoch {entry['from_epoch']}"
+            for entry in summary["coming"]
+            if entry.get(name, value) != value
         ]
         typer.echo(f"  {name} = {value}" + (f"   ({', '.join(later)})" if later else ""))
 
 
-def _tell(manifest: Manifest, as_json: bool, text: str) -> None:
+def _tell(manifest: Manifest, as_json: bool, text: str, **more: object) -> None:
     from potluck.cli import console
 
     if as_json:
-        console.print_json({"revision": manifest.revision, "paused": manifest.newest.paused})
+        console.print_json({"revision": manifest.revision, "paused": manifest.newest.paused, **more})
     else:
         typer.echo(text)
 

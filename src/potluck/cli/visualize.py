@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     from potluck.training.viewing import StateViewer
 
 FETCH_SECONDS = 600.0
+RETRY_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 def visualize(
@@ -43,7 +48,7 @@ def visualize(
     console.set_up_logging(verbose)
 
     async def watch(peer: Peer, stop: asyncio.Event) -> None:
-        await console.unless_stopped(_watch(peer, recipe, every, once, as_json), stop)
+        await console.unless_stopped(_unless_ended(peer, _watch(peer, recipe, every, once, as_json)), stop)
 
     observe(parse_link(link, "potluck visualize"), "visualizer", identity_path, as_json, watch)
 
@@ -63,19 +68,45 @@ async def _watch(peer: Peer, recipe_file: Path | None, every: int, once: bool, a
         from potluck.recipes.catalogue import open_recipe
 
         recipe = open_recipe(manifest.recipe, manifest.model, recipe_file)
-        epoch = 1
-        while True:
-            await viewer.until_epoch(epoch)
-            with await viewer.newest(at_least_epoch=epoch, timeout_seconds=FETCH_SECONDS) as fetched:
-                shown, tensors = fetched.epoch, fetched.tensors()
-            text, figures = await asyncio.to_thread(_preview, recipe, tensors)
-            _tell(shown, text, figures, as_json)
-            if once:
-                return
-            epoch = shown + every
+        await _keep_showing(viewer, recipe, every, once, as_json)
     finally:
         await viewer.close()
         await board.close()
+
+
+async def _unless_ended(peer: Peer, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work; if our membership ends first, raise why."""
+    from potluck import tasks
+
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({task, peer.session.ended}, return_when=asyncio.FIRST_COMPLETED)
+        (task if task.done() else peer.session.ended).result()
+    finally:
+        if not task.done():
+            await tasks.end(task)
+
+
+async def _keep_showing(viewer: StateViewer, recipe: Any, every: int, once: bool, as_json: bool) -> None:
+    from potluck.errors import RetryableError
+
+    epoch = 1
+    while True:
+        await viewer.until_epoch(epoch)
+        try:
+            with await viewer.newest(at_least_epoch=epoch, timeout_seconds=FETCH_SECONDS) as fetched:
+                shown, tensors = fetched.epoch, fetched.tensors()
+        except RetryableError as error:
+            if once:
+                raise
+            logger.warning("the state of epoch %d or later cannot be shown yet, trying on: %s", epoch, error)
+            await asyncio.sleep(RETRY_SECONDS)
+            continue
+        text, figures = await asyncio.to_thread(_preview, recipe, tensors)
+        _tell(shown, text, figures, as_json)
+        if once:
+            return
+        epoch = shown + every
 
 
 def _preview(recipe: Any, tensors: Any) -> tuple[str, dict[str, float]]:

@@ -41,8 +41,8 @@ class CollaborationConfig(Protocol):
     """What all kinds of optimizers know about their rounds."""
 
     @property
-    def target_batch_size(self) -> int:
-        """Samples per epoch."""
+    def target_batch_size(self) -> int | None:
+        """Samples per epoch; None: it does not depend on them."""
         ...
 
     @property

@@ -41,7 +41,6 @@ from potluck.optim.methods.transform import Transform
 from potluck.optim.modelstate import ModelState, SchedulerFactory
 from potluck.optim.outerloop import OuterLoop, Weighting
 from potluck.optim.progress.pace import Pace
-from potluck.optim.progress.tracker import LARGEST_COUNT
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
 from potluck.round.gathering import GatherConfig
@@ -125,9 +124,9 @@ class DiLoCoConfig:
             raise ConfigurationError("asynchronous peers exchange everything, at once, on their own: no fragments")
 
     @property
-    def target_batch_size(self) -> int:
+    def target_batch_size(self) -> None:
         """Epochs do not depend on samples."""
-        return LARGEST_COUNT
+        return None
 
     def schedule(self) -> Schedule:
         """Which fragment when."""

@@ -9,6 +9,9 @@
         def samples(self, shard, generator): ...
         def loss(self, model, batch): ...
 
+What may change while a run trains, as in a curriculum from short texts to long ones, stands in a `Data` beside the
+`Config`; the trainers set `self.data` to what counts at the run's epoch.
+
 A recipe is data and mathematics only. It knows nothing of peers: who trains on which shard, with which batch size, on
 which device and with which optimizer is decided by whoever trains (training/).
 """
@@ -46,6 +49,9 @@ class Recipe(ABC, Generic[C]):
     Config: ClassVar[type[RecipeConfig]] = RecipeConfig
     """What an organiser can choose, under [model] in run.toml."""
 
+    Data: ClassVar[type[RecipeConfig]] = RecipeConfig
+    """What an organiser can choose, and change while the run trains, under [data] in run.toml; `samples` goes by it."""
+
     num_shards: int = 1
     """Into how many pieces the data are cut. Peers take whole shards, so have many more than there will be peers."""
 
@@ -55,6 +61,11 @@ class Recipe(ABC, Generic[C]):
     def __init__(self, config: C) -> None:
         """Check the configuration; read no data yet."""
         self.config = config
+        self.data: Any = self.Data()
+        """What counts now, a `Data`; it does not change while samples are read."""
+
+    def check_data(self, data: Any) -> None:
+        """ValueError where this `Data` does not fit the configuration; unless a recipe knows better, all do."""
 
     def file(self, name: str) -> Path:
         """Where one of the downloads is; ConfigurationError says how to get it where it is not."""
@@ -95,12 +106,31 @@ class Recipe(ABC, Generic[C]):
 
 def configured(kind: type[Recipe[Any]], options: Mapping[str, Any]) -> Recipe[Any]:
     """The recipe with these options; ConfigurationError when it does not know one, or cannot use its value."""
-    try:
-        config = msgspec.convert(dict(options), kind.Config)
-    except msgspec.ValidationError as error:
-        known = ", ".join(field.name for field in msgspec.structs.fields(kind.Config)) or "none"
-        raise ConfigurationError(f"[model] does not fit the recipe: {error}. Its options are: {known}") from error
-    recipe = kind(config)
+    recipe = kind(_read(kind.Config, options, "model"))
     if not 1 <= recipe.num_shards <= MAX_SHARDS:
         raise ConfigurationError(f"the recipe has num_shards={recipe.num_shards}: it needs 1 to {MAX_SHARDS}")
     return recipe
+
+
+def data_of(recipe: Recipe[Any], options: Mapping[str, Any]) -> RecipeConfig:
+    """What these options say of the recipe's data; ConfigurationError as above. They do not count yet."""
+    data = _read(recipe.Data, options, "data")
+    try:
+        recipe.check_data(data)
+    except ValueError as error:
+        raise ConfigurationError(f"[data] does not fit the recipe: {error}") from error
+    return data
+
+
+def require_downloads(recipe: Recipe[Any]) -> None:
+    """ConfigurationError unless all files that the recipe needs are here."""
+    for download in recipe.downloads:
+        recipe.file(download.name)
+
+
+def _read(kind: type[RecipeConfig], options: Mapping[str, Any], section: str) -> RecipeConfig:
+    try:
+        return msgspec.convert(dict(options), kind)
+    except msgspec.ValidationError as error:
+        known = ", ".join(field.name for field in msgspec.structs.fields(kind)) or "none"
+        raise ConfigurationError(f"[{section}] does not fit the recipe: {error}. Its options are: {known}") from error

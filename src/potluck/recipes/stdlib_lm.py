@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,25 +45,40 @@ class Config(RecipeConfig, frozen=True, kw_only=True):
             )
 
 
+class Data(RecipeConfig, frozen=True, kw_only=True):
+    """How much the model sees at once: a run learns faster from short pieces first."""
+
+    context: int = 0  # bytes; 0: as many as the model can
+
+
 class StdlibLM(Recipe[Config]):
     """Guesses the next byte of Python source."""
 
     Config = Config
+    Data = Data
     num_shards = 64
 
     def model(self) -> nn.Module:
         """A small decoder-only transformer."""
         return Transformer(self.config)
 
+    def check_data(self, data: Any) -> None:
+        """The model has places for its context, and no more."""
+        if not 0 <= data.context <= self.config.context:
+            raise ValueError(
+                f"context={data.context}: choose 1 to {self.config.context}, the model's own, or 0 for all of it"
+            )
+
     def samples(self, shard: int, generator: torch.Generator) -> Iterator[Sample]:
         """Windows of consecutive bytes, in random order, from a random offset on."""
-        text, length = _read(self._shards[shard]), self.config.context + 1
-        num_windows = (len(text) - length) // self.config.context
+        context = self.data.context or self.config.context
+        text, length = _read(self._shards[shard]), context + 1
+        num_windows = (len(text) - length) // context
         if num_windows < 1:
             return
-        offset = int(torch.randint(self.config.context, (1,), generator=generator))
+        offset = int(torch.randint(context, (1,), generator=generator))
         for window in torch.randperm(num_windows, generator=generator).tolist():
-            start = offset + window * self.config.context
+            start = offset + window * context
             if start + length <= len(text):
                 yield (text[start : start + length],)
 

@@ -108,8 +108,7 @@ class Backups:
         except OSError as error:
             self.counts["failed"] += 1
             self.last_error = (
-                f"epoch {epoch} could not be saved in {self.folder}: {error}. Training goes on without this backup; "
-                "make room there, or choose another folder"
+                f"epoch {epoch} could not be saved in {self.folder}: {error}. Make room there, or choose another folder"
             )
             raise BackupError(self.last_error) from error
         self.counts["saved"] += 1

@@ -71,7 +71,7 @@ class Saver:
             await self.look()
             self._on_backup(info)
         except BackupError as error:
-            logger.error("%s", error)  # noqa: TRY400 - the disk's fault, and the message says it all
+            logger.error("%s. Training goes on without this backup", error)  # noqa: TRY400 - the disk's fault, and the message says it all
         except Exception:  # a bug here must not stop the training; logged and counted
             self.counts["errors"] += 1
             logger.exception("the backup of epoch %d failed", epoch)

@@ -8,6 +8,7 @@ earlier.py     what a run could go back to, and who has it
 organising.py  putting up a manifest, and later what has changed in run.toml
 restoring.py   the coordinator's part in a rollback
 optimizers.py  from the manifest to torch's optimizers and ours
+curriculum.py  which data count at which epoch         trial.py: the recipe, tried before others have to
 models.py      the recipe's model: untrained, or with a run's state, and what it does
 exhibit.py     what a run has learnt, by its checkpoint
 batchsize.py   how large a batch this machine can take    machine.py: its cores and memory    hours.py: when

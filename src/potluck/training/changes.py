@@ -18,7 +18,7 @@ Value = bool | int | float | str
 
 def values_of(settings: Settings) -> dict[str, Value]:
     """All settings by name."""
-    return dict(_flattened(msgspec.to_builtins(settings)))
+    return {name: value for name, value in flattened(msgspec.to_builtins(settings)) if name not in NOT_BY_NAME}
 
 
 def full_name(name: str, settings: Settings) -> str:
@@ -42,7 +42,7 @@ def with_values(settings: Settings, values: Mapping[str, Value]) -> Settings:
         place = changed
         for part in path:
             place = place[part]
-        place[last] = value
+        place[last] = _like(place.get(last), value, name) if path == ["data"] else value
     try:
         return msgspec.convert(changed, Settings, strict=False)
     except msgspec.ValidationError as error:
@@ -61,9 +61,20 @@ def described(values: Mapping[str, Value]) -> str:
     return ", ".join(f"{name} = {value}" for name, value in values.items())
 
 
-def _flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Value]]:
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Value]]:
+    """Values by their full names."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _flattened(value, f"{prefix}{name}.")
-        elif prefix or name not in NOT_BY_NAME:
+            yield from flattened(value, f"{prefix}{name}.")
+        else:
             yield prefix + name, value
+
+
+def _like(before: Value | None, value: Value, name: str) -> Value:
+    """Of the data only the recipe knows what they are, and there is none here: a value stays what it was."""
+    if before is None:
+        return value
+    try:
+        return msgspec.convert(value, type(before), strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{name}={value} cannot be, where it is {before} now: {error}") from error

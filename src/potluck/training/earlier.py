@@ -139,7 +139,7 @@ def chosen(there: Sequence[EarlierState], epoch: int, *, digest: str, is_paused:
         known = "; ".join(f"{state.epoch} ({', '.join(state.keepers)})" for state in there) or "none"
         raise ConfigurationError(
             f"nobody who is here shows a state of epoch {epoch}. There are: {known}. If a peer has a backup of it, "
-            "`potluck checkpoint list --json` there tells its digest: name that by --digest"
+            "`potluck checkpoint list --json --path STATE_PATH` there tells its digest: name that by --digest"
         )
     if not found.is_on_disk and not is_paused:
         raise ConfigurationError(

@@ -2,13 +2,13 @@
 
 Recipe, model, algorithm and codecs are fixed for the life of a run. What may change while it trains stands in
 `Settings`, each entry with the epoch from which on it counts: so all peers change at the same one, a newcomer knows
-what counted when, and a curriculum is nothing but entries that were written beforehand. An organiser signs each
-revision (notice.py); nobody else can change it.
+what counted when, and a curriculum (curriculum.py) is nothing but entries that were written beforehand. An organiser
+signs each revision (notice.py); nobody else can change it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -22,8 +22,10 @@ Positive = Annotated[float, msgspec.Meta(gt=0.0)]
 Share = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+Options = dict[str, bool | int | float | str]
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # of torch.manual_seed
 
-MAX_MODEL_OPTIONS = 256
+MAX_OPTIONS = 256  # of a model, of its data
 MAX_SETTINGS = 256
 MAX_HISTORY = 64  # changes that are told; the oldest go first
 MAX_WORDS = 300  # characters of what somebody writes down
@@ -96,6 +98,7 @@ class Settings(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     training: Sync | DiLoCo = Sync()
     optimizer: OptimizerSpec = OptimizerSpec()
     schedule: ScheduleSpec = ScheduleSpec()
+    data: Options = {}  # all that the recipe's `Data` has
     paused: bool = False
     end_epoch: Count = 0  # the run is done then; 0: it goes on for ever
 
@@ -128,16 +131,17 @@ class Manifest(Message, frozen=True, kw_only=True):
     settings: Annotated[tuple[Settings, ...], msgspec.Meta(min_length=1, max_length=MAX_SETTINGS)] = (Settings(),)
     revision: AtLeastOne = 1
     protocol: int = PROTOCOL_VERSION
-    model: dict[str, bool | int | float | str] = {}
+    model: Options = {}
     exchange: Exchange = Exchange()
-    seed: int = 0
-    written: Settings | None = None  # what run.toml said last: what was changed by command since then stays
+    seed: Seed = 0
+    written: tuple[Settings, ...] = ()  # what run.toml said last: what was changed by command since then stays
     rollback: Rollback | None = None  # the newest order
     history: Annotated[tuple[Change, ...], msgspec.Meta(max_length=MAX_HISTORY)] = ()  # the newest last
 
     def __post_init__(self) -> None:
-        if len(self.model) > MAX_MODEL_OPTIONS:
-            raise ConfigurationError(f"{len(self.model)} options of a model: at most {MAX_MODEL_OPTIONS}")
+        for options in (self.model, *(entry.data for entry in self.settings)):
+            if len(options) > MAX_OPTIONS:
+                raise ConfigurationError(f"{len(options)} options of a model or its data: at most {MAX_OPTIONS}")
         epochs = [entry.from_epoch for entry in self.settings]
         if epochs != sorted(set(epochs)):
             raise ConfigurationError(f"settings from the epochs {epochs}: they must be in order, one for an epoch")
@@ -154,10 +158,12 @@ class Manifest(Message, frozen=True, kw_only=True):
 
     def at(self, epoch: int) -> Settings:
         """What counts for the step that makes the epoch after `epoch`."""
-        return next((entry for entry in reversed(self.settings) if entry.from_epoch <= epoch), self.settings[0])
+        return counting_at(self.settings, epoch)
 
-    def amended(self, change: Callable[[Settings], Settings], *, from_epoch: int, epoch: int) -> Manifest:
-        """With what counts from `from_epoch` on changed, entries for later epochs included.
+    def amended(
+        self, change: Callable[[Settings], Settings], *, from_epoch: int, epoch: int, turns: Iterable[int] = ()
+    ) -> Manifest:
+        """With what counts from `from_epoch` on changed, entries for later epochs included, and such from `turns` on.
 
         The run is at `epoch`: entries that ended before it are forgotten. The revision is the caller's to count.
         """
@@ -165,9 +171,10 @@ class Manifest(Message, frozen=True, kw_only=True):
         current = self.at(epoch)
         first = msgspec.structs.replace(current, from_epoch=min(current.from_epoch, epoch))
         entries = [first, *(entry for entry in self.settings if entry.from_epoch > epoch)]
-        counting = [entry for entry in entries if entry.from_epoch <= from_epoch]
-        if counting[-1].from_epoch != from_epoch:
-            entries.insert(len(counting), msgspec.structs.replace(counting[-1], from_epoch=from_epoch))
+        for turn in (from_epoch, *(turn for turn in turns if turn > from_epoch)):
+            counting = [entry for entry in entries if entry.from_epoch <= turn]
+            if counting[-1].from_epoch != turn:
+                entries.insert(len(counting), msgspec.structs.replace(counting[-1], from_epoch=turn))
         amended = [change(entry) if entry.from_epoch >= from_epoch else entry for entry in entries]
         return msgspec.structs.replace(self, settings=_without_repeats(amended))
 
@@ -177,6 +184,11 @@ class Manifest(Message, frozen=True, kw_only=True):
         change = Change(revision=self.revision + 1, at=at, from_epoch=from_epoch, **words)
         history = (*self.history, change)[-MAX_HISTORY:]
         return msgspec.structs.replace(self, revision=self.revision + 1, history=history)
+
+
+def counting_at(settings: Sequence[Settings], epoch: int) -> Settings:
+    """What of these counts for the step that makes the epoch after `epoch`."""
+    return next((entry for entry in reversed(settings) if entry.from_epoch <= epoch), settings[0])
 
 
 def _without_repeats(entries: list[Settings]) -> tuple[Settings, ...]:

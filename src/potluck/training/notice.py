@@ -34,12 +34,19 @@ class SignedManifest(Message, frozen=True, kw_only=True):
 
 
 def sign(manifest: Manifest, signer: Signer) -> bytes:
-    """A manifest as it is put up; ConfigurationError when it is so large that nobody would read it."""
-    body = encode(manifest)
+    """A manifest as it is put up; ConfigurationError when nobody could read it: such a run could not be mended."""
+    try:
+        body = encode(manifest)
+    except (OverflowError, ValueError) as error:  # an integer of more than 64 bits, a text that is no text
+        raise ConfigurationError(f"the manifest cannot be written down: {error}. Choose other values") from error
     if len(body) > LIMIT_BYTES - 1024:  # beside the key and the signature
         raise ConfigurationError(
             f"the manifest has {len(body)} bytes, of {LIMIT_BYTES - 1024} at most: plan fewer changes in advance"
         )
+    try:
+        decode(Manifest, body)
+    except ProtocolError as error:
+        raise ConfigurationError(f"nobody could read this manifest, {error}. Choose other values") from error
     signature = signer.sign(_context(manifest.run) + body)
     return encode(SignedManifest(body=body, organiser=signer.public_key, signature=signature))
 

@@ -9,19 +9,21 @@ from __future__ import annotations
 import getpass
 import logging
 import time
+from collections.abc import Mapping
 
 import msgspec
 
+import potluck
 from potluck.errors import ConfigurationError
 from potluck.hub.address import HubAddress
 from potluck.hub.keys import HubKeys
-from potluck.training.changes import described, differences, with_values
-from potluck.training.manifest import Manifest, Settings
+from potluck.training.changes import Value, described, differences, with_values
+from potluck.training.manifest import Manifest, Settings, counting_at
 from potluck.training.steering import NOTICE_EPOCHS, steering
 
 logger = logging.getLogger(__name__)
 
-NOT_OF_THE_FILE = ("revision", "protocol", "settings", "written", "rollback", "history")
+NOT_OF_THE_FILE = ("revision", "protocol", "recipe", "settings", "written", "rollback", "history")
 
 
 async def put_up(wanted: Manifest, address: HubAddress, keys: HubKeys, *, by: str = "run.toml") -> Manifest:
@@ -29,7 +31,7 @@ async def put_up(wanted: Manifest, address: HubAddress, keys: HubKeys, *, by: st
 
     def next_one(present: Manifest | None, epoch: int) -> Manifest | None:
         if present is None:
-            return msgspec.structs.replace(wanted, written=wanted.newest)
+            return msgspec.structs.replace(wanted, written=wanted.settings)
         return taken_over(present, wanted, epoch=epoch, by=by, at=time.time())
 
     async with steering(address, keys, wanted.run) as helm:
@@ -37,9 +39,11 @@ async def put_up(wanted: Manifest, address: HubAddress, keys: HubKeys, *, by: st
 
 
 def taken_over(present: Manifest, wanted: Manifest, *, epoch: int, by: str, at: float) -> Manifest | None:
-    """The next revision, by what has changed in run.toml; None where it says nothing new."""
+    """The next revision, by what has changed in run.toml or in Potluck; None where neither has."""
     names = [field.name for field in msgspec.structs.fields(Manifest) if field.name not in NOT_OF_THE_FILE]
     fixed = [name for name in names if getattr(wanted, name) != getattr(present, name)]
+    if (wanted.recipe.name, wanted.recipe.digest) != (present.recipe.name, present.recipe.digest):
+        fixed.append("recipe")
     if type(wanted.newest.training) is not type(present.newest.training):
         fixed.append("training.algorithm")
     if fixed:
@@ -47,18 +51,37 @@ def taken_over(present: Manifest, wanted: Manifest, *, epoch: int, by: str, at: 
             f"run.toml differs from what run {present.run} trains since its start, in: {', '.join(fixed)}. Put that "
             "back, or start a run with another name"
         )
-    values = differences(present.written or present.newest, wanted.newest)
-    if not values:
-        return None
+    renewed = msgspec.structs.replace(present, protocol=wanted.protocol, recipe=wanted.recipe)  # with Potluck itself
+    said = present.written or (present.newest,)
     starts = epoch + NOTICE_EPOCHS
-    logger.info("run.toml has changed; that counts from epoch %d on", starts)
+    turns = sorted({starts, *(e.from_epoch for e in (*said, *wanted.settings) if e.from_epoch > starts)})
+
+    def news(epoch: int) -> dict[str, Value]:
+        """What run.toml says anew of an epoch: what was planned for it by command stays."""
+        return differences(counting_at(said, epoch), counting_at(wanted.settings, epoch))
 
     def change(settings: Settings) -> Settings:
-        return with_values(settings, values)
+        return with_values(settings, news(settings.from_epoch))
 
-    amended = present.amended(change, from_epoch=starts, epoch=epoch)
-    recorded = amended.recorded(f"run.toml: {described(values)}", by=by, at=at, from_epoch=starts)
-    return msgspec.structs.replace(recorded, written=wanted.newest)
+    if what := _told({turn: news(turn) for turn in turns}):
+        logger.info("run.toml has changed; that counts from epoch %d on", starts)
+        amended = renewed.amended(change, from_epoch=starts, epoch=epoch, turns=turns)
+        recorded = amended.recorded(f"run.toml: {what}", by=by, at=at, from_epoch=starts)
+        return msgspec.structs.replace(recorded, written=wanted.settings)
+    if renewed != present:
+        return renewed.recorded(f"Potluck {potluck.__version__}", by=by, at=at, from_epoch=epoch)
+    return None
+
+
+def _told(news: Mapping[int, Mapping[str, Value]]) -> str:
+    """What is new from which epoch on, in words; the first of them needs no naming."""
+    told: list[str] = []
+    before: Mapping[str, Value] = {}
+    for epoch, values in news.items():
+        if fresh := {name: value for name, value in values.items() if before.get(name) != value}:
+            told.append(f"from epoch {epoch} on {described(fresh)}" if epoch != min(news) else described(fresh))
+        before = values
+    return "; ".join(told)
 
 
 def own_name() -> str:

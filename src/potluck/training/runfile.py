@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from potluck.errors import ConfigurationError
 from potluck.hub.subjects import check_run_name
 from potluck.messages import Message
-from potluck.training.manifest import DiLoCo, Exchange, Manifest, OptimizerSpec, ScheduleSpec, Settings, Sync
+from potluck.training.changes import flattened, full_name, with_values
+from potluck.training.manifest import (
+    Count,
+    DiLoCo,
+    Exchange,
+    Manifest,
+    OptimizerSpec,
+    Options,
+    ScheduleSpec,
+    Seed,
+    Settings,
+    Sync,
+)
 
 FILE_NAME = "run.toml"
 MAX_FILE_BYTES = 64 * 1024
@@ -20,13 +34,16 @@ class RunFile(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     name: str
     recipe: str = "stdlib-lm"
-    seed: int = 0
-    end_epoch: int = 0
-    model: dict[str, bool | int | float | str] = {}
+    seed: Seed = 0
+    end_epoch: Count = 0
+    model: Options = {}
+    data: Options = {}
     training: Sync | DiLoCo = Sync()
     optimizer: OptimizerSpec = OptimizerSpec()
     schedule: ScheduleSpec = ScheduleSpec()
     exchange: Exchange = Exchange()
+    curriculum: tuple[dict[str, Any], ...] = ()
+    """Stages: each has `from_epoch`, and whatever changes then."""
 
 
 def read_run_file(path: Path) -> RunFile:
@@ -49,23 +66,42 @@ def read_run_file(path: Path) -> RunFile:
 
 
 def manifest_of(found: RunFile, folder: Path) -> Manifest:
-    """The first manifest of a run; recipes of one's own are looked for from `folder` on, and tried."""
+    """The first manifest of a run; recipes of one's own are looked for from `folder` on, and executed."""
     from potluck.recipes.catalogue import open_recipe, refer_to  # needs torch, which reading a run.toml does not
+    from potluck.recipes.recipe import data_of
 
     ref = refer_to(found.recipe, folder)
-    open_recipe(ref, found.model, folder / found.recipe)
+    recipe = open_recipe(ref, found.model, folder / found.recipe)
+    first = Settings(
+        training=found.training,
+        optimizer=found.optimizer,
+        schedule=found.schedule,
+        data=msgspec.to_builtins(data_of(recipe, found.data)),
+        end_epoch=found.end_epoch,
+    )
+    settings = _planned(first, found.curriculum)
+    for entry in settings:
+        data_of(recipe, entry.data)
     return Manifest(
         run=found.name,
         recipe=ref,
         model=found.model,
-        settings=(
-            Settings(
-                training=found.training,
-                optimizer=found.optimizer,
-                schedule=found.schedule,
-                end_epoch=found.end_epoch,
-            ),
-        ),
+        settings=settings,
         exchange=found.exchange,
         seed=found.seed,
     )
+
+
+def _planned(first: Settings, stages: Iterable[Mapping[str, Any]]) -> tuple[Settings, ...]:
+    """What counts from which epoch on: each stage changes what it names, as a command would, and the rest stays."""
+    plan = [first]
+    for number, stage in enumerate(stages, 1):
+        values = dict(flattened(stage))
+        from_epoch = values.pop("from_epoch", None)
+        if type(from_epoch) is not int or from_epoch < 1:
+            raise ConfigurationError(
+                f"stage {number} of [[curriculum]] has from_epoch={from_epoch}: it needs a number, 1 or more"
+            )
+        named = {full_name(name, first): value for name, value in values.items()}
+        plan.append(msgspec.structs.replace(with_values(plan[-1], named), from_epoch=from_epoch))
+    return tuple(plan)

@@ -21,6 +21,9 @@ end_epoch = 0      # the run is done after so many updates; 0: it goes on until 
 [model]            # options of the recipe; see its Config
 {model}
 
+[data]             # options of the recipe that may change while the run trains; see its Data
+{data}
+
 [training]         # how peers work together
 algorithm = "sync"           # sync: one large batch of all peers' samples per update
 target_batch_size = 256      # … of so many samples. May change while the run trains.
@@ -41,6 +44,13 @@ warmup_epochs = 10
 codec = "float16"            # how values travel: float32, float16, bfloat16, uniform8, blockwise8, e3m0 …
 aggregator = "mean"          # with strangers: median, trimmed_mean, centered_clipping …
 reducers = "everybody"       # or trusted: only peers whose invite says so add up what others send
+
+# A curriculum: stages that are planned beforehand. Each changes what it names, from its epoch on, for all peers alike:
+# data, learning rate, schedule, target_batch_size; names as `potluck run show` lists them. As many stages as you like.
+# [[curriculum]]
+# from_epoch = 1000
+# learning_rate = 3e-4
+# {stage}
 """
 
 _RECIPE = '''\
@@ -59,10 +69,17 @@ class Config(RecipeConfig, frozen=True, kw_only=True):
     width: int = 64
 
 
+class Data(RecipeConfig, frozen=True, kw_only=True):
+    """What [data] in run.toml may set, and change while the run trains."""
+
+    noise: float = 0.05
+
+
 class Waves(Recipe[Config]):
     """Learns a sum of waves from noisy samples of it."""
 
     Config = Config
+    Data = Data
     num_shards = 64  # more than there will be peers: each trains on whole shards
 
     def model(self):
@@ -75,7 +92,7 @@ class Waves(Recipe[Config]):
         """One pass over a shard, in random order: tuples of tensors, one for each sample."""
         for _ in range(1000):
             x = torch.rand(1, generator=generator) * 6 - 3
-            noise = torch.randn(1, generator=generator) * 0.05
+            noise = torch.randn(1, generator=generator) * self.data.noise
             yield x, self.truth(x) + noise
 
     def loss(self, model, batch):
@@ -104,6 +121,12 @@ _MODELS = {
     "digits": "width = 64",
     "stdlib-lm": "layers = 4\nwidth = 128\nheads = 4\ncontext = 128",
 }
+_DATA = {
+    OWN: "noise = 0.05",
+    "digits": "# this recipe has none",
+    "stdlib-lm": "context = 0        # bytes of a sample, up to the model's context; 0: all of it",
+}
+_STAGES = {OWN: "data.noise = 0.01", "digits": "target_batch_size = 1024", "stdlib-lm": "data.context = 128"}
 
 
 def files_of_a_run(name: str, recipe: str) -> dict[str, str]:
@@ -111,7 +134,8 @@ def files_of_a_run(name: str, recipe: str) -> dict[str, str]:
     if recipe not in _MODELS:
         raise ConfigurationError(f"there is no recipe {recipe!r} to start from: choose one of {', '.join(_MODELS)}")
     own = recipe == OWN
-    files = {RUN_FILE: _RUN.format(name=name, recipe=RECIPE_FILE if own else recipe, model=_MODELS[recipe])}
+    words = {"model": _MODELS[recipe], "data": _DATA[recipe], "stage": _STAGES[recipe]}
+    files = {RUN_FILE: _RUN.format(name=name, recipe=RECIPE_FILE if own else recipe, **words)}
     if own:
         files[RECIPE_FILE] = _RECIPE
     return files

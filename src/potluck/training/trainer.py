@@ -21,10 +21,11 @@ import torch
 from potluck.errors import ConfigurationError, StoppedError
 from potluck.optim.diloco import DiLoCo
 from potluck.peer.lease import LeaseView
-from potluck.recipes.recipe import Recipe
+from potluck.recipes.recipe import Recipe, RecipeConfig, require_downloads
 from potluck.run.joined import Joined
 from potluck.state.keeper import StateConfig
 from potluck.training.batchsize import find_batch_size, to_device
+from potluck.training.curriculum import data_at
 from potluck.training.feed import Feed
 from potluck.training.helping import Desks
 from potluck.training.machine import MemoryLimit, find_device, share_cores
@@ -116,12 +117,12 @@ class Trainer:
         self._on_progress = on_progress or (lambda _progress: None)
         self._told_at = 0.0
         first = manifest()
-        for download in recipe.downloads:
-            recipe.file(download.name)  # says how to get what is not here, before the run's state is loaded
+        require_downloads(recipe)
         self.num_threads = share_cores(self._config.num_threads)
         self.device = find_device(self._config.device)
         self._memory = MemoryLimit(self._config.max_memory_bytes, self.device)
         self.model = untrained(recipe, first.seed, self.device)
+        recipe.data = data_at(recipe, first, first.newest.from_epoch)  # a batch has to suit what comes in the end
         self.batch_size = self._config.batch_size or self._find_batch_size(first)
         self.optimizer: SharedOptimizer = make_optimizer(run, self.model, first, self._config.state)
         self._lease = self.optimizer.collaboration.averager.lease
@@ -146,6 +147,9 @@ class Trainer:
                     self._tell(started, paused=True)
                     stop.wait(PAUSE_SECONDS)
                     continue
+                if self._data() != self._recipe.data:  # a feed reads ahead, and goes by what counted when it was opened
+                    feed.close()
+                    feed = self._open_feed()
                 has_room = self._step(feed)
                 self._tell(started)
                 if not has_room or (self.steps % MEMORY_EVERY_STEPS == 0 and self._memory.is_exceeded()):
@@ -170,7 +174,11 @@ class Trainer:
             return 0
         return optimizer.method.samples if isinstance(optimizer, DiLoCo) else optimizer.samples
 
+    def _data(self) -> RecipeConfig:
+        return data_at(self._recipe, self._manifest(), self.optimizer.epoch)
+
     def _open_feed(self) -> Feed:
+        self._recipe.data = self._data()
         readers = [
             LeasedShards(self._run, self._lease, self._recipe.num_shards, self._seed + number, number)
             for number in range(self._config.num_readers)

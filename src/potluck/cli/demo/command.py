@@ -33,7 +33,7 @@ def demo(
 
     from potluck.cli import console
     from potluck.cli.demo import ending
-    from potluck.cli.demo.story import FEWEST_EPOCHS
+    from potluck.cli.demo.story import FEWEST_EPOCHS, prepare
     from potluck.errors import ConfigurationError
 
     console.set_up_logging(verbose=False)
@@ -42,6 +42,10 @@ def demo(
     where = folder or Path(tempfile.mkdtemp(prefix="potluck-demo-"))
     if (where / "hub").exists():
         raise ConfigurationError(f"{where} has a demo already: choose another folder, or remove it")
+    try:
+        prepare(where)
+    except OSError as error:
+        raise ConfigurationError(f"{where} cannot be written ({error.strerror}): choose another --folder") from error
     try:
         outcome = console.run(_perform(where.absolute(), epochs, quiet=as_json))
     except asyncio.CancelledError:

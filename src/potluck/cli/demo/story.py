@@ -61,11 +61,15 @@ class Script:
         return max(1, round(self.epochs * share))
 
 
+def prepare(folder: Path) -> None:
+    """Write what the play needs; OSError where that cannot be."""
+    (folder / "keys").mkdir(parents=True, exist_ok=True)
+    (folder / "run.toml").write_text(RUN_FILE, encoding="utf-8")
+
+
 async def play(folder: Path, script: Script, stage: Stage, record: Record) -> None:
     """Play it. What goes wrong is raised; whoever is left is asked to leave in any case."""
     troupe = Troupe(folder)
-    (folder / "keys").mkdir(parents=True, exist_ok=True)
-    (folder / "run.toml").write_text(RUN_FILE, encoding="utf-8")
     began_at = time.time()
     try:
         link = str((await (await troupe.host()).until("ready"))["link"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from potluck.errors import PermissionDeniedError, PotluckError
 from potluck.hub.connection import Store
@@ -16,10 +16,12 @@ from potluck.monitor.alarms import Alarm
 from potluck.monitor.dashboard.actions import Action, ActionLog
 from potluck.monitor.dashboard.gate import Gate, Visitor
 from potluck.monitor.follower import RunFollower
-from potluck.monitor.previews import Previewer
 from potluck.monitor.view import Overview, PeerRow
 from potluck.training.manifest import Settings
 from potluck.training.steering import Steering
+
+if TYPE_CHECKING:
+    from potluck.monitor.previews import Previewer
 
 FRESH_SECONDS = 0.9  # what one page has had computed, the next may show
 STALLED_FACTOR = 5.0  # an epoch that takes so many times as long as most is late
@@ -155,6 +157,6 @@ def status_of(overview: Overview, settings: Settings | None, *, is_connected: bo
         return "waiting for trainers", "idle"
     usual = overview.seconds_per_epoch
     late = max(STALLED_SECONDS, STALLED_FACTOR * usual) if usual is not None else STALLED_SECONDS
-    if overview.committed_at is not None and now - overview.committed_at > late and overview.due_in_seconds is None:
+    if overview.committed_at is not None and now - overview.committed_at > late and not overview.samples_per_second:
         return "stalled", "bad"
     return "training", "good"

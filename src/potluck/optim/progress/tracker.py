@@ -49,8 +49,9 @@ class RunProgress(Message, frozen=True, kw_only=True):
     def describe(self) -> str:
         """In one line."""
         eta = "" if self.due_in_seconds is None else f", due in {self.due_in_seconds:.1f} s"
+        wanted = f" of {self.target}" if self.target else ""
         return (
-            f"epoch {self.epoch}: {self.samples} of {self.target} samples from {self.num_trainers} trainers, "
+            f"epoch {self.epoch}: {self.samples}{wanted} samples from {self.num_trainers} trainers, "
             f"{self.samples_per_second:.1f}/s{eta}"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from typing import TYPE_CHECKING
 
 from nicegui import ui
 
@@ -11,13 +12,15 @@ from potluck.errors import PotluckError
 from potluck.monitor import figures
 from potluck.monitor.dashboard.frame import Page
 from potluck.monitor.dashboard.parts import Items, box, button, card, confirm, words
-from potluck.state.backupfile import BackupInfo
-from potluck.state.backups import Backups
 from potluck.training.changes import Value, described, values_of
 from potluck.training.manifest import Change, Settings, Sync
 
+if TYPE_CHECKING:
+    from potluck.state.backupfile import BackupInfo
+
 EVERY_SECONDS = 2.0
 SHOWN = 60
+DATA = "data."
 SETTINGS = {
     "optimizer.learning_rate": "Learning rate",
     "optimizer.weight_decay": "Weight decay",
@@ -97,9 +100,9 @@ class ControlPage:
             return
         known = changeable(settings)
         with self._settings:
-            for name, label in SETTINGS.items():
-                if name in known:
-                    self._fields[name] = ui.input(label, value=_as_text(known[name])).props("outlined dense")
+            for name, value in known.items():
+                label = SETTINGS.get(name) or f"Data: {name.removeprefix(DATA)}"
+                self._fields[name] = ui.input(label, value=_as_text(value)).props("outlined dense")
 
     def _show_log(self) -> None:
         manifest, organising = self._follower.manifest, self._page.dashboard.organising
@@ -114,6 +117,8 @@ class ControlPage:
         )
 
     def _find_backups(self) -> list[BackupInfo]:
+        from potluck.state.backups import Backups  # needs torch, which a dashboard elsewhere need not have
+
         return Backups(self._folder / "states" / "backups", run=self._page.dashboard.run).infos()
 
     # What can be done
@@ -171,10 +176,11 @@ def _circumstances(change: Change) -> str:
 
 def changeable(settings: Settings) -> dict[str, Value]:
     """What may change while a run trains, by name."""
-    values = {name: value for name, value in values_of(settings).items() if name in SETTINGS}
+    known = values_of(settings)
+    values = {name: known[name] for name in SETTINGS if name in known}
     if not isinstance(settings.training, Sync):
         values.pop("training.target_batch_size", None)
-    return values
+    return values | {name: value for name, value in known.items() if name.startswith(DATA)}
 
 
 def _as_text(value: Value) -> str:

@@ -1,0 +1,140 @@
+"""What an organiser's commands answer, without a run: `potluck init`, `run set`, `members …`, `monitor`, `demo`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from potluck.cli import console, members, run
+from potluck.cli.demo import command, ending
+from potluck.cli.main import app
+from potluck.cli.monitor import picture
+from potluck.errors import ConfigurationError
+from potluck.monitor.alarms import Alarm
+from potluck.monitor.view import Overview, PeerRow
+from potluck.recipes.reference import RecipeRef
+from potluck.training.changes import full_name, with_values
+from potluck.training.manifest import Manifest
+
+
+class Helm:
+    """Steers a run that is nowhere."""
+
+    def __init__(self) -> None:
+        self.shown = Manifest(run="bakery", recipe=RecipeRef(name="digits")).recorded(
+            "paused", by="Grace", at=0.0, from_epoch=3
+        )
+
+    async def manifest(self) -> Manifest:
+        return self.shown
+
+    async def change(self, values: dict[str, Any], **_: Any) -> Manifest:
+        named = {full_name(name, self.shown.newest): value for name, value in values.items()}
+        amended = self.shown.amended(lambda settings: with_values(settings, named), from_epoch=9, epoch=7)
+        if amended.newest.optimizer != self.shown.newest.optimizer:
+            self.shown = amended.recorded("it", by="Ada", at=0.0, from_epoch=9)
+        return self.shown
+
+
+def test_a_change_is_told_with_its_epoch_and_none_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    helm = Helm()
+    monkeypatch.setattr(run, "steer", lambda _run, _folder, work: asyncio.run(work(helm, Path())))
+
+    def change(*options: str) -> str:
+        return CliRunner().invoke(app, ["run", "set", "learning_rate=0.5", *options]).output
+
+    assert change() == "From epoch 9 on: learning_rate=0.5.\n"
+    assert change() == "Nothing has changed: learning_rate=0.5 already.\n"
+    assert json.loads(change("--json")) == {"revision": 3, "paused": False, "from_epoch": None}
+    helm = Helm()
+    assert json.loads(change("--json"))["from_epoch"] == 9
+
+
+def test_init_answers_in_json_and_writes_over_files_only_if_told(tmp_path: Path) -> None:
+    folder = tmp_path / "bakery"
+    told = json.loads(CliRunner().invoke(app, ["init", str(folder), "--json"]).output)
+    assert told == {
+        "run": "bakery",
+        "folder": str(folder),
+        "files": [str(folder / "run.toml"), str(folder / "recipe.py")],
+    }
+    (folder / "recipe.py").write_text("mine")
+    assert isinstance(CliRunner().invoke(app, ["init", str(folder)]).exception, ConfigurationError)
+    assert (folder / "recipe.py").read_text() == "mine"
+    assert CliRunner().invoke(app, ["init", str(folder), "--force"]).exit_code == 0
+    assert (folder / "recipe.py").read_text() != "mine"
+
+
+def test_a_demo_in_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(app, ["demo", "--folder", str(tmp_path / "file" / "demo")])
+    assert isinstance(result.exception, ConfigurationError)
+    assert "cannot be written" in str(result.exception)
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_broken_promise_is_an_exit_code(ok: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def perform(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(ok=ok)
+
+    monkeypatch.setattr(command, "_perform", perform)
+    monkeypatch.setattr(console, "run", asyncio.run)  # the fastest loop leaves a pipe in the process, for good
+    monkeypatch.setattr(ending, "as_json", lambda outcome: {"ok": outcome.ok})
+    result = CliRunner().invoke(app, ["demo", "--folder", str(tmp_path), "--json"])
+    assert (result.exit_code, json.loads(result.output)) == (0 if ok else 1, {"ok": ok})
+
+
+class Desk:
+    """An organiser of a run that is nowhere."""
+
+    def __getattr__(self, name: str) -> Any:
+        async def answer(*_: Any) -> Any:
+            someone = SimpleNamespace(peer="UADA", member=SimpleNamespace(peer="UADA"), target="UADA")
+            return [someone] if name.startswith("list_") else 2
+
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("revoke", "3fk2"), {"revoked": "3fk2"}),
+        (("approve", "UAD"), {"approved": "UADA"}),
+        (("deny", "UAD"), {"denied": "UADA"}),
+        (("ban", "UAD"), {"banned": "UADA", "connections": 2}),
+        (("unban", "UAD"), {"unbanned": "UADA"}),
+        (("pardon", "UAD"), {"pardoned": "UADA"}),
+    ],
+)
+def test_what_was_done_about_members_is_told_in_json_too(
+    arguments: tuple[str, ...], told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "_ask", lambda _run, _folder, work: asyncio.run(work(Desk(), None)))
+    assert json.loads(CliRunner().invoke(app, ["members", *arguments, "--json"]).output) == told
+    assert arguments[1] in CliRunner().invoke(app, ["members", *arguments]).output
+
+
+@pytest.mark.parametrize(("target", "filled"), [(100, "samples 40 of 100   "), (0, "samples 40   ")])
+def test_the_monitor_shows_a_line_of_figures_and_a_row_for_each_peer(target: int, filled: str) -> None:
+    row = PeerRow("UADA", "Ada", "trainer", "kaggle", "alive", "client", 7, 40, 8.0, 2.5, 1e6, None)
+    due_in_seconds = 7.5 if target else None
+    overview = Overview("bakery", 7, 40, target, 8.0, 2.5, 12.0, due_in_seconds, 1, 2, 3_000_000, "host")
+    alarm = Alarm("standstill", "no epoch for 99 s", 0.0)
+    paper = Console(width=300, color_system=None)
+    with paper.capture() as captured:
+        paper.print(picture(overview, [row], [alarm], is_paused=True))
+    head, *table = captured.get().splitlines()
+    assert head.startswith("bakery   paused   epoch 7   loss 2.5000")
+    assert filled in head
+    assert f"next epoch in {'7.5 s' if target else '-'}   an epoch takes 12.0 s   traffic per epoch 3.0 MB" in head
+    [shown] = [line for line in table if "Ada" in line]
+    cells = [cell.strip() for cell in shown.strip("│").split("│")]
+    assert cells == ["Ada", "trainer", "kaggle", "client", "7", "40", "8.0", "2.5000", "1.0 MB/s", "-", "alive"]
+    assert table[-1].strip() == "! no epoch for 99 s"

@@ -56,6 +56,7 @@ async def run_chaos(seed: int, num_epochs: int, company: str = "trainers") -> Ch
             trainers = [member for member in there.members if not member.is_aux]
             assert_same_average(trainers, mean_of(trainers))
             assert {member.averager.epoch for member in there.members} == {max(chaos.chain.commits)}
+            assert not any(member.averager.statistics().get("errors", 0) for member in there.members)
         except BaseException:
             print(f"POTLUCK_SEED={seed}:", *chaos.log[-60:], sep="\n")
             raise

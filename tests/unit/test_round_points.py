@@ -41,7 +41,6 @@ CASES: list[Case] = [
 ]
 CUTS: list[Case] = [(who, point) for who, point in CASES if who != "aux"]
 OUTAGES: list[Case] = [(who, point) for who, point in CUTS if point in OWN_POINTS or who == "coordinator"]
-OUTAGES.remove(("coordinator", "revision_published"))
 
 
 @dataclass

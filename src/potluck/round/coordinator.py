@@ -86,6 +86,7 @@ class Coordinator:
         self._convener = Convener(session, lease, lineage, self._auditor, config.gather, config.trigger, self.counts)
         self._registrar = Registrar(session, lease, lineage, self.counts)
         self._term: Term | None = None
+        self._last_term: Term | None = None
         self._director: Director | None = None
         self._complained_at = -math.inf
         self._decisions: list[Decision] = []
@@ -226,7 +227,10 @@ class Coordinator:
             return IDLE_SECONDS
         if self._term is None:
             await self._lineage.open_term(token)
-            self._term = Term(token, self._clock.monotonic())
+            before = self._last_term
+            # A lease that lapsed for a moment and was renewed has its old token: no other round may get an old key.
+            attempt = before.attempt if before is not None and before.token == token else 0
+            self._term = self._last_term = Term(token, self._clock.monotonic(), attempt)
             self.counts["terms"] += 1
         if self._director is None:
             return await self._convene(self._term)

@@ -117,7 +117,7 @@ class World:
             member.offences[member.index] = "poisoned"
             contributors = tuple(index for index in contributors if index != member.index)
         if not contributors:
-            self.act(member, member.exchange.contribution_refused(member.index, chunk, generation))
+            self.act(member, member.exchange.contributions_refused([member.index], chunk, generation))
             return
         member.made[chunk] = member.averages[chunk] = (generation, contributors)
         self.act(member, member.exchange.reduced(chunk, generation))
@@ -169,7 +169,7 @@ class World:
         if kind == "contribution" and self.members[source].poisoned:
             if member.exchange.wants_contribution(source, chunk, generation):
                 member.offences[source] = "poisoned"
-                self.act(member, member.exchange.contribution_refused(source, chunk, generation))
+                self.act(member, member.exchange.contributions_refused([source], chunk, generation))
         elif kind == "contribution":
             self.act(member, member.exchange.contribution_arrived(source, chunk, generation))
         elif member.exchange.wants_average(source, chunk, generation):

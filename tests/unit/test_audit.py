@@ -621,6 +621,7 @@ def test_after_any_verdict_the_round_is_done_again_without_whoever_is_out(data: 
             continue
         generations = {n: part.generation for part in before.plan.parts for n in range(part.start, part.stop)}
         world.outcome = None
+        world.suspects |= liars | missing
         why = dict.fromkeys(liars, "it lied")
         world.decide(world.director.overrule(why, dict.fromkeys(missing, "it was silent"), stale, world.now))
         world.settle()

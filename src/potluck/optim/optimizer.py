@@ -376,7 +376,7 @@ class Optimizer(torch.optim.Optimizer):
             return is_due
         awaits = float(self.target_batch_size)
         self._round(StandBy(awaits=awaits, seconds=seconds, word_seconds=word_seconds))
-        return self.epoch > epoch
+        return self._counted_epoch() > epoch
 
     def _round(self, stand_by: StandBy | None = None) -> None:
         """The run has its batch, or is about to: average, and step, as far as the delays say."""

@@ -40,7 +40,7 @@ def main() -> None:
             checksum = tensors[0][::1000].double().sum().item()
         print(json.dumps({"members": len(gathered or {}), "checksum": checksum}), flush=True)
         with averager.get_tensors() as tensors:
-            tensors[0] += index  # so that the next round has something to average
+            tensors[0].add_(index)  # so that the next round has something to average
     averager.shutdown()
     dht.shutdown()
 

@@ -251,6 +251,15 @@ def test_a_few_can_neither_rush_a_run_nor_make_it_wait() -> None:
     assert trigger.due_at(said(two, a=20.0, b=21.0), frozenset("abc")) == 21.0 + LONGEST_GRACE_SECONDS / 4
 
 
+def test_a_window_of_the_trainers_does_not_shrink_below_that_of_a_host() -> None:
+    trigger, adaptive = ByMost(OTHERWISE), StartSpec(least_seconds=0.1, most_seconds=20.0)
+    for number in range(8):
+        trigger.due_at(said(adaptive, a=10.0 + number, b=10.1 + number, c=10.1 + number), frozenset("abc"))
+        trigger.due_at([], frozenset("abc"))
+    waiting = trigger.due_at(said(adaptive, a=30.0, b=30.1), frozenset("abc"))
+    assert waiting == 30.0 + OTHERWISE.least_seconds
+
+
 def test_what_triggers_say_of_themselves_makes_them_again() -> None:
     constant = Quorum(min_senders=3, grace_seconds=4.0)
     again = AdaptiveQuorum.of(constant.start)

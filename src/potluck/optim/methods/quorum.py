@@ -112,7 +112,8 @@ class ByMost:
 
     That is, more than half of all that are there, whether they are ready now or were so before. Until so many agree it
     does as it was told itself: one that comes first, alone, cannot run away with the epochs of the others, nor can a
-    few make them wait. A trainer's word is kept while it is there.
+    few make them wait. A trainer's word is kept while it is there. A window that adapts does not shrink below its own
+    least: who coordinates from afar sees others' delays beside their lateness.
     """
 
     def __init__(self, otherwise: StartSpec) -> None:
@@ -137,11 +138,9 @@ class ByMost:
     def _chosen(self, num_trainers: int) -> StartSpec:
         for start, num_votes in Counter(self._said.values()).most_common(1):
             if 2 * num_votes > num_trainers:
-                return msgspec.structs.replace(
-                    start,
-                    least_seconds=min(start.least_seconds, LONGEST_GRACE_SECONDS),
-                    most_seconds=min(start.most_seconds, LONGEST_GRACE_SECONDS),
-                )
+                most_seconds = min(start.most_seconds, LONGEST_GRACE_SECONDS)
+                least_seconds = min(max(start.least_seconds, self._otherwise.least_seconds), most_seconds)
+                return msgspec.structs.replace(start, least_seconds=least_seconds, most_seconds=most_seconds)
         return self._otherwise
 
 

@@ -188,7 +188,8 @@ class MembersPage:
                 note = ui.input("For whom (a note for yourself)").props("outlined dense").classes("whole")
                 uses = ui.number("How many may use it (0: any)", value=1, min=0, precision=0).props("outlined dense")
                 days = ui.number("Valid for days (0: for ever)", value=7, min=0).props("outlined dense")
-                roles = ui.select(list(ROLES), value=["trainer", "observer"], multiple=True, label="As").props("outlined dense")
+                usual = ["trainer", "observer"]
+                roles = ui.select(list(ROLES), value=usual, multiple=True, label="As").props("outlined dense")
                 trusted = ui.checkbox("May reduce where only trusted peers do")
             with box("buttons"):
                 button("Cancel", lambda: dialog.submit(False))

@@ -30,6 +30,7 @@ from potluck.optim.methods.decoupled import Demo
 from potluck.optim.methods.powersgd import PowerSGD
 from potluck.optim.optimizer import Optimizer
 from potluck.optim.options import OptimizerConfig
+from potluck.optim.progress.keeper import ProgressKeeper
 from potluck.round.codecs import CodecChoice, CodecSpec
 from potluck.round.coordinator import CoordinatorConfig
 from potluck.round.director import Patience
@@ -440,18 +441,23 @@ def test_without_a_source_of_states_it_says_what_to_do() -> None:
             Trainer(lab, 1, target_batch_size=4, source=None)
 
 
-def test_who_completes_the_batch_stands_by_at_once() -> None:
+@pytest.mark.parametrize("is_far", [True, False])
+def test_who_completes_the_batch_stands_by_at_once_far_from_the_coordinator(
+    is_far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProgressKeeper, "is_far", is_far)
     with train_lab() as lab:
         trainer = Trainer(lab, 0, target_batch_size=8)
         trainer.step()
         assert "stood_by" not in trainer.optimizer.statistics()
         trainer.step()
         assert trainer.optimizer.epoch == 1
-        assert trainer.optimizer.statistics()["stood_by"] == 1
+        assert trainer.optimizer.statistics().get("stood_by", 0) == is_far
         assert "stood_by_in_vain" not in trainer.optimizer.statistics()
 
 
-def test_who_stands_by_for_a_batch_that_does_not_come_goes_on_with_what_it_has() -> None:
+def test_who_stands_by_for_a_batch_that_does_not_come_goes_on_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProgressKeeper, "is_far", True)
     with train_lab() as lab:
         one, two = (Trainer(lab, number, target_batch_size=8, matchmaking_seconds=0.5) for number in range(2))
         promised = {"epoch": 0, "samples": 0, "samples_per_second": 100.0, "eager": True}

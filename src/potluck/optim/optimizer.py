@@ -363,13 +363,14 @@ class Optimizer(torch.optim.Optimizer):
     def _meet_soon(self, epoch: int, seconds: float) -> bool:
         """Take part in the round after `epoch` if it is due within so long; whether it was.
 
-        Where nothing forbids it, this peer stands by, and the round starts when the last one does. In the background
+        Far from the coordinator this peer stands by, and the round starts when the last one does. In the background
         nothing can be offered ahead: all samples after it count for the next epoch. And whoever stands by in vain has
         to wait for a plan that may be on its way: too long for one whose steps are shorter than that.
         """
-        there_and_back = 2 * self.collaboration.progress.way_seconds
+        progress = self.collaboration.progress
+        there_and_back = 2 * progress.way_seconds
         word_seconds = max(there_and_back, LEAST_WORD_SECONDS)
-        if self.config.is_round_delayed or seconds < word_seconds:
+        if self.config.is_round_delayed or not progress.is_far or seconds < word_seconds:
             is_due = self.run.call(self.collaboration.until_due(epoch, seconds + there_and_back))
             if is_due:
                 self._round()

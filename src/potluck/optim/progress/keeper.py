@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -34,6 +35,7 @@ LEAST_CORRECTION_SECONDS = 0.05  # by more than this,
 CORRECTION = 0.1  # and by more than such a part of what is left
 EAGER_EVERY_SECONDS = 0.02
 NEAR_SECONDS = 1.0  # from the target: beacons go out with each step
+FAR_SECONDS = 0.02  # of the shortest way: what is near is sooner told than anybody could stand by for it
 LONGEST_WAY_SECONDS = 2.0  # of a word; where it seems longer, clocks are wrong
 MAX_BEACON_BYTES = 1024
 MAX_PROGRESS_BYTES = 1024
@@ -48,6 +50,7 @@ class ProgressKeeper:
         self.way_seconds = 0.0
         """How long it was on its way. Any thread may read it."""
         self.counts: Counter[str] = Counter()
+        self._least_way_seconds = math.inf  # of this coordinator's words
         self._session = session
         self._lease = lease
         self._epoch = epoch
@@ -129,6 +132,11 @@ class ProgressKeeper:
             return None
         return max(0.0, latest.due_in_seconds - self.way_seconds - (self._session.clock.monotonic() - heard_at))
 
+    @property
+    def is_far(self) -> bool:
+        """Whether all words of the coordinator take long to come: one alone may have met a busy machine. Any thread."""
+        return FAR_SECONDS <= self._least_way_seconds < math.inf
+
     async def until_due(self, epoch: int, seconds: float | None) -> bool:
         """Wait until the coordinator says that the epoch after `epoch` is due, or has come; False: not in time."""
         return await self._until(lambda: self.is_due(epoch), seconds)
@@ -195,6 +203,8 @@ class ProgressKeeper:
         self._heard_at = self._session.clock.monotonic()
         way_seconds = self._session.now() - progress.told_at if progress.told_at else 0.0
         self.way_seconds = min(max(way_seconds, 0.0), LONGEST_WAY_SECONDS)
+        is_same = self.latest is not None and self.latest.token == progress.token
+        self._least_way_seconds = min(self.way_seconds, self._least_way_seconds if is_same else math.inf)
         self.latest = progress
         self._changed.set()
 

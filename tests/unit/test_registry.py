@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from potluck import tasks
 from potluck.errors import ConfigurationError, HubUnavailableError
+from potluck.hub.guard.connections import Connections
+from potluck.hub.guard.door import DoorLimits
 from potluck.hub.guard.errands import Errands
 from potluck.hub.guard.invite import new_invite
 from potluck.hub.guard.member import Ban, Member, Policy, Scopes, ban_key
 from potluck.hub.guard.presencecore import ConnectionId, PresenceConfig, PresenceCore, RosterChange, Standing
+from potluck.hub.guard.presencekeeper import PresenceKeeper
 from potluck.hub.guard.registry import POLICY_KEY, Registry
 from potluck.hub.guard.rosterwriter import RosterWriter
-from potluck.hub.presence import Card, Presence
+from potluck.hub.presence import Beacon, Card, Presence
 from potluck.messages import decode, encode
 from potluck.testing.memoryhub import MemoryHub
 from potluck.testing.polling import poll_until
 from potluck.testing.virtualclock import VirtualClock
-from potluck.testing.virtualloop import in_virtual_time
+from potluck.testing.virtualloop import LoopClock, in_virtual_time
 
 NOW = 1_700_000_000.0
 ANN, BOB = "U" + "A" * 55, "U" + "B" * 55
@@ -244,6 +248,52 @@ async def test_the_roster_is_written_once_the_hub_is_back():
         assert writer.num_writes == 1
     finally:
         await writer.stop()
+
+
+@in_virtual_time
+async def test_a_guard_that_was_cut_off_declares_nobody_dead():
+    """Its server hears nobody on the other side of the cut, and has no leader to write to."""
+    hub, clock = MemoryHub("bakery"), LoopClock()
+    core = PresenceCore(PresenceConfig(), clock)
+    writer = RosterWriter(hub.connect("GUARD").store("roster"), core)
+    told: list[str] = []
+    async with registries(hub) as (registry,):
+        await writer.start()
+        keeper = PresenceKeeper(
+            core,
+            writer,
+            registry,
+            Connections(),
+            *cast(Any, (None, None)),
+            limits=DoorLimits(),
+            clock=clock,
+            spawn=cast(Any, None),
+        )
+        ticking = asyncio.create_task(keeper.tick_forever(lambda: True))
+        try:
+            writer.want(
+                core.card(ANN, Card(session="s1", role="trainer"), host="h", standing=Standing(person="p")) or []
+            )
+            await writer.written(ANN)
+            await (
+                hub.connect("READER")
+                .store("roster")
+                .watch(lambda entry: told.append(decode(Presence, entry.value or b"").state))
+            )
+            hub.depose("roster")
+            await asyncio.sleep(60.0)
+            assert writer.is_failing
+            hub.elect("roster")
+            await asyncio.sleep(0.9)
+            keeper.beacon(ANN, encode(Beacon(session="s1")))
+            await asyncio.sleep(5.0)
+            assert not writer.is_failing
+            assert told == ["alive", "suspect", "alive", "suspect"]
+            await asyncio.sleep(7.0)
+            assert told[-1] == "dead", "now its silence counts"
+        finally:
+            await tasks.end(ticking)
+            await writer.stop()
 
 
 @in_virtual_time

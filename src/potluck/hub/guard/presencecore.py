@@ -13,8 +13,8 @@ closed, its beacons are taken for echoes unless a new connection is known.
 *A restarted process is somebody else.* Each process has a session of its own. The newest session holds the peer's
 place; what an older one still sends, or that its connection closes at last, means nothing any more.
 
-*The guard itself may have been away.* After a pause, at its start and after it lost the hub, what it did not hear
-proves nothing: everybody gets a full timeout again before it judges.
+*The guard itself may have been away.* After a pause, at its start, and after it lost the hub or was cut off with a part
+of it, what it did not hear proves nothing: everybody gets a full timeout again before it judges.
 
 Several guards may keep one roster. Each follows what the others write (`observe`) and takes it for its own opinion,
 which its own evidence may then change: nothing here needs them to agree on a leader.
@@ -282,7 +282,7 @@ class PresenceCore:
     # Time
 
     def tick(self) -> list[RosterChange]:
-        """Judge by the time that has passed; to be called several times a second while the hub can be heard."""
+        """Judge by the time that has passed; to be called several times a second while the guard can judge."""
         now = self._clock.monotonic()
         if now - self._ticked_at > self._config.pause_seconds:
             self._judge_from = now

@@ -187,9 +187,13 @@ class PresenceKeeper:
     # Time
 
     async def tick_forever(self, hears_hub: Callable[[], bool]) -> None:
-        """Judge by silence, several times a second, while the hub can be heard."""
+        """Judge by silence, several times a second, while the hub can be heard and the roster be written.
+
+        Whose server is cut off from the rest of a cluster hears nobody there and can write nothing. A verdict of that
+        time would be written when the cut is healed, on peers that were there all along.
+        """
         while True:
-            if hears_hub():
+            if hears_hub() and not self._writer.is_failing:
                 self._writer.want(self._core.tick())
             await asyncio.sleep(TICK_SECONDS)
 

@@ -42,7 +42,8 @@ class RosterWriter:
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._watch: Subscription | None = None
-        self._failing = False  # said once, not at every try
+        self.is_failing = False
+        """Whether the last write did not get through."""
         self.num_writes = 0
         self.num_conflicts = 0
         self.num_invalid = 0
@@ -103,12 +104,12 @@ class RosterWriter:
             async with asyncio.timeout(WRITE_SECONDS):
                 self.num_writes += await self._put(peer, presence)
         except (PotluckError, TimeoutError) as error:  # whatever the hub objects to: the roster must be written
-            if not self._failing:
-                self._failing = True
+            if not self.is_failing:
+                self.is_failing = True
                 logger.warning("the roster cannot be written now, trying on: %r", error)
             return False
-        if self._failing:
-            self._failing = False
+        if self.is_failing:
+            self.is_failing = False
             logger.info("the roster can be written again")
         # Something newer may be wanted by now.
         if peer in self._wanted and self._wanted[peer] is presence:

@@ -11,10 +11,12 @@ from msgspec import structs
 from roundlab import at_point
 from statelab import MIB, Keeping, model, same, state_lab
 
-from potluck.errors import StateUnavailableError
+from potluck.errors import ConfigurationError, StateUnavailableError
 from potluck.messages import encode
 from potluck.state.announcement import Kept, KeptState
+from potluck.state.fetcher import FetchConfig
 from potluck.state.serving import ServingConfig
+from potluck.state.source import Packing
 from potluck.testing.memorycarrier import Conditions
 from potluck.testing.virtualloop import in_virtual_time
 
@@ -543,6 +545,45 @@ async def test_nothing_is_left_in_memory() -> None:
         assert int(keeper.keeper.statistics()["chunk_bytes_free"]) <= 18 * MIB
 
 
+@in_virtual_time
+async def test_on_a_slow_way_chunks_are_packed_and_on_a_fast_one_they_are_not() -> None:
+    async with state_lab() as lab:
+        slow, fast = [await lab.join(name) for name in ("slow", "fast")]
+        joiner = await lab.join("joiner")
+        for keeper, speed in ((slow, 4 * MIB), (fast, 64 * MIB)):
+            lab.run.network.set_conditions(
+                Conditions(bytes_per_second=speed), kind="direct", sender=keeper.id, receiver=joiner.id
+            )
+        lab.commit(1, slow, fast)
+        for keeper in (slow, fast):
+            await keeper.publish(model(1, 96), 1)
+        with await joiner.keeper.fetch(timeout_seconds=TIMEOUT_SECONDS) as fetched:
+            assert same(fetched.tensors(), model(1, 96))
+            report = fetched.report
+            assert report.fetched_bytes == fetched.snapshot.inventory.num_bytes > report.travelled_bytes
+        packed = [keeper.keeper._serving.counts["packed_chunks"] for keeper in (slow, fast)]
+        assert packed[0] > 0
+        assert packed[1] == 0
+
+
+@pytest.mark.parametrize("packing", ["always", "never"])
+@in_virtual_time
+async def test_packing_is_what_the_joiner_chose(packing: Packing) -> None:
+    async with state_lab(fetching=FetchConfig(packing=packing)) as lab:
+        keeper, joiner = await lab.join("keeper"), await lab.join("joiner")
+        lab.commit(1, keeper)
+        await keeper.publish(model(1), 1)
+        with await joiner.keeper.fetch(timeout_seconds=TIMEOUT_SECONDS) as fetched:
+            assert same(fetched.tensors(), model(1))
+            saved = 1 - fetched.report.travelled_bytes / fetched.report.fetched_bytes
+            assert saved > 0.1 if packing == "always" else saved == 0
+
+
+def test_a_packing_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="auto, always, never"):
+        FetchConfig(packing="zip")  # type: ignore[arg-type]
+
+
 def _limited(bytes_per_second: float, **options: int) -> ServingConfig:
     return ServingConfig(bytes_per_second=bytes_per_second, **options)
 
@@ -555,7 +596,7 @@ def test_the_tensors_of_the_tests_are_several() -> None:
 @in_virtual_time
 async def test_a_trainer_leaves_its_link_to_the_training_for_part_of_the_time() -> None:
     async def seconds_from(role: str) -> float:
-        async with state_lab() as lab:
+        async with state_lab(fetching=FetchConfig(packing="never")) as lab:
             keeper = await lab.join("keeper", role=role)  # type: ignore[arg-type]
             joiner = await lab.join("joiner")
             conditions = Conditions(bytes_per_second=8 * MIB)

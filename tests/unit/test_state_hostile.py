@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import zlib
 
 import pytest
 from statelab import MIB, Keeping, StateLab, model, same, state_lab
 
 from potluck.errors import PeerError, RetryableError, StateUnavailableError
 from potluck.link.links import Incoming, Stream
-from potluck.state.serving import NUMBER, AskInventory, FetchChunks, InventoryAnswer
+from potluck.state.serving import NUMBER, PACKED, AskInventory, FetchChunks, InventoryAnswer
 from potluck.testing.virtualloop import in_virtual_time
 
 TIMEOUT_SECONDS = 120.0
@@ -30,6 +31,9 @@ async def kept(lab: StateLab, megabytes: int = 8) -> tuple[Keeping, str]:
         [b"\xff" * 4],
         [NUMBER.pack(9)],
         [NUMBER.pack(0) * 17],
+        [NUMBER.pack(0), b"unpacked"],
+        [NUMBER.pack(0), PACKED, PACKED],
+        [PACKED],
         [],
     ],
 )
@@ -111,6 +115,14 @@ async def test_many_epochs_in_use_do_not_fill_the_memory() -> None:
             await stream.cancel("enough")
 
 
+def bomb(num_bytes: int) -> bytes:
+    """A packed chunk of that size, each plane of which would become 64 MiB."""
+    deflating = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
+    plane = b"".join(deflating.compress(bytes(MIB)) for _ in range(64)) + deflating.flush()
+    assert len(plane) < num_bytes // 4
+    return b"\x04" + len(plane).to_bytes(4, "big") * 4 + plane * 4
+
+
 class FalseKeeper:
     """Serves, under a good digest, whatever the test wants."""
 
@@ -136,6 +148,10 @@ class FalseKeeper:
         [[NUMBER.pack(7), b"x" * MIB]],
         [[NUMBER.pack(2**32 - 1), b"x"]],
         [[b"\0" * 9, b"x", b"y"]],
+        [[NUMBER.pack(0), b"x", b"y"]],
+        [[NUMBER.pack(0), b"", PACKED]],
+        [[NUMBER.pack(0), b"\x04" + bytes(16) + b"x", PACKED]],
+        [[NUMBER.pack(0), bomb(MIB), PACKED]],
     ],
 )
 @in_virtual_time

@@ -27,7 +27,7 @@ MEANINGLESS = {
     "grad_averager_factory": "say transform=PowerSGD(…) or the like",
     "grad_compression": _CODECS,
     "host_maddrs": f"{_HUB}; listen=('tcp://HOST:PORT',) says where this peer accepts links",
-    "load_state_compression": "states travel exactly, and only the chunks that differ",
+    "load_state_compression": "states travel exactly, packed without loss where the line is slow",
     "next_chunk_timeout": "a slow reducer's parts are given to others",
     "shutdown_timeout": "leaving takes no longer than saying good-bye",
     "state_averaging_compression": _CODECS,

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from potluck.errors import ProtocolError
 from potluck.state.chunklog import ChunkLog
 from potluck.state.chunkpool import Chunk, ChunkPool
 from potluck.state.inventory import Inventory
+from potluck.state.packing import unpack
 from potluck.state.snapshot import Snapshot
 
 
@@ -55,6 +57,14 @@ class Assembly:
                 self._chunks[chunk_hash] = self._made(chunk_hash, memoryview(data))
         if log.num_bytes > 2 * self._goal.num_bytes:  # mostly of states that nobody wants any more
             log.start_anew()
+
+    def check_packed(self, number: int, packed: memoryview) -> Chunk | None:
+        """As `check`, of data that was packed for the way."""
+        try:
+            data = unpack(packed, self._goal.bytes_of(number))
+        except ProtocolError:
+            return None
+        return self.check(number, data)
 
     def check(self, number: int, data: memoryview) -> Chunk | None:
         """The chunk, copied, if the data is what the inventory says. For a worker; hand the chunk to `add`."""

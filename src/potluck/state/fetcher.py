@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 from potluck import tasks
 from potluck.clock import Clock
@@ -25,7 +26,7 @@ from potluck.state.inventory import CHUNK_BYTES, Inventory, read_inventory
 from potluck.state.schedule import Ask, Schedule
 from potluck.state.serving import AskInventory, InventoryAnswer
 from potluck.state.snapshot import Snapshot
-from potluck.state.source import Source
+from potluck.state.source import Packing, Source
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +56,14 @@ class FetchConfig:
     max_state_bytes: int = 64 * GIB
     """The largest state that is accepted."""
 
+    packing: Packing = "auto"
+    """Whether chunks come packed, without loss: always, never, or where the way is slow."""
+
     def __post_init__(self) -> None:
         if not (self.answer_seconds > 0 and self.gone_seconds > 0 and self.max_state_bytes > 0):
             raise ConfigurationError(f"{self}: all must be more than 0")
+        if self.packing not in get_args(Packing):
+            raise ConfigurationError(f"packing={self.packing!r}: choose one of {', '.join(get_args(Packing))}")
 
 
 @dataclass(slots=True)
@@ -75,6 +81,9 @@ class FetchReport:
 
     fetched_bytes: int = 0
     """What came from keepers."""
+
+    travelled_bytes: int = 0
+    """The same as it came: less, where it was packed for the way."""
 
 
 class Fetcher:
@@ -229,7 +238,15 @@ class Fetcher:
     def _source(self, keeper: str, inventory: Inventory) -> Source:
         source = self._sources.get(keeper)
         if source is None or source.is_over:
-            source = Source(keeper, inventory, self._links, self, answer_seconds=self._config.answer_seconds)
+            source = Source(
+                keeper,
+                inventory,
+                self._links,
+                self,
+                self._clock,
+                answer_seconds=self._config.answer_seconds,
+                packing=self._config.packing,
+            )
             self._sources[keeper] = source
         return source
 
@@ -253,7 +270,7 @@ class Fetcher:
 
     # What sources tell (SourceOwner)
 
-    def chunk_came(self, source: Source, number: int, data: memoryview) -> asyncio.Future[None]:
+    def chunk_came(self, source: Source, number: int, data: memoryview, *, is_packed: bool) -> asyncio.Future[None]:
         """Check a chunk in a worker; the future is done when it counts, or is known to be wrong."""
         ask = Ask(source.keeper, number)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -267,7 +284,8 @@ class Fetcher:
             if not done.done():
                 done.set_exception(error)
 
-        self._workers.submit(lambda: self._assembly.check(number, data), checked, failed)
+        check = self._assembly.check_packed if is_packed else self._assembly.check
+        self._workers.submit(lambda: check(number, data), checked, failed)
         return done
 
     def _take(self, ask: Ask, chunk: Chunk | None, num_bytes: int, source: Source) -> None:
@@ -282,7 +300,8 @@ class Fetcher:
         self._assembly.add(chunk)
         self._came_at = self._now()
         if self._schedule.arrived(ask, self._now()):
-            self.report.fetched_bytes += num_bytes
+            self.report.fetched_bytes += source.inventory.bytes_of(ask.chunk)
+            self.report.travelled_bytes += num_bytes
             self._tell_progress(source.inventory)
             reach("state.chunk_arrived", keeper=ask.keeper, missing=self._schedule.num_missing)
         self._wake.set()

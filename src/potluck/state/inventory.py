@@ -19,6 +19,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import Annotated, Any
 
@@ -166,6 +167,13 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, array_like=True, dict
     def bytes_of(self, chunk: int) -> int:
         """How long a chunk is; the last one may be short."""
         return min(self.chunk_bytes, self.num_bytes - chunk * self.chunk_bytes)
+
+    def item_bytes_of(self, chunk: int) -> int:
+        """What an element has that stands in the middle of a chunk: most of the chunk's elements have as much."""
+        middle = chunk * self.chunk_bytes + self.bytes_of(chunk) // 2
+        ends = accumulate(spec.num_bytes for spec in self.tensors)
+        spec = next(spec for spec, end in zip(self.tensors, ends, strict=True) if middle < end)
+        return ITEM_BYTES[spec.dtype]
 
     def changed_since(self, base: Inventory) -> frozenset[int] | None:
         """The chunks that are not the same there; None where the tensors are of another kind."""

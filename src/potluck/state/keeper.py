@@ -126,6 +126,7 @@ class StateKeeper:
             self._shelf,
             self.config.serving,
             session.clock,
+            self._workers,
             peer_id=session.peer_id,
             is_trainer=session.card.role == "trainer",
         )

@@ -1,10 +1,10 @@
 """The keeper's side: inventories and chunks for whoever asks, within limits.
 
 A joiner asks for the inventory of a state by its digest, then opens a stream and sends the numbers of the chunks that
-it wants; they come back in that order. A stream's own credit sees to it that nothing piles up for a joiner that does
-not read. All streams together stay within a rate if one is set, and take turns; and a trainer leaves its link to the
-training for part of the time, so that no joiner starves another or the training. A snapshot that is being served stays
-in memory until the last of its bytes has arrived.
+it wants; they come back in that order, packed where it asks for that and it makes them smaller. A stream's own credit
+sees to it that nothing piles up for a joiner that does not read. All streams together stay within a rate if one is set,
+and take turns; and a trainer leaves its link to the training for part of the time, so that no joiner starves another or
+the training. A snapshot that is being served stays in memory until the last of its bytes has arrived.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from potluck.errors import ConfigurationError, DeadlineExceededError, PeerError,
 from potluck.faultpoints import reach
 from potluck.link.links import Incoming, Links, Receipt, Stream
 from potluck.messages import Message
+from potluck.round.workers import Workers
 from potluck.state.announcement import Digest
 from potluck.state.inventory import MIB
+from potluck.state.packing import pack
 from potluck.state.schedule import MAX_OPEN
 from potluck.state.shelf import Shelf
 from potluck.state.snapshot import Snapshot
@@ -29,6 +31,7 @@ from potluck.state.snapshot import Snapshot
 logger = logging.getLogger(__name__)
 
 NUMBER = struct.Struct(">I")
+PACKED = b"packed"  # stands beside numbers of chunks that may come packed, and beside each that does
 SEND_SECONDS = 60.0  # a joiner that takes nothing for so long is given up
 IDLE_SECONDS = 60.0  # … or asks nothing
 STREAMS_PER_PEER = 2
@@ -134,7 +137,15 @@ class Serving:
     """Serves what is on a shelf."""
 
     def __init__(
-        self, links: Links, shelf: Shelf, config: ServingConfig, clock: Clock, *, peer_id: str, is_trainer: bool
+        self,
+        links: Links,
+        shelf: Shelf,
+        config: ServingConfig,
+        clock: Clock,
+        workers: Workers,
+        *,
+        peer_id: str,
+        is_trainer: bool,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._links = links
@@ -145,6 +156,7 @@ class Serving:
         self._services: list[_Service] = []  # the oldest first
         self._turnstile = Turnstile(config.bytes_per_second, clock)
         self._clock = clock
+        self._workers = workers
         links.handle(AskInventory, self._inventory_asked)
         links.handle_stream(FetchChunks, self._serve)
 
@@ -175,8 +187,9 @@ class Serving:
         self.counts["streams"] += 1
         try:
             while (frames := await stream.receive(timeout_seconds=IDLE_SECONDS)) is not None:
-                for number in _read_numbers(frames, service.snapshot.inventory.num_chunks):
-                    await self._give(service, number)
+                numbers, may_pack = _read_asks(frames, service.snapshot.inventory.num_chunks)
+                for number in numbers:
+                    await self._give(service, number, may_pack)
         except (PeerError, DeadlineExceededError) as error:
             logger.debug("serving a state to %s ended: %s", stream.peer, error)
             await stream.cancel(str(error))
@@ -205,17 +218,27 @@ class Serving:
                     self.counts["too_old"] += 1
                     await service.stream.cancel("the state is too old to be served: fetch the newest")
 
-    async def _give(self, service: _Service, number: int) -> None:
-        view = service.snapshot.view(number)
+    async def _give(self, service: _Service, number: int, may_pack: bool) -> None:
         if self._share < 1 and service.burst_bytes >= BURST_BYTES:
             await self._rest(service)
-        await self._turnstile.admit(len(view))
+        packed = await self._packed(service.snapshot, number) if may_pack else None
+        data = service.snapshot.view(number) if packed is None else packed
+        num_bytes = len(data)
+        await self._turnstile.admit(num_bytes)
         now = self._clock.monotonic()
-        receipt = await service.stream.send([NUMBER.pack(number), view], timeout_seconds=SEND_SECONDS)
-        service.sent(len(view), now, receipt)
+        frames = [NUMBER.pack(number), data] if packed is None else [NUMBER.pack(number), data, PACKED]
+        receipt = await service.stream.send(frames, timeout_seconds=SEND_SECONDS)
+        service.sent(num_bytes, now, receipt)
         self.counts["chunks"] += 1
-        self.counts["bytes"] += len(view)
+        self.counts["bytes"] += num_bytes
         reach("state.chunk_served", peer=self._peer_id, number=self.counts["chunks"])
+
+    async def _packed(self, snapshot: Snapshot, number: int) -> bytes | None:
+        item_bytes = snapshot.inventory.item_bytes_of(number)
+        packed = await self._workers.run(lambda: pack(snapshot.view(number), item_bytes))
+        if packed is not None:
+            self.counts["packed_chunks"] += 1
+        return packed
 
     async def _rest(self, service: _Service) -> None:
         """Leave the link to the training for a while, in proportion to how long it was busy with this joiner.
@@ -233,11 +256,12 @@ class Serving:
         service.burst_bytes = 0
 
 
-def _read_numbers(frames: list[memoryview], num_chunks: int) -> list[int]:
-    """The chunks that are asked for; PeerError for what no joiner of ours would send."""
-    if len(frames) != 1 or len(frames[0]) % NUMBER.size or len(frames[0]) > NUMBER.size * MAX_OPEN:
+def _read_asks(frames: list[memoryview], num_chunks: int) -> tuple[list[int], bool]:
+    """The chunks that are asked for, and whether they may come packed; PeerError for what no joiner of ours sends."""
+    may_pack = frames[1:] == [PACKED]
+    if len(frames) != 1 + may_pack or len(frames[0]) % NUMBER.size or len(frames[0]) > NUMBER.size * MAX_OPEN:
         raise PeerError("it asks in a way that is not understood")
     numbers = [number for (number,) in NUMBER.iter_unpack(frames[0])]
     if any(number >= num_chunks for number in numbers):
         raise PeerError(f"it asks for a chunk beyond the {num_chunks} that there are")
-    return numbers
+    return numbers, may_pack

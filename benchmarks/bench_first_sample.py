@@ -3,10 +3,11 @@
     scripts/bench first_sample [--json] [--repeats 3]
 
 A host is open on this machine; a volunteer types `potluck join LINK`. The clock runs from the start of that process.
-Three moments count: it is in the run; its first sample is handed in (a step is done in it, and the coordinator may
-count on it); its samples are in a committed epoch. Twice: as the first trainer of the run, and as a newcomer who has to
-load the state (300 MB with Adam's statistics) from another who trains on the same two cores. The baseline is a plain
-PyTorch process that imports torch, makes the same model and does one step.
+Moments on its way: it is in the run; torch is imported; the model is made; the run's state is loaded; its first sample
+is handed in (a step is done in it, and the coordinator may count on it); its samples are in a committed epoch. Twice:
+as the first trainer of the run, and as a newcomer who has to load the state (300 MB with Adam's statistics) from
+another who trains on the same two cores. The baseline is a plain PyTorch process that imports torch, makes the same
+model and does one step.
 """
 
 from __future__ import annotations
@@ -84,10 +85,12 @@ class Volunteer:
         self.process = children.spawn([*POTLUCK, "join", link, *key, "--json"], name=name, env=ONE_THREAD)
 
     def seconds(self) -> dict[str, float]:
-        """Until it is in, trains, has handed in a sample, and sees an epoch with it."""
+        """Until each of the moments."""
         moments = {
             "in_the_run": lambda e: e["event"] == "joined" and "name" not in e,
-            "model_ready": lambda e: e["event"] == "training",
+            "torch_imported": lambda e: e["event"] == "prepared" and e["what"] == "torch",
+            "model_ready": lambda e: e["event"] == "prepared" and e["what"] == "model",
+            "state_loaded": lambda e: e["event"] == "training",
             "first_sample": lambda e: e["event"] == "progress" and e["samples"] > 0,
         }
         found = {name: until(self.process, is_it) for name, is_it in moments.items()}

@@ -100,6 +100,7 @@ def test_importing_potluck_is_light() -> None:
         "potluck.monitor.follower",
         "potluck.monitor.watcher",
         "potluck.run.preflight",
+        "potluck.state.backups",
         "potluck.training.ballot",
         "potluck.training.contributions",
         "potluck.training.organising",

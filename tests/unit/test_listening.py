@@ -21,6 +21,9 @@ class Rounds:
         self.is_in_round = True
         self.outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
+    async def work(self, on_tensors: Any) -> Any:
+        return on_tensors()
+
     async def average(self, tensors: Mapping[str, Tensor], **_: Any) -> Any:
         assert tensors == {}
         return await self.outcome
@@ -37,21 +40,20 @@ class Held:
     holds = True
 
 
-async def work() -> str:
+async def listener(rounds: Rounds) -> Listener:
+    """One that has begun to listen when the state has come."""
+    hearing = Listener(Nothing(), rounds)  # type: ignore[arg-type]
+    await hearing.start()
     await asyncio.sleep(1.0)
-    return "the state"
-
-
-def listener(rounds: Rounds) -> Listener:
-    return Listener(Nothing(), rounds)  # type: ignore[arg-type]
+    return hearing
 
 
 @in_virtual_time
 async def test_a_round_that_counts_on_the_peer_is_heard_to_its_end() -> None:
     rounds = Rounds()
     asyncio.get_running_loop().call_later(5.0, rounds.outcome.set_result, Held())
-    hearing = listener(rounds)
-    assert await hearing.during(work()) == "the state"
+    hearing = await listener(rounds)
+    await hearing.finish()
     assert asyncio.get_running_loop().time() >= 5.0
     assert list(hearing.averages) == [5]
 
@@ -60,9 +62,9 @@ async def test_a_round_that_counts_on_the_peer_is_heard_to_its_end() -> None:
 async def test_a_round_that_is_given_up_is_not_waited_for() -> None:
     rounds = Rounds()
     asyncio.get_running_loop().call_later(5.0, setattr, rounds, "is_in_round", False)  # and nobody begins another
-    hearing = listener(rounds)
+    hearing = await listener(rounds)
     async with asyncio.timeout(10.0):
-        assert await hearing.during(work()) == "the state"
+        await hearing.finish()
     assert not hearing.averages
 
 
@@ -71,4 +73,34 @@ async def test_a_round_that_fails_is_not_waited_for() -> None:
     rounds = Rounds()
     asyncio.get_running_loop().call_later(5.0, rounds.outcome.set_exception, RoundFailedError("it came to nothing"))
     async with asyncio.timeout(10.0):
-        assert await listener(rounds).during(work()) == "the state"
+        await (await listener(rounds)).finish()
+
+
+@in_virtual_time
+async def test_an_epoch_that_is_committed_is_heard_while_its_averages_are_written() -> None:
+    rounds = Rounds()
+
+    def commit() -> None:
+        rounds.epoch, rounds.is_in_round = 5, False
+
+    asyncio.get_running_loop().call_later(2.0, commit)
+    asyncio.get_running_loop().call_later(9.0, rounds.outcome.set_result, Held())  # they are large
+    hearing = await listener(rounds)
+    await hearing.finish()
+    assert list(hearing.averages) == [5]
+
+
+@in_virtual_time
+async def test_who_stops_listening_has_the_method_for_itself() -> None:
+    rounds, uses = Rounds(), []
+
+    async def work(on_tensors: Any) -> Any:
+        uses.append("begins")
+        await asyncio.sleep(3.0)
+        uses.append("ends")
+        return on_tensors()
+
+    rounds.work = work  # type: ignore[method-assign]
+    hearing = await listener(rounds)
+    await hearing.close()
+    assert uses == ["begins", "ends"]

@@ -18,6 +18,7 @@ from potluck.recipes.catalogue import open_recipe, refer_to
 from potluck.recipes.recipe import data_of
 from potluck.recipes.reference import RecipeRef
 from potluck.training import batchsize
+from potluck.training.batchsize import BatchSearch
 from potluck.training.feed import Feed, RandomShards
 from potluck.training.skeleton import files_of_a_run
 
@@ -189,6 +190,30 @@ def test_a_feed_goes_through_shards_and_fills_batches_across_them() -> None:
         feed.close()
 
 
+def test_batches_of_another_size_go_on_where_the_last_one_ended() -> None:
+    shards = InOrder(3, 2, 3)
+    feed = Feed(Numbers(RecipeConfig()), [shards], batch_size=1, seed=0, ahead_batches=0)
+    try:
+        assert feed.next()[0].flatten().tolist() == [30]
+        feed.resize(4, ahead_batches=0)
+        assert feed.next()[0].flatten().tolist() == [31, 32, 20, 21]
+        assert shards.left == [3], "a shard is taken when it is needed"
+        feed.resize(2)
+        assert [feed.next()[0].flatten().tolist() for _ in range(2)] == [[30, 31], [32, 30]]
+    finally:
+        feed.close()
+
+
+def test_what_was_read_ahead_in_another_size_is_left_out() -> None:
+    feed = Feed(Numbers(RecipeConfig()), [InOrder(3)], batch_size=3, seed=0)
+    try:
+        assert len(feed.next()[0]) == 3
+        feed.resize(2)
+        assert [len(feed.next()[0]) for _ in range(8)] == [2] * 8
+    finally:
+        feed.close()
+
+
 def test_a_feed_without_data_says_so() -> None:
     feed = Feed(Numbers(RecipeConfig()), [InOrder(0)], batch_size=2, seed=0)
     try:
@@ -235,38 +260,45 @@ def test_several_readers_feed_one_training() -> None:
 @pytest.mark.parametrize(
     ("seconds", "largest", "found"),
     [
-        (lambda size: 1.0, 64, 64),  # samples are free: as many as there are
-        (lambda size: 1.0 * size, 64, 1),  # none gets cheaper
-        (lambda size: 1.0 + 0.1 * size, 1024, 256),  # until they do not get 10 % cheaper by doubling
-        (lambda size: 1.0 if size <= 8 else None, 64, 8),  # memory ends
-        (lambda size: 5.0 if size == 4 else 1.0, 64, 64),  # one slow try does not end the search
+        (lambda size: 1e-3, 64, 64),  # samples are free: as many as there are
+        (lambda size: 1e-3, 48, 32),  # and no more
+        (lambda size: 1e-3 * size, 64, 1),  # none gets cheaper
+        (lambda size: 1e-3 + 1e-4 * size, 1024, 256),  # until they do not get 10 % cheaper by doubling
+        (lambda size: 1e-3 if size <= 8 else None, 64, 8),  # memory ends
+        (lambda size: 5e-3 if size == 4 else 1e-3, 64, 64),  # one slow size does not end the search
+        (lambda size: 1.5 + 0.1 * size, 1024, 16),  # a slow machine, and each doubling pays: more time is taken
+        (lambda size: 0.2 + 0.8 * size, 1024, 2),  # they hardly do
+        (lambda size: 20.0, 1024, 1),  # so slow that one try takes all the time there is
     ],
 )
 def test_the_batch_size_is_found_by_trial(seconds: Any, largest: int, found: int) -> None:
-    assert batchsize._search(seconds, largest) == found
+    search = BatchSearch(largest)
+    while not search.is_over:
+        taken = seconds(search.size)
+        if taken is None:
+            search.refuse()
+        else:
+            search.observe(taken)
+    assert search.size == search.found == found
 
 
-@pytest.mark.parametrize(
-    ("seconds", "found"),
-    [
-        (lambda size: 1.5 + 0.1 * size, 16),  # each doubling pays: more than the usual time is taken
-        (lambda size: 0.2 + 0.8 * size, 2),  # they hardly do
-        (lambda size: 20.0, 1),  # a machine so slow that one try takes all the time there is
-    ],
-)
-def test_a_search_on_a_slow_machine_ends_in_time_and_not_before_it_has_paid(seconds: Any, found: int) -> None:
-    clock = [0.0]
-
-    def tried(size: int) -> float:
-        clock[0] += seconds(size)
-        return float(seconds(size))
-
-    assert batchsize._search(tried, 1024, lambda: clock[0]) == found
+def test_the_quickest_of_a_few_quick_steps_counts() -> None:
+    search = BatchSearch(2)
+    tried = []
+    for seconds in (9e-3, 1e-3, 9e-3, 1.5e-3, 9e-3, 9e-3):  # a moment's disturbance hits most of them
+        tried.append(search.size)
+        search.observe(seconds)
+    assert tried == [1, 1, 1, 2, 2, 2]
+    assert (search.is_over, search.size) == (True, 2)
+    slow = BatchSearch(2)
+    slow.observe(1.0)
+    assert slow.size == 2, "and a slow one by itself"
 
 
-def test_not_even_one_sample_fits() -> None:
-    with pytest.raises(ConfigurationError, match="memory"):
-        batchsize._search(lambda _size: None, 64)
+def test_a_batch_is_of_one_sample_at_least() -> None:
+    search = BatchSearch(64)
+    search.refuse()
+    assert (search.is_over, search.size, search.found) == (True, 1, 0)
 
 
 def test_a_trial_leaves_no_gradients() -> None:
@@ -282,9 +314,9 @@ def test_a_trial_that_needs_too_much_memory_does_not_count() -> None:
 
     def fits() -> bool:
         tried.append(True)
-        return len(tried) < 3
+        return len(tried) <= batchsize.TRIES
 
     recipe = Numbers(RecipeConfig())
-    assert batchsize.find_batch_size(recipe, recipe.model(), torch.device("cpu"), 4, fits) <= 2
+    assert batchsize.find_batch_size(recipe, recipe.model(), torch.device("cpu"), 4, fits) == 1
     with pytest.raises(ConfigurationError, match="memory"):
         batchsize.find_batch_size(recipe, recipe.model(), torch.device("cpu"), 4, lambda: False)

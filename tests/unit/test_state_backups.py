@@ -22,8 +22,8 @@ from potluck.errors import BackupError, ConfigurationError
 from potluck.state.backupfile import read_info
 from potluck.state.backups import BackupConfig, Backups, superfluous
 from potluck.state.chunkpool import ChunkPool
-from potluck.state.inventory import DTYPES
-from potluck.state.snapshot import Snapshot, stage
+from potluck.state.inventory import ITEM_BYTES
+from potluck.state.snapshot import DTYPES, Snapshot, stage
 
 POOL = ChunkPool(4096)
 
@@ -62,6 +62,22 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
         f"epoch-00000003-{info.digest[:12]}.safetensors",
         "epoch-00000003.json",
     ]
+
+
+def test_values_are_as_long_as_torch_has_them() -> None:
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ITEM_BYTES
+    assert [str(dtype) for dtype in DTYPES.values()] == [f"torch.{name}" for name in ITEM_BYTES]
+
+
+def test_what_there_is_can_be_listed_without_torch(tmp_path: Path) -> None:
+    digest = backups(tmp_path).save(state(3), epoch=3).digest
+    code = (
+        "import sys; sys.modules['torch'] = None; from potluck.cli.main import app; "
+        f"app(['checkpoint', 'list', '--path', {str(tmp_path)!r}, '--json'])"
+    )
+    listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert listed.returncode == 0, listed.stderr
+    assert [(row["epoch"], row["digest"]) for row in json.loads(listed.stdout)] == [(3, digest)]
 
 
 def test_other_tools_can_read_the_files(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.inventory import (
-    DTYPES,
     Inventory,
     Piece,
     TensorSpec,
@@ -25,7 +24,7 @@ from potluck.state.inventory import (
     encode_metadata,
     read_inventory,
 )
-from potluck.state.snapshot import Snapshot, stage
+from potluck.state.snapshot import DTYPES, Snapshot, stage
 
 names = st.text(min_size=0, max_size=12)
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)

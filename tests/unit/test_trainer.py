@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,10 @@ from potluck.recipes.recipe import Batch, Recipe, RecipeConfig
 from potluck.recipes.reference import RecipeRef
 from potluck.state.keeper import StateConfig
 from potluck.training import machine
+from potluck.training import trainer as trainers
 from potluck.training.leaving import train_and_hand_in
 from potluck.training.machine import MemoryLimit, find_device
-from potluck.training.manifest import Manifest, Settings, Sync
+from potluck.training.manifest import DiLoCo, Manifest, Settings, Sync
 from potluck.training.trainer import TrainConfig, Trainer, TrainProgress
 
 MANIFEST = Manifest(
@@ -53,14 +55,120 @@ class Tiny(Recipe[RecipeConfig]):
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
-def make_trainer(lab: TrainLab, recipe: Tiny, **config: Any) -> Trainer:
-    return Trainer(lab.join("Ada"), lambda: MANIFEST, recipe, TrainConfig(num_threads=1, **config))
+def make_trainer(
+    lab: TrainLab, recipe: Tiny, *, on_batch_size: Callable[[int], None] = lambda _size: None, **config: Any
+) -> Trainer:
+    chosen = TrainConfig(num_threads=1, **config)
+    return Trainer(lab.join("Ada"), lambda: MANIFEST, recipe, chosen, on_batch_size=on_batch_size)
 
 
 def tiny(most_samples: int = 1 << 30) -> Tiny:
     recipe = Tiny(RecipeConfig())
     recipe.most_samples = most_samples
     return recipe
+
+
+# The batch size
+
+
+def quick_steps(monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[int], float]) -> None:
+    """Have steps of each size take as long as is said, by the clock that they are timed with."""
+    clock = [0.0]
+
+    def loss(self: Tiny, model: nn.Module, batch: Batch) -> Tensor:
+        clock[0] += seconds_of(len(batch[0]))
+        return LOSS(self, model, batch)
+
+    monkeypatch.setattr(Tiny, "loss", loss)
+    monkeypatch.setattr(trainers.time, "perf_counter", lambda: clock[0])
+
+
+LOSS = Tiny.loss
+SIZES_TRIED = [1, 1, 1, 2, 2, 2, 4, 4, 4]  # up to a quarter of the target, each while it is quick
+
+
+def steps_of(monkeypatch: pytest.MonkeyPatch, trainer: Trainer) -> list[int]:
+    """The sizes of all batches that are handed in, as they come."""
+    sizes: list[int] = []
+    step = trainer.optimizer.step
+
+    def handed_in(batch_size: int) -> None:
+        sizes.append(batch_size)
+        step(batch_size=batch_size)
+
+    monkeypatch.setattr(trainer.optimizer, "step", handed_in)
+    return sizes
+
+
+def test_sizes_are_tried_by_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick_steps(monkeypatch, lambda size: 1e-3 + 1e-3 * size)  # 2 are by a quarter cheaper than 1, and 4 than 2
+    found: list[int] = []
+    with train_lab() as lab:
+        trainer = make_trainer(lab, tiny(), max_steps=12, on_batch_size=found.append)
+        assert (trainer.is_searching, trainer.batch_size) == (True, 1)
+        sizes = steps_of(monkeypatch, trainer)
+        last = trainer.train(threading.Event())
+        unfinished = trainer.unfinished_samples
+    assert sizes == [*SIZES_TRIED, 4, 4, 4]
+    assert last.samples == sum(sizes)
+    assert (last.epoch, unfinished) == (2, 0), "of 17 samples and of 16: all that was tried counts"
+    assert (trainer.is_searching, trainer.batch_size, found) == (False, 4, [4])
+
+
+def test_a_size_that_pays_no_more_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick_steps(monkeypatch, lambda size: 1e-3 * max(2, size))
+    with train_lab() as lab:
+        trainer = make_trainer(lab, tiny(), max_steps=10)
+        sizes = steps_of(monkeypatch, trainer)
+        trainer.train(threading.Event())
+    assert sizes == [*SIZES_TRIED, 2]
+
+
+def test_where_memory_ends_in_a_trial_the_size_before_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick_steps(monkeypatch, lambda _size: 1e-3)
+    found: list[int] = []
+    with train_lab() as lab:
+        trainer = make_trainer(lab, tiny(most_samples=3), max_steps=8, on_batch_size=found.append)
+        sizes = steps_of(monkeypatch, trainer)
+        last = trainer.train(threading.Event())
+    assert sizes == [1, 1, 1, 2, 2, 2, 2, 2], "what did not fit was not counted"
+    assert last.samples == sum(sizes)
+    assert found == [2]
+
+
+def test_a_size_that_takes_more_memory_than_allowed_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick_steps(monkeypatch, lambda _size: 1e-3)
+    with train_lab() as lab:
+        trainer = make_trainer(lab, tiny(), max_steps=10)
+        monkeypatch.setattr(MemoryLimit, "fits", lambda _self: trainer.batch_size < 4)
+        sizes = steps_of(monkeypatch, trainer)
+        trainer.train(threading.Event())
+    assert sizes == [1, 1, 1, 2, 2, 2, 4, 2, 2, 2]
+
+
+def test_where_steps_are_what_counts_sizes_are_tried_before() -> None:
+    lazy = msgspec.structs.replace(MANIFEST, settings=(Settings(training=DiLoCo(inner_steps=1, grace_seconds=0.1)),))
+    with train_lab() as lab:
+        trainer = Trainer(lab.join("Ada"), lambda: lazy, tiny(most_samples=8), TrainConfig(num_threads=1))
+        assert not trainer.is_searching
+        assert 1 <= trainer.batch_size <= 8
+        assert (trainer.steps, trainer.optimizer.epoch) == (0, 0)
+
+
+def test_other_data_are_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick_steps(monkeypatch, lambda _size: 1e-3)
+    with train_lab() as lab:
+        trainer = make_trainer(lab, tiny(), max_steps=14)
+        sizes = steps_of(monkeypatch, trainer)
+        monkeypatch.setattr(trainer, "_data", lambda: RecipeConfig() if len(sizes) < 10 else OtherData())
+        trainer.train(threading.Event())
+    assert sizes == [*SIZES_TRIED, 4, 1, 1, 1, 2]
+
+
+class OtherData(RecipeConfig, frozen=True):
+    """Not what came before."""
+
+    longer: bool = True
 
 
 # Memory
@@ -133,6 +241,15 @@ def test_how_much_of_the_state_is_here_is_told() -> None:
         late = make_trainer(lab, tiny(), batch_size=4, state=state)
         assert late.optimizer.epoch == 1
     assert told[-1][0] == told[-1][1] > 0
+
+
+def test_a_batch_of_an_outdated_state_is_not_given() -> None:
+    with train_lab() as lab:
+        late = make_trainer(lab, tiny(), batch_size=4, max_steps=2)
+        make_trainer(lab, tiny(), batch_size=16, max_steps=1).train(threading.Event())
+        last = late.train(threading.Event())
+        assert (last.epoch, last.steps, last.samples) == (1, 2, 4)
+        assert late.unfinished_samples == 4
 
 
 # Leaving

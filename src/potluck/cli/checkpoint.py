@@ -201,6 +201,7 @@ def _backups(run: str, folder: Path | None, path: Path | None) -> Backups:
     from potluck.cli import console
     from potluck.cli.folders import backups_of_run
     from potluck.errors import ConfigurationError
+    from potluck.state.backups import Backups
 
     console.set_up_logging(verbose=False)
     name = ""
@@ -210,8 +211,6 @@ def _backups(run: str, folder: Path | None, path: Path | None) -> Backups:
         raise ConfigurationError(f"there is no folder {path}: name one that has backups in it")
     elif (path / "backups").is_dir():
         path /= "backups"  # as a peer keeps them
-    from potluck.state.backups import Backups  # needs torch, which takes seconds: after what can be told without it
-
     return Backups(path, run=name)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from potluck.training.helping import AuxiliaryWork
     from potluck.training.manifest import Manifest
     from potluck.training.notice import NoticeBoard
-    from potluck.training.trainer import TrainProgress
+    from potluck.training.trainer import Trainer, TrainProgress
 
 
 async def train(
@@ -39,6 +39,7 @@ async def train(
             _tell_over(epoch, as_json)
             return
         await importing
+        _tell_prepared("torch", as_json)
         state = _state_config(backups, manifest.run, peer.peer_id)
         await _train(peer, board, manifest, options, state, stop, as_json)
     finally:
@@ -145,15 +146,16 @@ async def _train(
         with Joined(started, loop) as run:
             run.is_leaving = end.is_set
             with loading:
-                trainer = Trainer(run, newest, recipe, config, tell)
-            figures = {"batch_size": trainer.batch_size, "device": str(trainer.device), "threads": trainer.num_threads}
-            if as_json:
-                console.print_json({"event": "training", "recipe": first.recipe.name, **figures})
-            else:
-                console.out.print(
-                    f"Training {first.recipe.name} on {trainer.device} in batches of {trainer.batch_size}, with "
-                    f"{console.count(trainer.num_threads, 'thread')}. Ctrl-C hands in what you have done, and leaves."
+                trainer = Trainer(
+                    run,
+                    newest,
+                    recipe,
+                    config,
+                    tell,
+                    on_model=lambda: _tell_prepared("model", as_json),
+                    on_batch_size=lambda size: _tell_batch_size(size, as_json),
                 )
+            _tell_training(trainer, first.recipe.name, as_json)
             return train_and_hand_in(
                 trainer,
                 end,
@@ -185,6 +187,38 @@ def _tell_over(epoch: int, as_json: bool) -> None:
         console.print_json({"event": "over", "epoch": epoch})
     else:
         console.out.print(f"This run is over: it ended with epoch {epoch}, and nothing is left to train.")
+
+
+def _tell_prepared(what: str, as_json: bool) -> None:
+    """For programs that want to know where the time goes; people see what comes of it."""
+    from potluck.cli import console
+
+    if as_json:
+        console.print_json({"event": "prepared", "what": what})
+
+
+def _tell_training(trainer: Trainer, recipe: str, as_json: bool) -> None:
+    from potluck.cli import console
+
+    size = None if trainer.is_searching else trainer.batch_size
+    if as_json:
+        figures = {"batch_size": size, "device": str(trainer.device), "threads": trainer.num_threads}
+        console.print_json({"event": "training", "recipe": recipe, **figures})
+    else:
+        batches = "in batches whose size is found on the way" if size is None else f"in batches of {size}"
+        console.out.print(
+            f"Training {recipe} on {trainer.device} {batches}, with {console.count(trainer.num_threads, 'thread')}. "
+            "Ctrl-C hands in what you have done, and leaves."
+        )
+
+
+def _tell_batch_size(size: int, as_json: bool) -> None:
+    from potluck.cli import console
+
+    if as_json:
+        console.print_json({"event": "batch size", "batch_size": size})
+    else:
+        console.out.print(f"Batches of {size} from here on.", highlight=False)
 
 
 def _tell_handing_in(samples: int, as_json: bool) -> None:

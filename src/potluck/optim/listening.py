@@ -2,16 +2,18 @@
 
 A state that takes longer to fetch than an epoch lasts is outdated when it comes, and so would the next one be: such a
 peer would never get in. So it takes part meanwhile, without weight: others do not wait for its samples, it averages for
-nobody, and the averages that it hears are put on the state when that is here (`Recovery.catch_up`). It then does
-what all others have done, to the same bits. Averages are much smaller than states: with Adam and float16 a sixth.
+nobody, and the averages that it hears are put on the state when that is here (`Recovery`). It then does what all others
+have done, to the same bits. Averages are much smaller than states: with Adam and float16 a sixth.
+
+It listens until it can train: a round that began while the state is loaded, or earlier ones are put on it, would be
+missed otherwise, and a whole state more be fetched for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+import threading
 
 from torch import Tensor
 
@@ -22,8 +24,6 @@ from potluck.optim.method import Method
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 LOOK_EVERY_SECONDS = 0.1
 ROUND_SECONDS = 600.0  # how long to be ready for one epoch before saying so anew
 # A line on which rounds take half of the time, with Adam and float16, brings a state within six epochs.
@@ -31,33 +31,48 @@ MOST_EPOCHS = 16
 
 
 class Listener:
-    """One peer's ear while it fetches. Lives on the event loop; nobody else may use the method meanwhile."""
+    """One peer's ear while it fetches. Lives on the event loop, but for what is said otherwise."""
 
     def __init__(self, method: Method, collaboration: Collaboration) -> None:
         self.averages: dict[int, dict[str, Tensor]] = {}
-        """What was heard, by epoch."""
+        """What was heard, by epoch. Any thread may look an epoch up."""
+        self.turn = threading.Lock()
+        """Held by whoever uses the method while somebody listens: it is asked here what averages look like."""
         self._method = method
         self._collaboration = collaboration
+        self._epoch = 0  # that is listened for
+        self._tensors: dict[str, Tensor] = {}  # for its averages
         self._is_last = False
+        self._listening: asyncio.Task[None] | None = None
 
-    async def during(self, work: Coroutine[Any, Any, T]) -> T:
-        """Listen until this is done; a round that counts on this peer by then is heard to its end."""
-        listening = asyncio.create_task(self._listen(), name="optimizer: listening")
-        try:
-            outcome = await work
-            self._is_last = True
-            while self._collaboration.is_in_round and not listening.done():
-                # Looked at again and again: a round that is given up is no longer waited for, and if this peer is the
-                # only one that trains, nobody else would begin another.
-                await asyncio.wait([listening], timeout=LOOK_EVERY_SECONDS)
-            return outcome
-        finally:
-            await tasks.end(listening)
+    async def start(self) -> None:
+        """Listen from now on."""
+        self._listening = asyncio.create_task(self._listen(), name="optimizer: listening")
+
+    async def finish(self) -> None:
+        """Listen to no more rounds; one that counts on this peer by now is heard to its end."""
+        assert self._listening is not None, "started before"
+        self._is_last = True
+        while self._is_counted_on and not self._listening.done():
+            # Looked at again and again: a round that is given up is no longer waited for, and if this peer is the
+            # only one that trains, nobody else would begin another.
+            await asyncio.wait([self._listening], timeout=LOOK_EVERY_SECONDS)
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop listening, whatever is under way. Calling it twice does no harm."""
+        await tasks.end(self._listening)
+
+    @property
+    def _is_counted_on(self) -> bool:
+        """Whether a round is under way that this peer is in, or is over and its averages are about to be here."""
+        return self._collaboration.is_in_round or self._collaboration.epoch >= self._epoch
 
     async def _listen(self) -> None:
         while not self._is_last:
-            epoch = self._collaboration.epoch + 1
-            tensors = self._method.blank(epoch).tensors
+            epoch = self._epoch = self._collaboration.epoch + 1
+            await tasks.finish([self._make_room(epoch)])  # whoever stops listening has the method for itself
+            tensors, self._tensors = self._tensors, {}
             try:
                 result = await self._collaboration.average(
                     tensors, weight=0.0, epoch=epoch, reduces=False, timeout_seconds=ROUND_SECONDS
@@ -69,3 +84,10 @@ class Listener:
                 self.averages[epoch] = tensors
                 if len(self.averages) > MOST_EPOCHS:
                     del self.averages[min(self.averages)]
+
+    async def _make_room(self, epoch: int) -> None:
+        def make() -> dict[str, Tensor]:
+            with self.turn:  # in a worker: the training thread may be in the middle of a step
+                return self._method.blank(epoch).tensors
+
+        self._tensors = await self._collaboration.work(make)

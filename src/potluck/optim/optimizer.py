@@ -203,6 +203,11 @@ class Optimizer(torch.optim.Optimizer):
         left = max(deadline - time.monotonic(), LEAST_ROUND_SECONDS)
         return samples if self.driver.round(timeout_seconds=left) else 0
 
+    def forget_pace(self) -> None:
+        """Batches are of another size from here on: how long the earlier ones took says little of them."""
+        self._pace = Pace(self.config.performance_ema_alpha)
+        self._pace.resume(time.monotonic())
+
     def _comes_before(self, epoch: int, deadline: float) -> bool:
         """Wait for the epoch after `epoch`, without computing; not at all if it is too far off."""
         self._report(leaving=True)
@@ -304,6 +309,7 @@ class Optimizer(torch.optim.Optimizer):
             driver.mend()
         if driver.num_loaded == num_loaded:
             return True
+        driver.counts["outdated_batches"] += 1
         self.zero_grad()
         self._report()
         return False

@@ -5,7 +5,8 @@
     mend        this peer's bits are not those of the others: the chunks that differ
     roll_back   a step made something that is not finite: another peer's state, or the last good one
 
-Every one of them ends in the same way: the state is loaded, and kept.
+Every one of them ends in the same way: the state is loaded, and kept. Where several epochs are put on one that was
+fetched, others get the last: to copy and hash each of them takes longer than the steps do.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import dataclasses
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -86,21 +89,24 @@ class Recovery:
 
     def begin(self) -> None:
         """Take over the run's state; begin with this peer's own where nobody has one."""
-        source = self._source
         self._num_restored = self._collaboration.num_restored
-        if source is not None:
-            patience = self._config.load_state_timeout_seconds
-            listener = Listener(self._method, self._collaboration)
+        if not self._resume() and self._collaboration.epoch <= self.epoch:
+            self.keep()
+        self.catch_up()
+
+    def _resume(self) -> bool:
+        """Go on from the state that the run has; False where it has none."""
+        source = self._source
+        if source is None:
+            return False
+        patience = self._config.load_state_timeout_seconds
+        with self._listening() as listener:
             resuming = source.resume(base=self._method.tensors(), timeout_seconds=patience)
-            snapshot = self._run.call_unless_leaving(listener.during(resuming))
+            snapshot = self._run.call_unless_leaving(resuming)
             if snapshot is not None:
                 self.counts["resumed"] += 1
-                self._load(snapshot)
-                self._replay(listener.averages)
-        if self._collaboration.epoch > self.epoch:
-            self.catch_up()
-        else:
-            self.keep()
+                self._take_up(snapshot, listener)
+        return snapshot is not None
 
     def catch_up(self) -> None:
         """Fetch the run's state, if it is further than this peer's. What becomes of work done is up to the method."""
@@ -109,37 +115,61 @@ class Recovery:
             return
         logger.info("this peer is at epoch %d and the run at %d: fetching its state", self.epoch, head)
         num_restored = self._collaboration.num_restored
-        listener = Listener(self._method, self._collaboration)
-        snapshot = self._fetch(head, listener)
-        if num_restored > self._num_restored:
-            self._num_restored = num_restored
-            self.counts["went_back"] += 1
-            self._method.forget()
-        self._load(snapshot)
-        self.counts["caught_up"] += 1
-        self.keep()
-        self._replay(listener.averages)
+        with self._listening() as listener:
+            snapshot = self._fetch(head)
+            if num_restored > self._num_restored:
+                self._num_restored = num_restored
+                self.counts["went_back"] += 1
+                with listener.turn:
+                    self._method.forget()
+            self.counts["caught_up"] += 1
+            self._take_up(snapshot, listener)
 
-    def _replay(self, averages: dict[int, dict[str, Tensor]]) -> None:
-        """Do what the others have done since the state that was fetched."""
-        while (heard := averages.get(self.epoch + 1)) is not None:
-            offer = self._method.blank(self.epoch + 1)
-            for name, tensor in offer.tensors.items():
-                tensor.copy_(heard[name])
-            self._method.accept(offer, epoch=self.epoch + 1, alone=False)
-            self.counts["replayed"] += 1
-            self.advance(self.epoch + 1)
+    @contextmanager
+    def _listening(self) -> Iterator[Listener]:
+        """Hear the epochs that pass meanwhile."""
+        listener = Listener(self._method, self._collaboration)
+        self._run.call(listener.start())
+        try:
+            yield listener
+        finally:
+            self._run.call(listener.close())
+
+    def _take_up(self, snapshot: Snapshot, listener: Listener) -> None:
+        """Stand on a state, and do what the others have done since. Only what comes out is for others to have."""
+        with listener.turn:
+            self._load(snapshot)
+            self._remember()
+        self._replay(listener)
+        self._run.call_unless_leaving(listener.finish())
+        self._replay(listener)
+        self._publish()
+
+    def _replay(self, listener: Listener) -> None:
+        while (heard := listener.averages.get(self.epoch + 1)) is not None:
+            with listener.turn:
+                offer = self._method.blank(self.epoch + 1)
+                for name, tensor in offer.tensors.items():
+                    tensor.copy_(heard[name])
+                self._method.accept(offer, epoch=self.epoch + 1, alone=False)
+                self.counts["replayed"] += 1
+                self._brings_in(self.epoch + 1)
 
     def advance(self, epoch: int) -> None:
         """The method has accepted the averages of this epoch: bring them in, or go back if they are of no use."""
+        if self._brings_in(epoch):
+            self._publish()
+
+    def _brings_in(self, epoch: int) -> bool:
         self.epoch = epoch
         if not self.is_finite():
             self.roll_back()
-        else:
-            self._method.land()
-            self.keep()
+            return False
+        self._method.land()
+        self._remember()
+        return True
 
-    def _fetch(self, at_least_epoch: int, listener: Listener) -> Snapshot:
+    def _fetch(self, at_least_epoch: int) -> Snapshot:
         source = self._source
         if source is None:
             raise FatalError(
@@ -151,7 +181,7 @@ class Recovery:
             wanted = max(at_least_epoch, self._collaboration.epoch)
             fetching = source.fetch(at_least_epoch=wanted, base=self._method.tensors(), timeout_seconds=left)
             try:
-                return self._run.call_unless_leaving(listener.during(fetching))
+                return self._run.call_unless_leaving(fetching)
             except RetryableError as error:
                 self.counts["failed_fetches"] += 1
                 logger.info("the run's state was not to be had yet: %s", error)
@@ -280,17 +310,25 @@ class Recovery:
 
     def keep(self) -> None:
         """This state is good: copy it, and let others have it."""
+        self._remember()
+        self._publish()
+
+    def _remember(self) -> None:
+        if self._config.keep_last_good:
+            self._good = _copied(self._live(), self._good)
+
+    def _publish(self) -> None:
+        if self._source is not None:
+            self._source.publish(self._live())
+
+    def _live(self) -> Snapshot:
         tensors = self._method.tensors()
-        live = Snapshot(
+        return Snapshot(
             epoch=self.epoch,
             tensors=tensors,
             metadata=self._method.metadata(),
             own=frozenset(filter(self._method.is_own, tensors)),
         )
-        if self._config.keep_last_good:
-            self._good = _copied(live, self._good)
-        if self._source is not None:
-            self._source.publish(live)
 
 
 def _copied(live: Snapshot, before: Snapshot | None) -> Snapshot:

@@ -24,15 +24,17 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from potluck.errors import BackupError, PotluckError, ProtocolError
-from potluck.state.assembly import Assembly
-from potluck.state.chunkpool import ChunkPool
 from potluck.state.inventory import MAX_INVENTORY_BYTES, Inventory, TensorSpec, read_inventory
-from potluck.state.snapshot import Snapshot
+
+if TYPE_CHECKING:  # they import torch, which whoever lists backups does without
+    from potluck.state.assembly import Assembly
+    from potluck.state.chunkpool import ChunkPool
+    from potluck.state.snapshot import Snapshot
 
 FORMAT = "potluck-backup-1"
 MAX_RECORD_BYTES = 2 * MAX_INVENTORY_BYTES
@@ -151,6 +153,8 @@ def read_info(path: Path) -> BackupInfo:
 
 def read_snapshot(info: BackupInfo, pool: ChunkPool) -> Snapshot:
     """The state of a backup, every byte of it checked; BackupError when something is wrong."""
+    from potluck.state.assembly import Assembly
+
     assembly = Assembly(pool)
     try:
         with info.tensors_path.open("rb", buffering=0) as file:

@@ -19,13 +19,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from potluck.errors import BackupError, ConfigurationError
 from potluck.faultpoints import reach
 from potluck.state.announcement import MAX_SAVED, KeptState
 from potluck.state.backupfile import BackupInfo, read_info, read_snapshot, record_path, write_backup
-from potluck.state.chunkpool import ChunkPool
-from potluck.state.snapshot import Snapshot
+
+if TYPE_CHECKING:  # they import torch, which whoever lists backups does without
+    from potluck.state.chunkpool import ChunkPool
+    from potluck.state.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +83,7 @@ class Backups:
         self.counts: Counter[str] = Counter()
         self.last_error = ""
         self._run = run
-        self._pool = pool or ChunkPool()
+        self._pool = pool
         self._last_epoch: int | None = None
 
     def is_due(self, epoch: int) -> bool:
@@ -163,6 +166,10 @@ class Backups:
 
     def read(self, info: BackupInfo) -> Snapshot:
         """The state of a backup, every byte of it checked; BackupError when something is wrong."""
+        from potluck.state.chunkpool import ChunkPool
+
+        if self._pool is None:
+            self._pool = ChunkPool()
         return read_snapshot(info, self._pool)
 
     def latest(self) -> BackupInfo | None:
@@ -179,7 +186,7 @@ class Backups:
         for candidate in self._newest_first() if epoch is None else [epoch]:
             try:
                 info = self._info(candidate)
-                snapshot = read_snapshot(info, self._pool)
+                snapshot = self.read(info)
             except BackupError as error:
                 self._say_broken(candidate, error)
                 continue

@@ -24,7 +24,6 @@ from math import prod
 from typing import Annotated, Any
 
 import msgspec
-import torch
 
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.messages import Message, decode
@@ -41,17 +40,16 @@ MAX_DIMENSIONS = 32
 HASH_BYTES = 32
 OWN = "own"  # what stands under this key of the metadata is each peer's own too
 
-# What may come from another peer or from disk, by the name it has there.
-DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.complex128, torch.float64, torch.complex64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.bool),
-        *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
-    )
+# What may come from another peer or from disk, by the name that torch has for it, and how long a value is. Written
+# down, so that whoever only looks at what there is need not import torch.
+ITEM_BYTES = {
+    "complex128": 16,
+    **dict.fromkeys(("float64", "complex64", "int64", "uint64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("int8", "bool", "uint8"), 1),
 }
-ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 Metadata = Mapping[str, Any]
 """What JSON can say, with text as keys: epoch, scheduler, counters. The same on all peers, or their digests differ."""
@@ -106,7 +104,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, array_like=True, dict
         if len(self.metadata) > MAX_METADATA_BYTES:
             raise ValueError(f"metadata of {len(self.metadata)} bytes exceeds {MAX_METADATA_BYTES}")
         for spec in self.tensors:
-            if spec.dtype not in DTYPES:
+            if spec.dtype not in ITEM_BYTES:
                 raise ValueError(f"tensor {spec.name!r} is of the unknown type {spec.dtype!r}")
         for before, after in zip(self.tensors, self.tensors[1:], strict=False):
             if before.order >= after.order:

@@ -23,7 +23,9 @@ from torch import Tensor
 
 from potluck.errors import ConfigurationError
 from potluck.state.chunkpool import Chunk, ChunkPool
-from potluck.state.inventory import DTYPES, MAX_TENSORS, Inventory, Metadata, TensorSpec, cut, encode_metadata
+from potluck.state.inventory import ITEM_BYTES, MAX_TENSORS, Inventory, Metadata, TensorSpec, cut, encode_metadata
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
 class Snapshot:

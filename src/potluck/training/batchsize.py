@@ -1,4 +1,10 @@
-"""How large a batch this machine can take: found by trial, on any device."""
+"""How large a batch this machine can take: found by trial, on any device.
+
+Where gradients are added up, a trial is a step like any other: what it computes counts (trainer.py), so the search
+costs nothing, and the first sample is handed in as soon as there is a state. Where each step changes the model, as in
+DiLoCo, it is not: a step of one sample would count as much as one of many, and be taken with the same learning rate.
+There sizes are tried before training, on samples that nobody gets anything of.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +29,48 @@ TRIES_SECONDS = 0.25  # of one size; a step that takes longer is not thrown off 
 DISAPPOINTMENTS = 2  # sizes in a row that were not worthwhile, after which none will be
 
 
+class BatchSearch:
+    """The smallest batch, of 1, 2, 4 …, beyond which samples do not get cheaper; less where memory ends (pure)."""
+
+    def __init__(self, largest: int = LARGEST) -> None:
+        self.size = 1
+        """Of the next batch: the one that is tried, and in the end the one that was found."""
+        self.is_over = False
+        self.found = 0
+        """The best so far; 0: none."""
+        self._largest = largest
+        self._seconds_per_sample = math.inf  # of the best
+        self._disappointments = 0
+        self._spent_seconds = 0.0  # by all trials
+        self._tries: list[float] = []  # seconds, of this size
+
+    def observe(self, seconds: float) -> None:
+        """A step of this size took so long."""
+        self._spent_seconds += seconds
+        self._tries.append(seconds)
+        if len(self._tries) < TRIES and sum(self._tries) <= TRIES_SECONDS:
+            return
+        seconds_per_sample = min(self._tries) / self.size
+        gain = self._seconds_per_sample / seconds_per_sample if seconds_per_sample else math.inf
+        if gain >= WORTHWHILE:
+            self.found, self._seconds_per_sample, self._disappointments = self.size, seconds_per_sample, 0
+        else:
+            self._disappointments += 1
+        self._tries = []
+        self.size *= 2
+        patience = BARGAIN_SECONDS if gain >= BARGAIN else TRIAL_SECONDS
+        if self.size > self._largest or self._disappointments == DISAPPOINTMENTS or self._spent_seconds >= patience:
+            self._end()
+
+    def refuse(self) -> None:
+        """A step of this size does not fit: the best of the smaller ones stays."""
+        self._end()
+
+    def _end(self) -> None:
+        self.is_over = True
+        self.size = max(1, self.found)
+
+
 def find_batch_size(
     recipe: Recipe[Any],
     model: nn.Module,
@@ -30,39 +78,21 @@ def find_batch_size(
     largest: int = LARGEST,
     fits: Callable[[], bool] = lambda: True,
 ) -> int:
-    """The smallest batch, of 1, 2, 4 …, beyond which samples do not get cheaper; less where memory ends before that.
+    """What a search comes to before anything is trained.
 
     `fits` tells after each trial whether this process still uses as little memory as it should.
     """
     samples = _some_samples(recipe, largest)
-
-    def seconds_of(size: int) -> float | None:
-        seconds = _seconds(recipe, model, device, samples[:size])
-        return seconds if fits() else None
-
-    return _search(seconds_of, len(samples))
-
-
-def _search(seconds_of: Callable[[int], float | None], largest: int, now: Callable[[], float] = time.monotonic) -> int:
-    """`seconds_of` tries a size; None: it does not fit."""
-    started = now()
-    best, best_seconds_per_sample, disappointments = 0, math.inf, 0
-    size, gain = 1, math.inf
-    while size <= largest and disappointments < DISAPPOINTMENTS:
-        if now() - started >= (BARGAIN_SECONDS if gain >= BARGAIN else TRIAL_SECONDS):
-            break
-        seconds = seconds_of(size)
-        if seconds is None:
-            break
-        gain = best_seconds_per_sample / (seconds / size)
-        if gain >= WORTHWHILE:
-            best, best_seconds_per_sample, disappointments = size, seconds / size, 0
+    search = BatchSearch(len(samples))
+    while not search.is_over:
+        seconds = _seconds(recipe, model, device, samples[: search.size])
+        if seconds is None or not fits():
+            search.refuse()
         else:
-            disappointments += 1
-        size *= 2
-    if not best:
+            search.observe(seconds)
+    if not search.found:
         raise ConfigurationError("not even one sample fits into memory: take a smaller model, or another --device")
-    return best
+    return search.found
 
 
 def _some_samples(recipe: Recipe[Any], wanted: int) -> list[Sample]:
@@ -79,25 +109,24 @@ def _some_samples(recipe: Recipe[Any], wanted: int) -> list[Sample]:
 
 
 def _seconds(recipe: Recipe[Any], model: nn.Module, device: torch.device, samples: list[Sample]) -> float | None:
-    """Of the quickest step; None where memory ends."""
-    quickest = math.inf
+    """Of one step; None where memory ends."""
     try:
         batch = to_device(recipe.collate(samples), device)
-        began = time.perf_counter()
-        for _ in range(TRIES):
-            started = time.perf_counter()
-            if started - began > TRIES_SECONDS:
-                break
-            recipe.loss(model, batch).backward()  # type: ignore[no-untyped-call]
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            quickest = min(quickest, time.perf_counter() - started)
+        started = time.perf_counter()
+        recipe.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        wait_for(device)
+        return time.perf_counter() - started
     except torch.OutOfMemoryError:
         return None
     finally:
         for parameter in model.parameters():
             parameter.grad = None
-    return quickest
+
+
+def wait_for(device: torch.device) -> None:
+    """Until what was begun there is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

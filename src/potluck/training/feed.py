@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -36,14 +38,35 @@ class RandomShards:
         return int(torch.randint(self._num_shards, (1,), generator=self._generator))
 
 
-class Feed:
-    """Reads shards in threads of its own, so that training never waits for a disk."""
+class _Read(NamedTuple):
+    """What became of asking for a batch."""
 
-    def __init__(self, recipe: Recipe[Any], readers: Sequence[Shards], batch_size: int, seed: int) -> None:
+    size: int
+    outcome: Batch | BaseException
+
+
+class Feed:
+    """Reads shards in threads of its own, so that training never waits for a disk.
+
+    A reader gathers what is asked for, and goes on from there in its shard: batches may change their size, and neither
+    samples nor shards are lost by it. How far ahead batches are asked for is what keeps training from waiting.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe[Any],
+        readers: Sequence[Shards],
+        batch_size: int,
+        seed: int,
+        ahead_batches: int = AHEAD_BATCHES,
+    ) -> None:
         """Each of the readers is a thread, with shards of its own."""
         self._recipe = recipe
         self._batch_size = batch_size
-        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(max(AHEAD_BATCHES, len(readers)))
+        self._ahead_batches = 0
+        self._num_asked = 0  # and not taken yet
+        self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # sizes; None: end
+        self._ready: queue.SimpleQueue[_Read] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(shards, seed + number), name=f"potluck-feed-{number}", daemon=True)
@@ -51,51 +74,68 @@ class Feed:
         ]
         for thread in self._threads:
             thread.start()
+        self.resize(batch_size, ahead_batches)
 
     def next(self) -> Batch:
         """The next batch; what went wrong in reading is raised here."""
-        found = self._ready.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        while True:
+            self._ask_for(max(1, self._ahead_batches))
+            read = self._ready.get()
+            self._num_asked -= 1
+            if isinstance(read.outcome, BaseException):
+                raise read.outcome
+            if read.size == self._batch_size:  # else it was asked for before that changed
+                self._ask_for(self._ahead_batches)
+                return read.outcome
+
+    def resize(self, batch_size: int, ahead_batches: int = AHEAD_BATCHES) -> None:
+        """Batches are of this size from now on, and so many are read ahead; 0, as long as sizes change, loses none."""
+        if batch_size != self._batch_size:
+            self._take_back()
+        self._batch_size = batch_size
+        self._ahead_batches = max(ahead_batches, len(self._threads)) if ahead_batches else 0
+        self._ask_for(self._ahead_batches)
 
     def close(self) -> None:
         """End the threads. Calling it twice does no harm."""
         self._closed.set()
-        while not self._ready.empty():
-            self._ready.get_nowait()
+        for _ in self._threads:
+            self._asked.put(None)
         for thread in self._threads:
             thread.join()
 
+    def _ask_for(self, num_batches: int) -> None:
+        while self._num_asked < num_batches:
+            self._num_asked += 1
+            self._asked.put(self._batch_size)
+
+    def _take_back(self) -> None:
+        """What nobody has begun to read need not be."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._asked.get_nowait()
+                self._num_asked -= 1
+
     def _run(self, shards: Shards, seed: int) -> None:
-        try:
-            for batch in self._batches(shards, torch.Generator().manual_seed(seed)):
-                if not self._offer(batch):
-                    return
-        except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
-            self._offer(error)
-
-    def _offer(self, item: Batch | BaseException) -> bool:
-        while not self._closed.is_set():
+        samples = self._samples(shards, torch.Generator().manual_seed(seed))
+        while (size := self._asked.get()) is not None and not self._closed.is_set():
             try:
-                self._ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False
+                found = list(islice(samples, size))
+                if len(found) < size:  # closed meanwhile
+                    return
+                self._ready.put(_Read(size, self._recipe.collate(found)))
+            except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
+                self._ready.put(_Read(size, error))
+                return
 
-    def _batches(self, shards: Shards, generator: torch.Generator) -> Iterator[Batch]:
-        samples: list[Sample] = []
+    def _samples(self, shards: Shards, generator: torch.Generator) -> Iterator[Sample]:
         empty = 0
         while not self._closed.is_set():
             before = empty
             empty += 1
             for sample in self._recipe.samples(shards.take(), generator):
                 empty = 0
-                samples.append(sample)
-                if len(samples) == self._batch_size:
-                    yield self._recipe.collate(samples)
-                    samples = []
+                yield sample
                 if self._closed.is_set():
                     return
             if before >= MAX_EMPTY_SHARDS:

@@ -74,6 +74,7 @@ class MemoryLimit:
     def __init__(self, max_bytes: int | None, device: torch.device) -> None:
         self._max_bytes = max_bytes
         self._device = device
+        self._peak_before_bytes = 0
         if max_bytes is None:
             return
         if device.type == "cuda":
@@ -89,8 +90,11 @@ class MemoryLimit:
         """Whether all that was tried so far left room for rounds beside it."""
         if self._max_bytes is None or self._device.type == "cuda":  # there, what does not fit fails
             return True
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return peak_bytes <= MARGIN * self._max_bytes
+        return _peak_bytes() <= max(MARGIN * self._max_bytes, self._peak_before_bytes)
+
+    def begin_trials(self) -> None:
+        """What was used at most so far, as when a state was loaded, is not held against batches that stay below."""
+        self._peak_before_bytes = _peak_bytes()
 
     @contextmanager
     def reserved(self, model: nn.Module, num_tensors: int) -> Iterator[None]:
@@ -122,3 +126,7 @@ class MemoryLimit:
         if self._device.type == "cuda":
             return int(torch.cuda.memory_reserved(self._device))
         return int(psutil.Process().memory_info().rss)
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from potluck.errors import ConfigurationError, StoppedError
 from potluck.optim.diloco import DiLoCo
+from potluck.optim.optimizer import Optimizer
 from potluck.peer.lease import LeaseView
-from potluck.recipes.recipe import Recipe, RecipeConfig, require_downloads
+from potluck.recipes.recipe import Batch, Recipe, RecipeConfig, require_downloads
 from potluck.run.joined import Joined
 from potluck.state.keeper import StateConfig
-from potluck.training.batchsize import find_batch_size, to_device
+from potluck.training.batchsize import BatchSearch, find_batch_size, to_device, wait_for
 from potluck.training.curriculum import data_at
-from potluck.training.feed import Feed
+from potluck.training.feed import AHEAD_BATCHES, Feed
 from potluck.training.helping import Desks
 from potluck.training.machine import MemoryLimit, find_device, share_cores
 from potluck.training.manifest import Manifest, Settings, Sync
@@ -51,7 +53,7 @@ class TrainConfig:
     """How this machine trains."""
 
     batch_size: int | None = None
-    """Samples per step; None: found by trial."""
+    """Samples per step; None: found by trial, while it trains where that is possible (batchsize.py)."""
 
     device: str = ""
     """Where to compute, as torch names it; empty: the fastest there is."""
@@ -108,13 +110,21 @@ class Trainer:
         recipe: Recipe[Any],
         config: TrainConfig | None = None,
         on_progress: Callable[[TrainProgress], None] | None = None,
+        *,
+        on_model: Callable[[], None] = lambda: None,
+        on_batch_size: Callable[[int], None] = lambda _size: None,
     ) -> None:
-        """`manifest` returns the newest one each time it is asked."""
+        """`manifest` returns the newest one each time it is asked.
+
+        `on_model` is called when the model is there and the run's state is about to be looked for, `on_batch_size` when
+        the batch size is found while it trains.
+        """
         self._run = run
         self._manifest = manifest
         self._recipe = recipe
         self._config = config or TrainConfig()
         self._on_progress = on_progress or (lambda _progress: None)
+        self._on_batch_size = on_batch_size
         self._told_at = 0.0
         first = manifest()
         require_downloads(recipe)
@@ -122,8 +132,9 @@ class Trainer:
         self.device = find_device(self._config.device)
         self._memory = MemoryLimit(self._config.max_memory_bytes, self.device)
         self.model = untrained(recipe, first.seed, self.device)
-        recipe.data = data_at(recipe, first, first.newest.from_epoch)  # a batch has to suit what comes in the end
-        self.batch_size = self._config.batch_size or self._find_batch_size(first)
+        self._search: BatchSearch | None = None
+        self.batch_size = self._config.batch_size or self._first_batch_size(first)
+        on_model()
         self.optimizer: SharedOptimizer = make_optimizer(run, self.model, first, self._config.state)
         self._lease = self.optimizer.collaboration.averager.lease
         run.attach(run.call(_open_desks(run, self.optimizer, manifest)).close)
@@ -135,8 +146,14 @@ class Trainer:
         self.samples = 0
         self.loss = float("nan")
 
+    @property
+    def is_searching(self) -> bool:
+        """Whether batches of several sizes are still tried."""
+        return self._search is not None
+
     def train(self, stop: threading.Event) -> TrainProgress:
         """Go on until `stop` is set, the steps are done, or the run has reached its end."""
+        self._memory.begin_trials()
         feed = self._open_feed()
         started = time.monotonic()
         self.optimizer.driver.gives_up = lambda: stop.is_set() and not self._run.peer.session.hub.is_connected
@@ -149,13 +166,12 @@ class Trainer:
                     continue
                 if self._data() != self._recipe.data:  # a feed reads ahead, and goes by what counted when it was opened
                     feed.close()
+                    self._search_anew()
                     feed = self._open_feed()
-                has_room = self._step(feed)
-                self._tell(started)
-                if not has_room or (self.steps % MEMORY_EVERY_STEPS == 0 and self._memory.is_exceeded()):
-                    feed.close()
-                    self._halve_batches()
-                    feed = self._open_feed()
+                if self._step(feed):
+                    self._tell(started)
+                    if self.steps % MEMORY_EVERY_STEPS == 0 and self._memory.is_exceeded():
+                        self._halve_batches(feed)
         except StoppedError:  # while it caught up with the others; what it has done may still be handed in
             pass
         finally:
@@ -183,9 +199,13 @@ class Trainer:
             LeasedShards(self._run, self._lease, self._recipe.num_shards, self._seed + number, number)
             for number in range(self._config.num_readers)
         ]
-        return Feed(self._recipe, readers, self.batch_size, self._seed)
+        return Feed(self._recipe, readers, self.batch_size, self._seed, self._ahead_batches)
 
-    def _halve_batches(self) -> None:
+    @property
+    def _ahead_batches(self) -> int:
+        return 0 if self._search is not None else AHEAD_BATCHES  # which size is next is known after each step
+
+    def _halve_batches(self, feed: Feed) -> None:
         limit = self._memory.describe()
         if self.batch_size == 1:
             raise ConfigurationError(
@@ -194,6 +214,10 @@ class Trainer:
             )
         self.batch_size //= 2
         logger.warning("training needs more than %s: batches of %d from here on", limit, self.batch_size)
+        if self._search is not None:
+            self._search = None
+            self._on_batch_size(self.batch_size)
+        feed.resize(self.batch_size)
 
     def _settings(self) -> Settings:
         return self._manifest().at(self.optimizer.epoch)
@@ -212,23 +236,89 @@ class Trainer:
         return bool(end and self.optimizer.epoch >= end)
 
     def _step(self, feed: Feed) -> bool:
-        """Train on a batch; False, and nothing done, where memory ends."""
-        batch = feed.next()
-        try:
-            loss = self._recipe.loss(self.model, to_device(batch, self.device))
-            loss.backward()  # type: ignore[no-untyped-call]
-        except torch.OutOfMemoryError:
+        """Train on a batch; False, and nothing done, where memory ends: the next one is smaller."""
+        size, search = self.batch_size, self._search
+        computed = self._compute(feed.next())
+        if computed is None:
             self.optimizer.zero_grad()
+            self._make_room(feed)
             return False
+        loss, seconds = computed
         follow(self.optimizer, self._settings())
-        self.optimizer.step(batch_size=self.batch_size)
+        counts = self.optimizer.driver.counts
+        num_outdated = counts["outdated_batches"]
+        self.optimizer.step(batch_size=size)
         self.optimizer.zero_grad()
+        if search is not None:
+            self._observe(search, seconds, feed)
         self.steps += 1
-        self.samples += self.batch_size
+        if counts["outdated_batches"] == num_outdated:
+            self.samples += size
         value = loss.item()
         is_first = not math.isfinite(self.loss)  # or the first again after something broke
         self.loss = value if is_first else LOSS_MEMORY * self.loss + (1 - LOSS_MEMORY) * value
         return True
+
+    def _compute(self, batch: Batch) -> tuple[Tensor, float] | None:
+        """The loss, with its gradients made, and the seconds that took; None where memory ends."""
+        # Before the first epoch there are no statistics, and a batch has to leave room for them.
+        is_early = self._search is not None and self.optimizer.epoch == 0
+        num_beside = STATE_TENSORS[self._settings().optimizer.name] if is_early else 0
+        try:
+            with self._memory.reserved(self.model, num_beside):
+                there = to_device(batch, self.device)
+                started = time.perf_counter()
+                loss = self._recipe.loss(self.model, there)
+                loss.backward()  # type: ignore[no-untyped-call]
+                if self._search is not None:
+                    wait_for(self.device)  # else nobody needs to know how long it took
+                return loss, time.perf_counter() - started
+        except torch.OutOfMemoryError:
+            return None
+
+    # The batch size, where it is found by trial
+
+    def _first_batch_size(self, manifest: Manifest) -> int:
+        if isinstance(manifest.newest.training, Sync):
+            self._search_anew()
+            return self.batch_size
+        self._recipe.data = data_at(self._recipe, manifest, manifest.newest.from_epoch)  # what comes in the end
+        with self._memory.reserved(self.model, STATE_TENSORS[manifest.newest.optimizer.name]):
+            size = find_batch_size(self._recipe, self.model, self.device, fits=self._memory.fits)
+        logger.info("batches of %d samples suit this machine", size)
+        return size
+
+    def _search_anew(self) -> None:
+        """Other data, other batches. Where steps are what counts, and where the size was given, it stays."""
+        training = self._manifest().newest.training
+        if self._config.batch_size is None and isinstance(training, Sync):
+            self._search = BatchSearch(max(1, training.target_batch_size // SMALLEST_SHARE))
+            self.batch_size = self._search.size
+
+    def _observe(self, search: BatchSearch, seconds: float, feed: Feed) -> None:
+        """A batch was computed: go on with the size that the search says."""
+        if self._memory.fits():
+            search.observe(seconds)
+        else:
+            search.refuse()
+        self._take_size(search, feed)
+
+    def _make_room(self, feed: Feed) -> None:
+        if self._search is not None and self.batch_size > 1:
+            self._search.refuse()
+            self._take_size(self._search, feed)
+        else:
+            self._halve_batches(feed)
+
+    def _take_size(self, search: BatchSearch, feed: Feed) -> None:
+        self.batch_size = search.size
+        if search.is_over:
+            self._search = None
+            if isinstance(self.optimizer, Optimizer):
+                self.optimizer.forget_pace()
+            logger.info("batches of %d samples suit this machine", self.batch_size)
+            self._on_batch_size(self.batch_size)
+        feed.resize(self.batch_size, self._ahead_batches)
 
     def _tell(self, started: float, *, paused: bool = False) -> None:
         now = time.monotonic()
@@ -242,14 +332,6 @@ class Trainer:
     def _progress(self, started: float, *, paused: bool = False) -> TrainProgress:
         seconds = max(time.monotonic() - started, 1e-9)
         return TrainProgress(self.optimizer.epoch, self.steps, self.samples, self.loss, self.samples / seconds, paused)
-
-    def _find_batch_size(self, manifest: Manifest) -> int:
-        training = manifest.newest.training
-        largest = max(1, training.target_batch_size // SMALLEST_SHARE) if isinstance(training, Sync) else 1024
-        with self._memory.reserved(self.model, STATE_TENSORS[manifest.newest.optimizer.name]):
-            size = find_batch_size(self._recipe, self.model, self.device, largest, fits=self._memory.fits)
-        logger.info("batches of %d samples suit this machine", size)
-        return size
 
 
 async def _open_desks(run: Joined, optimizer: SharedOptimizer, manifest: Callable[[], Manifest]) -> Desks:

@@ -297,8 +297,10 @@ class Driver:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state. In a run that is not as far, epochs count from where the run is."""
         self.land()
+        epoch = min(state["epoch"], self._collaboration.epoch)
         self._method.load_state_dict(state["method"])
-        self._recovery.epoch = min(state["epoch"], self._collaboration.epoch)
+        self._method.renumber(epoch - state["epoch"])
+        self._recovery.epoch = epoch
         self._recovery.keep()
 
 

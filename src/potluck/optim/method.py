@@ -162,6 +162,9 @@ class Method(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
 
+    def renumber(self, by: int) -> None:  # noqa: B027 - most methods do the same in each epoch
+        """What was epoch e is e + `by` from now on: the state was saved in another run. Whose turn it is stays."""
+
     @property
     def is_spoilt(self) -> bool:
         """Whether local steps have made something that is not finite, so that only going back helps."""

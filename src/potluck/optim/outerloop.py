@@ -38,11 +38,20 @@ from potluck.optim.methods.quorum import token_weight
 from potluck.optim.methods.streaming import Schedule, mix, split
 from potluck.optim.methods.transform import Plain, Transform
 from potluck.optim.modelstate import ModelState
-from potluck.optim.parameters import EXTRA, GRADIENT, MEASURE, PARAMETER, are_finite, prefixed, without_prefix
+from potluck.optim.parameters import (
+    EXTRA,
+    GRADIENT,
+    MEASURE,
+    PARAMETER,
+    STATISTIC,
+    are_finite,
+    prefixed,
+    without_prefix,
+)
 
 logger = logging.getLogger(__name__)
 
-OUTER = "optimizer/outer/"
+OUTER = STATISTIC + "outer/"
 TRANSFORM = "buffer/transform/"
 
 Weighting = Literal["samples", "equal", "tokens"]
@@ -254,6 +263,10 @@ class OuterLoop(Method):
             **prefixed(TRANSFORM, self.transform.shared()),
             **prefixed(EXTRA, self.state.extra),
         }
+
+    def is_steady(self, name: str) -> bool:
+        """What is shared changes with the outer step alone; forward passes change extra tensors."""
+        return name.startswith((PARAMETER, STATISTIC))
 
     def metadata(self) -> Metadata:
         """Numbers beside them; hyperparameters and the scheduler too, so that a newcomer trains as the others do."""

@@ -5,7 +5,8 @@
     mend        this peer's bits are not those of the others: the chunks that differ
     roll_back   a step made something that is not finite: another peer's state, or the last good one
 
-Every one of them ends in the same way: the state is loaded, and kept.
+Every one of them ends in the same way: the state is loaded, and kept. What is kept for others is copied by a worker
+while training goes on; so whatever changes the state goes through here, and waits for that copy (`before_change`).
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import logging
 import time
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from potluck.errors import ConfigurationError, DeadlineExceededError, FatalError, RetryableError
 from potluck.optim.collaboration import Collaboration
+from potluck.optim.lastgood import LastGood
 from potluck.optim.listening import Listener
-from potluck.optim.method import Method, Snapshot, StateSource
+from potluck.optim.method import Method, Offer, Published, Snapshot, StateSource
 from potluck.optim.parameters import are_finite
 from potluck.run.joined import Joined
 
@@ -71,7 +74,8 @@ class Recovery:
         self._collaboration = collaboration
         self._config = config
         self._source = source
-        self._good: Snapshot | None = None
+        self._good = LastGood()
+        self._published: list[Published] = []  # what may not be copied yet
         self._num_restored = 0  # how often the run had gone back when this peer's state was taken over
         self._began_at = time.monotonic()
         self._mend_at = 0.0  # not before
@@ -100,7 +104,7 @@ class Recovery:
         if self._collaboration.epoch > self.epoch:
             self.catch_up()
         else:
-            self.keep()
+            self.keep(at_once=True)  # many a program sets its weights right after it has made its optimizer
 
     def catch_up(self) -> None:
         """Fetch the run's state, if it is further than this peer's. What becomes of work done is up to the method."""
@@ -126,9 +130,14 @@ class Recovery:
             offer = self._method.blank(self.epoch + 1)
             for name, tensor in offer.tensors.items():
                 tensor.copy_(heard[name])
-            self._method.accept(offer, epoch=self.epoch + 1, alone=False)
+            self.accept(offer, epoch=self.epoch + 1, alone=False)
             self.counts["replayed"] += 1
             self.advance(self.epoch + 1)
+
+    def accept(self, offer: Offer, *, epoch: int, alone: bool) -> None:
+        """Have the method take in the averages of an epoch. The one call that may come from another thread."""
+        self.before_change()
+        self._method.accept(offer, epoch=epoch, alone=alone)
 
     def advance(self, epoch: int) -> None:
         """The method has accepted the averages of this epoch: bring them in, or go back if they are of no use."""
@@ -166,6 +175,7 @@ class Recovery:
         # Nobody vouches for what a keeper says to be its own: other tensors than we ourselves have so are left out.
         method, own = self._method, snapshot.own
         tensors = {name: t for name, t in snapshot.tensors.items() if name not in own or method.is_own(name)}
+        self.before_change()
         method.discard()
         method.load(tensors, snapshot.metadata)
         method.land()
@@ -217,6 +227,7 @@ class Recovery:
 
     def _take_numbers(self, snapshot: Snapshot) -> None:
         """The tensors are the same, and the numbers beside them differ, as a learning rate may: no work is lost."""
+        self.before_change()
         self._method.load_numbers(snapshot.metadata)
         self.epoch = snapshot.epoch
         self.counts["mended_numbers"] += 1
@@ -248,9 +259,9 @@ class Recovery:
         if (snapshot := self._healthy_elsewhere(bad_epoch)) is not None:
             where = "another peer's state"
             self._load(snapshot)
-        elif self._good is not None:
-            where = f"this peer's own state of epoch {self._good.epoch}"
-            self._load(self._good)
+        elif (good := self._good.snapshot()) is not None:
+            where = f"this peer's own state of epoch {good.epoch}"
+            self._load(good)
             self.epoch = bad_epoch  # the epoch stands; its update is left out, by all who saw the same
         else:
             raise FatalError(
@@ -278,28 +289,33 @@ class Recovery:
             return None
         return snapshot if are_finite(snapshot.tensors.values()) else None
 
-    def keep(self) -> None:
-        """This state is good: copy it, and let others have it."""
+    def keep(self, *, at_once: bool = False) -> None:
+        """This state is good: let others have it, and have it copied to go back to; `at_once`: before this returns."""
         tensors = self._method.tensors()
         live = Snapshot(
             epoch=self.epoch,
             tensors=tensors,
             metadata=self._method.metadata(),
             own=frozenset(filter(self._method.is_own, tensors)),
+            steady=frozenset() if at_once else frozenset(filter(self._method.is_steady, tensors)),
+            is_held=self._config.keep_last_good,
         )
+        published = self._source.publish(live) if self._source is not None else None
+        if published is not None:
+            self._published.append(published)
         if self._config.keep_last_good:
-            self._good = _copied(live, self._good)
-        if self._source is not None:
-            self._source.publish(live)
+            self._good.keep(live, published)
 
+    def before_change(self) -> None:
+        """What was published is about to change: wait until it is copied. Mostly it has been for long."""
+        for published in self._published:
+            published.wait_until_copied()
+        self._published = []
 
-def _copied(live: Snapshot, before: Snapshot | None) -> Snapshot:
-    """A copy of a state, in the memory of an earlier copy where it fits."""
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in live.tensors.items():
-        old = before.tensors.get(name) if before is not None else None
-        if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
-            tensors[name] = old.copy_(tensor.detach())
-        else:
-            tensors[name] = tensor.detach().to("cpu", copy=True)
-    return Snapshot(epoch=live.epoch, tensors=tensors, metadata=live.metadata)
+    def load_state_dict(self, state: dict[str, Any], *, epoch: int) -> None:
+        """Go on from a state that this peer has saved, as that of this epoch."""
+        self.before_change()
+        self._method.load_state_dict(state["method"])
+        self._method.renumber(epoch - state["epoch"])
+        self.epoch = epoch
+        self.keep()

@@ -114,6 +114,10 @@ class TargetBatch(Method):
         """Extra tensors are, whether averaged now and then or not: forward passes change them."""
         return name.startswith(EXTRA) and name.removeprefix(EXTRA) in self.state.extra
 
+    def is_steady(self, name: str) -> bool:
+        """Parameters and statistics change with the step alone; forward passes change extra tensors."""
+        return name.startswith((PARAMETER, STATISTIC))
+
     def metadata(self) -> Metadata:
         """The optimizer's and scheduler's numbers."""
         return {**self.state.metadata(), "transform": self.transform.shared_numbers(), "turn": self._turn}

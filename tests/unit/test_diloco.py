@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from trainlab import TrainLab, loss_of, make_batch, make_model, parameters_of, quality_of, together, train_lab
 
 from potluck.errors import ConfigurationError
@@ -13,6 +14,7 @@ from potluck.optim.diloco import DiLoCo, DiLoCoConfig
 from potluck.optim.helper import Helper
 from potluck.optim.methods.delayed import DelayedNesterov
 from potluck.optim.methods.outer import Nesterov, OuterSGD
+from potluck.optim.methods.powersgd import PowerSGD
 from potluck.optim.methods.quantised import Quantised
 from potluck.optim.methods.sparseloco import SparseLoCo
 from potluck.optim.progress.keeper import ProgressKeeper
@@ -355,6 +357,50 @@ def test_what_was_saved_goes_on_bit_for_bit() -> None:
         assert again.optimizer.epoch == whole.optimizer.epoch == 2
         for got, wanted in zip(parameters_of(again.model), parameters_of(whole.model), strict=True):
             assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("began_at", [0, 2])
+@pytest.mark.parametrize("transform", [lambda: None, lambda: PowerSGD(1, min_compression=1.0)], ids=["", "powersgd"])
+def test_fragments_that_were_saved_in_the_middle_of_a_turn_go_on_in_another_run(transform: Any, began_at: int) -> None:
+    def make(lab: TrainLab, number: int, seed: int) -> Worker:
+        options = {"inner_steps": 6, "num_fragments": 3, "overlap_steps": 1, "mixing": 0.25}
+        return Worker(lab, number, model=three_layers(seed), transform=transform(), **options)
+
+    with train_lab() as lab:
+        whole = make(lab, 0, seed=0)
+        for _ in range(9):
+            whole.step()
+        assert not whole.optimizer.driver.is_busy  # so that saving changes nothing
+        saved = whole.optimizer.state_dict()
+        assert saved["epoch"] == 4
+        for _ in range(10):
+            whole.step()
+        wanted = parameters_of(whole.model)
+    with train_lab() as lab:
+        again = make(lab, 0, seed=8)
+        again.train(began_at)
+        again.optimizer.load_state_dict(saved)
+        assert again.optimizer.epoch == began_at
+        again.position = 9
+        for _ in range(10):
+            again.step()
+        for one, other in zip(parameters_of(again.model), wanted, strict=True):
+            assert torch.equal(one, other)
+        late = make(lab, 1, seed=5)
+        epoch = again.optimizer.epoch
+        assert epoch == began_at + 5
+        assert late.optimizer.epoch == epoch
+        for later in range(epoch + 1, epoch + 4):
+            offers = [worker.optimizer.method.blank(later).tensors for worker in (again, late)]
+            assert offers[0].keys() == offers[1].keys()
+        train_all([again, late], epoch + 4)
+        assert late.optimizer.statistics()["epochs"] >= 1
+        assert shared_equal([again, late])
+
+
+def three_layers(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
 def test_an_exchange_in_the_background_is_landed_before_saving() -> None:

@@ -627,3 +627,27 @@ def test_what_was_saved_goes_on_bit_for_bit(make: Callable[[ModelState], Any]) -
         advance(one, position)
         advance(other, position)
         assert_equal(other.model, one.model)
+
+
+TURNS: dict[str, Callable[[ModelState], Any]] = {
+    "fragments": lambda state: OuterLoop(state, Nesterov(), Schedule(inner_steps=6, num_fragments=2)),
+    "states": lambda state: TargetBatch(state, average_state_every=3),
+}
+
+
+@pytest.mark.parametrize("make", TURNS.values(), ids=TURNS.keys())
+def test_whose_turn_it_is_belongs_to_the_state(make: Callable[[ModelState], Any]) -> None:
+    def turns(method: Method, epoch: int) -> list[set[str]]:
+        return [set(method.blank(later).tensors) for later in range(epoch + 1, epoch + 7)]
+
+    one, other, newcomer, mended = (Worker(make, adam).method for _ in range(4))
+    other.load_state_dict(one.state_dict())
+    other.renumber(2 - 7)  # saved at epoch 7, in a run that is at epoch 2
+    assert turns(other, 2) == turns(one, 7) != turns(one, 2)
+    newcomer.load(other.tensors(), other.metadata())
+    mended.load_numbers(other.metadata())
+    assert turns(newcomer, 2) == turns(mended, 2) == turns(one, 7)
+    mended.load_state_dict(newcomer.state_dict())
+    mended.renumber(7 - 2)
+    assert turns(mended, 7) == turns(one, 7)
+    assert mended.metadata() == one.metadata()

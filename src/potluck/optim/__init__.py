@@ -18,6 +18,7 @@ What they work on:
 Drivers:
     driver.py                 a method's way through the epochs: rounds and delays
     recovery.py               the state it stands on: at the start, caught up with, repaired, rolled back
+    lastgood.py               what it is rolled back to
     listening.py              epochs that pass while that state is on its way
     collaboration.py          what it has on the event loop: averaging and progress/
     keptstates.py             the run's keepers (state/) as its source of states

@@ -253,7 +253,7 @@ class DiLoCo:
     def state_dict(self) -> dict[str, Any]:
         """Everything that this peer needs to go on with the same bits. An exchange in the background is landed first.
 
-        In another run epochs count from where that run is, and so does the turn of the fragments.
+        In another run epochs count from where that run is; the turn of the fragments goes on as it was.
         """
         return {**self.driver.state_dict(), "steps_since_offer": self._steps_since_offer}
 

@@ -237,7 +237,7 @@ class Driver:
         try:
             pending.result.wait()
             if (result := _epoch_of(pending)) is not None:
-                self._method.accept(pending.offer, epoch=pending.epoch, alone=result.alone)
+                self._recovery.accept(pending.offer, epoch=pending.epoch, alone=result.alone)
         except BaseException as error:  # noqa: BLE001 - raised by who lands the round
             stepped.settle(error=error)
         else:
@@ -266,7 +266,7 @@ class Driver:
         if pending.stepped is not None:
             pending.stepped.result()  # raises what the step raised
         else:
-            self._method.accept(pending.offer, epoch=pending.epoch, alone=result.alone)
+            self._recovery.accept(pending.offer, epoch=pending.epoch, alone=result.alone)
         self.counts["epochs"] += 1
         self._recovery.advance(pending.epoch)
         return True
@@ -287,6 +287,10 @@ class Driver:
         """Repair this peer's state if it is not that of the others, unless a round is under way; whether it was."""
         return self._pending is None and self._recovery.mend()
 
+    def before_change(self) -> None:
+        """To be called before local steps change what was published: it may not be copied yet."""
+        self._recovery.before_change()
+
     # Saved and loaded
 
     def state_dict(self) -> dict[str, Any]:
@@ -297,9 +301,7 @@ class Driver:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state. In a run that is not as far, epochs count from where the run is."""
         self.land()
-        self._method.load_state_dict(state["method"])
-        self._recovery.epoch = min(state["epoch"], self._collaboration.epoch)
-        self._recovery.keep()
+        self._recovery.load_state_dict(state, epoch=min(state["epoch"], self._collaboration.epoch))
 
 
 def _epoch_of(pending: _Pending) -> RoundResult | None:

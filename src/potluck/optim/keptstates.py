@@ -13,7 +13,7 @@ from torch import Tensor
 
 from potluck.errors import StateUnavailableError
 from potluck.optim.collaboration import Collaboration
-from potluck.optim.method import Snapshot, StateSource
+from potluck.optim.method import Published, Snapshot, StateSource
 from potluck.run.joined import Joined
 from potluck.state.fetched import FetchedState
 from potluck.state.keeper import StateConfig, StateKeeper
@@ -33,10 +33,18 @@ class KeptStates:
         self.counts: Counter[str] = Counter()
         self._keeper = keeper
 
-    def publish(self, snapshot: Snapshot) -> None:
-        """Copy the state; hashing and keeping it happen elsewhere."""
-        published = self._keeper.publish(snapshot.tensors, snapshot.metadata, snapshot.epoch, own=snapshot.own)
+    def publish(self, snapshot: Snapshot) -> Published:
+        """Copy what is not steady; copying the rest, hashing and keeping it happen elsewhere."""
+        published = self._keeper.publish(
+            snapshot.tensors,
+            snapshot.metadata,
+            snapshot.epoch,
+            own=snapshot.own,
+            steady=snapshot.steady,
+            is_held=snapshot.is_held,
+        )
         published.add_done_callback(self._published)
+        return published
 
     async def resume(self, *, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
         """What the run goes on from, be it in somebody's memory or on somebody's disk."""

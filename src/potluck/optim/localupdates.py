@@ -102,6 +102,10 @@ class LocalUpdates(Method):
         """Everything is: statistics are local, and so are parameters when local steps go on during an average."""
         return True
 
+    def is_steady(self, name: str) -> bool:
+        """Parameters and statistics are: local steps say so before they change them."""
+        return name.startswith((PARAMETER, STATISTIC))
+
     def metadata(self) -> Metadata:
         """The optimizer's and scheduler's numbers, local like the rest."""
         return {"own": self.state.metadata()}

@@ -61,6 +61,12 @@ class Snapshot:
     own: frozenset[str] = frozenset()
     """Tensors that are each peer's own, as local statistics are."""
 
+    steady: frozenset[str] = frozenset()
+    """Of a state that is published: tensors that do not change until they are copied (see StateSource.publish)."""
+
+    is_held: bool = False
+    """Of a state that is published: whether this peer itself may want it back."""
+
     num_chunks: int = 0
     num_moved_chunks: int = 0
     """Of a state that was fetched: the pieces it is kept in, and how many of them were not at hand."""
@@ -69,11 +75,31 @@ class Snapshot:
     """Of a state that was fetched: whether its tensors are what was there before, own ones aside."""
 
 
+class Published(Protocol):
+    """A state that was published, and may be copied while training goes on."""
+
+    def wait_until_copied(self) -> None:
+        """Called before the state's steady tensors are changed, in whichever thread does so."""
+        ...
+
+    def tensors(self) -> Mapping[str, Tensor] | None:
+        """Of a state that is held: the tensors as they were; None where they could not be copied."""
+        ...
+
+    def release(self) -> None:
+        """Of a state that is held: it is not wanted back any more. Called once."""
+        ...
+
+
 class StateSource(Protocol):
     """Where states are kept and fetched from, by those who fell behind, came late, or deviate."""
 
-    def publish(self, snapshot: Snapshot) -> None:
-        """A new epoch stands. Called in the training thread; the tensors are live, and change after it returns."""
+    def publish(self, snapshot: Snapshot) -> Published | None:
+        """A new epoch stands. Called in the training thread; the tensors are live, and change after it returns.
+
+        Those that the snapshot calls steady may be read until `wait_until_copied` of what is returned has come back;
+        None: everything was copied here and now.
+        """
         ...
 
     async def resume(self, *, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
@@ -162,6 +188,9 @@ class Method(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
 
+    def renumber(self, by: int) -> None:  # noqa: B027 - most methods do the same in each epoch
+        """What was epoch e is e + `by` from now on: the state was saved in another run. Whose turn it is stays."""
+
     @property
     def is_spoilt(self) -> bool:
         """Whether local steps have made something that is not finite, so that only going back helps."""
@@ -173,6 +202,14 @@ class Method(ABC):
 
     def is_own(self, name: str) -> bool:
         """Whether one of `tensors` is each peer's own: in all others, who holds an epoch should hold the same bits."""
+        return False
+
+    def is_steady(self, name: str) -> bool:
+        """Whether one of `tensors` changes nowhere but in `accept`, `load`, `load_numbers` and `load_state_dict`.
+
+        Such a tensor is copied by a worker when an epoch stands, all others in the user's thread. Where local steps
+        change it too, who takes them calls `Driver.before_change` first.
+        """
         return False
 
     def land(self) -> None:  # noqa: B027 - most methods have nothing to bring over

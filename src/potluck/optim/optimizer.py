@@ -321,6 +321,7 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(self.method, LocalUpdates):
             parameters = self.state_of_model.model.values()
             is_finite = is_finite and are_finite(p.grad for p in parameters if p.grad is not None)
+            self.driver.before_change()
             self.method.local_step(batch_size, is_finite)
         elif is_finite:
             is_finite = self.method.gradients.add(batch_size)

@@ -4,7 +4,9 @@
     θ_k          this peer's parameters, H inner steps further
     Δ = θ − θ_k  is averaged over the peers, and the outer optimizer takes θ a step along it
 
-With fragments, an epoch synchronises one of them (methods/streaming.py). The inner optimizer's state stays local.
+With fragments, an epoch synchronises one of them (methods/streaming.py). Whose turn it is belongs to the state: a run
+that goes on from a state of another run, whose epochs had other numbers, goes on with the same fragment. The inner
+optimizer's state stays local.
 
 *Late work is kept.* A peer that missed an epoch takes over the new θ and puts its own change on top of it:
 θ_k ← θ_new − (θ_old − θ_k). So a straggler's work counts in the next round, a little stale, and asynchronous training
@@ -36,11 +38,20 @@ from potluck.optim.methods.quorum import token_weight
 from potluck.optim.methods.streaming import Schedule, mix, split
 from potluck.optim.methods.transform import Plain, Transform
 from potluck.optim.modelstate import ModelState
-from potluck.optim.parameters import EXTRA, GRADIENT, MEASURE, PARAMETER, are_finite, prefixed, without_prefix
+from potluck.optim.parameters import (
+    EXTRA,
+    GRADIENT,
+    MEASURE,
+    PARAMETER,
+    STATISTIC,
+    are_finite,
+    prefixed,
+    without_prefix,
+)
 
 logger = logging.getLogger(__name__)
 
-OUTER = "optimizer/outer/"
+OUTER = STATISTIC + "outer/"
 TRANSFORM = "buffer/transform/"
 
 Weighting = Literal["samples", "equal", "tokens"]
@@ -66,6 +77,7 @@ class OuterLoop(Method):
         self.steps = 0
         self.counts: Counter[str] = Counter()
         self.fragments = split(list(state.parameters), schedule.num_fragments)
+        self._turn = 0  # added to an epoch's number to tell whose turn it is; the same for all peers
         self._weighting: Weighting = weighting
         self._shared = {name: _float32(parameter) for name, parameter in state.parameters.items()}
         self._fresh: set[str] = set()  # parameters whose shared values have not been brought into the model
@@ -123,7 +135,7 @@ class OuterLoop(Method):
     def offer(self, epoch: int) -> Offer:
         """How far this peer got in the fragment whose turn it is."""
         self._leave_spoilt_work()
-        names = self.fragments[self.schedule.fragment_of_epoch(epoch)]
+        names = self._names_of(epoch)
         change = {name: self._shared[name] - self.state.parameters[name].float() for name in names}
         if self.schedule.keeps_overlap:
             self._offered = {name: _float32(self.state.parameters[name]) for name in names}
@@ -135,9 +147,20 @@ class OuterLoop(Method):
 
     def blank(self, epoch: int) -> Offer:
         """No change. What this peer has done since it took over the shared parameters is put on top of the result."""
-        names = self.fragments[self.schedule.fragment_of_epoch(epoch)]
+        names = self._names_of(epoch)
         nothing = {name: torch.zeros_like(self._shared[name]) for name in names}
         return Offer(self._to_travel(nothing) | self._copied_extra() | self.state.measures(), 0.0)
+
+    def _names_of(self, epoch: int) -> list[str]:
+        """The parameters whose turn it is."""
+        return self.fragments[self.schedule.fragment_of_epoch(epoch + self._turn)]
+
+    def renumber(self, by: int) -> None:
+        """The same fragment's turn at another number."""
+        self._take_turn(self._turn - by)
+
+    def _take_turn(self, turn: int) -> None:
+        self._turn = turn % len(self.fragments)
 
     def _to_travel(self, change: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return prefixed(GRADIENT, self.transform.encode(change))
@@ -241,6 +264,10 @@ class OuterLoop(Method):
             **prefixed(EXTRA, self.state.extra),
         }
 
+    def is_steady(self, name: str) -> bool:
+        """What is shared changes with the outer step alone; forward passes change extra tensors."""
+        return name.startswith((PARAMETER, STATISTIC))
+
     def metadata(self) -> Metadata:
         """Numbers beside them; hyperparameters and the scheduler too, so that a newcomer trains as the others do."""
         state = self.state.metadata()
@@ -249,6 +276,7 @@ class OuterLoop(Method):
             "scheduler": state["scheduler"],
             "outer": self.outer.numbers(),
             "transform": self.transform.shared_numbers(),
+            "turn": self._turn,
         }
 
     @torch.no_grad()
@@ -271,13 +299,15 @@ class OuterLoop(Method):
         self.outer.load_tensors(without_prefix(OUTER, tensors))
         self.outer.load_numbers(metadata.get("outer", {}))
         self.transform.load_shared(without_prefix(TRANSFORM, tensors), metadata.get("transform", {}))
+        self._take_turn(int(metadata.get("turn", 0)))
         self.state.load_numbers(metadata)
         self._fresh, self._fresh_extra, self._fresh_measures, self._offered = set(), {}, {}, {}
         self.state.land()
 
     def load_numbers(self, metadata: Metadata) -> None:
-        """Take over hyperparameters, the scheduler, and the numbers of the outer optimizer and the transform."""
+        """Take over hyperparameters, the scheduler, the turn, and the numbers of outer optimizer and transform."""
         self.state.load_numbers(metadata)
+        self._take_turn(int(metadata.get("turn", 0)))
         self.outer.load_numbers(metadata.get("outer", {}))
         self.transform.load_shared(self.transform.shared(), metadata.get("transform", {}))
 
@@ -291,6 +321,7 @@ class OuterLoop(Method):
             "transform": self.transform.state_dict(),
             "samples": self.samples,
             "steps": self.steps,
+            "turn": self._turn,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -302,6 +333,7 @@ class OuterLoop(Method):
         self.outer.load_numbers(state["outer_numbers"])
         self.transform.load_state_dict(state["transform"])
         self.samples, self.steps = state["samples"], state["steps"]
+        self._take_turn(state.get("turn", 0))
 
 
 def _float32(parameter: Tensor) -> Tensor:

@@ -6,7 +6,9 @@
     roll_back   a step made something that is not finite: another peer's state, or the last good one
 
 Every one of them ends in the same way: the state is loaded, and kept. Where several epochs are put on one that was
-fetched, others get the last: to copy and hash each of them takes longer than the steps do.
+fetched, others get the last: to copy and hash each of them takes longer than the steps do. What is kept for others is
+copied by a worker while training goes on; so whatever changes the state goes through here, and waits for that copy
+(`before_change`).
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import Any
 
 from potluck.errors import ConfigurationError, DeadlineExceededError, FatalError, RetryableError
 from potluck.optim.collaboration import Collaboration
+from potluck.optim.lastgood import LastGood
 from potluck.optim.listening import Listener
-from potluck.optim.method import Method, Snapshot, StateSource
+from potluck.optim.method import Method, Offer, Published, Snapshot, StateSource
 from potluck.optim.parameters import are_finite
 from potluck.run.joined import Joined
 
@@ -74,7 +76,8 @@ class Recovery:
         self._collaboration = collaboration
         self._config = config
         self._source = source
-        self._good: Snapshot | None = None
+        self._good = LastGood()
+        self._published: list[Published] = []  # what may not be copied yet
         self._num_restored = 0  # how often the run had gone back when this peer's state was taken over
         self._began_at = time.monotonic()
         self._mend_at = 0.0  # not before
@@ -90,15 +93,15 @@ class Recovery:
     def begin(self) -> None:
         """Take over the run's state; begin with this peer's own where nobody has one."""
         self._num_restored = self._collaboration.num_restored
-        if not self._resume() and self._collaboration.epoch <= self.epoch:
-            self.keep()
-        self.catch_up()
+        if self._source is not None:
+            self._resume(self._source)
+        if self._collaboration.epoch > self.epoch:
+            self.catch_up()
+        else:
+            self.keep(at_once=True)  # many a program sets its weights right after it has made its optimizer
 
-    def _resume(self) -> bool:
-        """Go on from the state that the run has; False where it has none."""
-        source = self._source
-        if source is None:
-            return False
+    def _resume(self, source: StateSource) -> None:
+        """Go on from the state that the run has, if any."""
         patience = self._config.load_state_timeout_seconds
         with self._listening() as listener:
             resuming = source.resume(base=self._method.tensors(), timeout_seconds=patience)
@@ -106,7 +109,6 @@ class Recovery:
             if snapshot is not None:
                 self.counts["resumed"] += 1
                 self._take_up(snapshot, listener)
-        return snapshot is not None
 
     def catch_up(self) -> None:
         """Fetch the run's state, if it is further than this peer's. What becomes of work done is up to the method."""
@@ -124,6 +126,7 @@ class Recovery:
                     self._method.forget()
             self.counts["caught_up"] += 1
             self._take_up(snapshot, listener)
+        self.keep()
 
     @contextmanager
     def _listening(self) -> Iterator[Listener]:
@@ -136,14 +139,13 @@ class Recovery:
             self._run.call(listener.close())
 
     def _take_up(self, snapshot: Snapshot, listener: Listener) -> None:
-        """Stand on a state, and do what the others have done since. Only what comes out is for others to have."""
+        """Stand on a state, and do what the others have done since. What comes out is to be kept."""
         with listener.turn:
             self._load(snapshot)
             self._remember()
         self._replay(listener)
         self._run.call_unless_leaving(listener.finish())
         self._replay(listener)
-        self._publish()
 
     def _replay(self, listener: Listener) -> None:
         while (heard := listener.averages.get(self.epoch + 1)) is not None:
@@ -151,22 +153,27 @@ class Recovery:
                 offer = self._method.blank(self.epoch + 1)
                 for name, tensor in offer.tensors.items():
                     tensor.copy_(heard[name])
-                self._method.accept(offer, epoch=self.epoch + 1, alone=False)
+                self.accept(offer, epoch=self.epoch + 1, alone=False)
                 self.counts["replayed"] += 1
-                self._brings_in(self.epoch + 1)
+                if self._bring_in(self.epoch + 1):
+                    self._remember()
+
+    def accept(self, offer: Offer, *, epoch: int, alone: bool) -> None:
+        """Have the method take in the averages of an epoch. The one call that may come from another thread."""
+        self.before_change()
+        self._method.accept(offer, epoch=epoch, alone=alone)
 
     def advance(self, epoch: int) -> None:
         """The method has accepted the averages of this epoch: bring them in, or go back if they are of no use."""
-        if self._brings_in(epoch):
-            self._publish()
+        if self._bring_in(epoch):
+            self.keep()
 
-    def _brings_in(self, epoch: int) -> bool:
+    def _bring_in(self, epoch: int) -> bool:
         self.epoch = epoch
         if not self.is_finite():
             self.roll_back()
             return False
         self._method.land()
-        self._remember()
         return True
 
     def _fetch(self, at_least_epoch: int) -> Snapshot:
@@ -196,6 +203,7 @@ class Recovery:
         # Nobody vouches for what a keeper says to be its own: other tensors than we ourselves have so are left out.
         method, own = self._method, snapshot.own
         tensors = {name: t for name, t in snapshot.tensors.items() if name not in own or method.is_own(name)}
+        self.before_change()
         method.discard()
         method.load(tensors, snapshot.metadata)
         method.land()
@@ -247,6 +255,7 @@ class Recovery:
 
     def _take_numbers(self, snapshot: Snapshot) -> None:
         """The tensors are the same, and the numbers beside them differ, as a learning rate may: no work is lost."""
+        self.before_change()
         self._method.load_numbers(snapshot.metadata)
         self.epoch = snapshot.epoch
         self.counts["mended_numbers"] += 1
@@ -278,9 +287,9 @@ class Recovery:
         if (snapshot := self._healthy_elsewhere(bad_epoch)) is not None:
             where = "another peer's state"
             self._load(snapshot)
-        elif self._good is not None:
-            where = f"this peer's own state of epoch {self._good.epoch}"
-            self._load(self._good)
+        elif (good := self._good.snapshot()) is not None:
+            where = f"this peer's own state of epoch {good.epoch}"
+            self._load(good)
             self.epoch = bad_epoch  # the epoch stands; its update is left out, by all who saw the same
         else:
             raise FatalError(
@@ -308,36 +317,41 @@ class Recovery:
             return None
         return snapshot if are_finite(snapshot.tensors.values()) else None
 
-    def keep(self) -> None:
-        """This state is good: copy it, and let others have it."""
-        self._remember()
-        self._publish()
+    def keep(self, *, at_once: bool = False) -> None:
+        """This state is good: let others have it, and have it copied to go back to; `at_once`: before this returns."""
+        live = self._live(at_once=at_once)
+        published = self._source.publish(live) if self._source is not None else None
+        if published is not None:
+            self._published.append(published)
+        if self._config.keep_last_good:
+            self._good.keep(live, published)
 
     def _remember(self) -> None:
+        """This state is good to go back to, and another one to be kept follows at once."""
         if self._config.keep_last_good:
-            self._good = _copied(self._live(), self._good)
+            self._good.keep(self._live(), None)
 
-    def _publish(self) -> None:
-        if self._source is not None:
-            self._source.publish(self._live())
-
-    def _live(self) -> Snapshot:
+    def _live(self, *, at_once: bool = False) -> Snapshot:
         tensors = self._method.tensors()
         return Snapshot(
             epoch=self.epoch,
             tensors=tensors,
             metadata=self._method.metadata(),
             own=frozenset(filter(self._method.is_own, tensors)),
+            steady=frozenset() if at_once else frozenset(filter(self._method.is_steady, tensors)),
+            is_held=self._config.keep_last_good,
         )
 
+    def before_change(self) -> None:
+        """What was published is about to change: wait until it is copied. Mostly it has been for long."""
+        for published in self._published:
+            published.wait_until_copied()
+        self._published = []
 
-def _copied(live: Snapshot, before: Snapshot | None) -> Snapshot:
-    """A copy of a state, in the memory of an earlier copy where it fits."""
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in live.tensors.items():
-        old = before.tensors.get(name) if before is not None else None
-        if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
-            tensors[name] = old.copy_(tensor.detach())
-        else:
-            tensors[name] = tensor.detach().to("cpu", copy=True)
-    return Snapshot(epoch=live.epoch, tensors=tensors, metadata=live.metadata)
+    def load_state_dict(self, state: dict[str, Any], *, epoch: int) -> None:
+        """Go on from a state that this peer has saved, as that of this epoch."""
+        self.before_change()
+        self._method.load_state_dict(state["method"])
+        self._method.renumber(epoch - state["epoch"])
+        self.epoch = epoch
+        self.keep()

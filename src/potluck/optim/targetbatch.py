@@ -40,6 +40,7 @@ class TargetBatch(Method):
         self._max_grad_norm = max_grad_norm
         self._average_state_every = average_state_every
         self._average_statistics = average_statistics
+        self._turn = 0  # added to an epoch's number to tell whether states are averaged; the same for all peers
 
     def offer(self, epoch: int) -> Offer:
         """The mean gradients, and now and then the state."""
@@ -50,12 +51,19 @@ class TargetBatch(Method):
         return self._offer(self.gradients.nothing(), epoch)
 
     def _offer(self, taken: MeanGradients, epoch: int) -> Offer:
-        is_averaged = bool(self._average_state_every and epoch % self._average_state_every == 0)
+        is_averaged = bool(self._average_state_every and (epoch + self._turn) % self._average_state_every == 0)
         state = self._averaged_state() if is_averaged else {}
         beside = state | self.state.measures()
         return Offer(
             lambda: prefixed(GRADIENT, self.transform.encode(taken.tensors)) | beside, float(taken.samples), taken
         )
+
+    def renumber(self, by: int) -> None:
+        """States are averaged after as many epochs as without it."""
+        self._take_turn(self._turn - by)
+
+    def _take_turn(self, turn: int) -> None:
+        self._turn = turn % max(1, self._average_state_every)
 
     def _averaged_state(self) -> dict[str, Tensor]:
         # Copies: a half-written state would be worse than a little memory, and the model computes on meanwhile.
@@ -106,19 +114,25 @@ class TargetBatch(Method):
         """Extra tensors are, whether averaged now and then or not: forward passes change them."""
         return name.startswith(EXTRA) and name.removeprefix(EXTRA) in self.state.extra
 
+    def is_steady(self, name: str) -> bool:
+        """Parameters and statistics change with the step alone; forward passes change extra tensors."""
+        return name.startswith((PARAMETER, STATISTIC))
+
     def metadata(self) -> Metadata:
         """The optimizer's and scheduler's numbers."""
-        return {**self.state.metadata(), "transform": self.transform.shared_numbers()}
+        return {**self.state.metadata(), "transform": self.transform.shared_numbers(), "turn": self._turn}
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
         """Take over somebody's state; what the transform owes is of an outdated one."""
         self.state.load(tensors, metadata)
         self.transform.forget()
         self.transform.load_shared(without_prefix(TRANSFORM, tensors), metadata.get("transform", {}))
+        self._take_turn(int(metadata.get("turn", 0)))
 
     def load_numbers(self, metadata: Metadata) -> None:
-        """Take over hyperparameters, the scheduler, and the transform's numbers."""
+        """Take over hyperparameters, the scheduler, the turn, and the transform's numbers."""
         self.state.load_numbers(metadata)
+        self._take_turn(int(metadata.get("turn", 0)))
         self.transform.load_shared(self.transform.shared(), metadata.get("transform", {}))
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,6 +141,7 @@ class TargetBatch(Method):
             "state": self.state.state_dict(),
             "gradients": self.gradients.state_dict(),
             "transform": self.transform.state_dict(),
+            "turn": self._turn,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -134,3 +149,4 @@ class TargetBatch(Method):
         self.state.load_state_dict(state["state"])
         self.gradients.load_state_dict(state["gradients"])
         self.transform.load_state_dict(state["transform"])
+        self._take_turn(state.get("turn", 0))

@@ -11,7 +11,9 @@ What others use:
     if fetched is not None:
         with fetched:
             fetched.write_into(tensors)                      # or fetched.tensors(), where there are none yet
-    keeper.publish(tensors, {"epoch": 7, "lr": 0.1}, epoch=7)    # from the training thread: blocks for one copy
+    keeper.publish(tensors, {"epoch": 7, "lr": 0.1}, epoch=7)    # from the training thread: blocks for one copy …
+    published = keeper.publish(tensors, {"lr": 0.1}, epoch=8, steady=tensors.keys())     # … or leaves it to a worker
+    published.wait_until_copied()                            # then, before the tensors change
     with await keeper.fetch(epoch=8, base=tensors, timeout_seconds=60) as fetched:   # when left behind
         fetched.write_into(tensors)                          # only what differs is fetched and written
     keeper.deviation                                         # not None: this peer's bits differ …
@@ -25,7 +27,7 @@ is only this peer's has no place in it.
 The state itself:
     inventory.py     tensors as one flat space, in chunks with hashes; one digest over all (pure)
     chunkpool.py     memory that is used again               snapshot.py  a copy at one moment
-    publishing.py    from the training thread to a snapshot
+    publishing.py    from the training thread to a snapshot  copying.py   while training goes on
 
 Among peers:
     announcement.py  who says to hold what, and who is believed (pure)      herald.py   says and hears it

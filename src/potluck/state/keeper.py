@@ -3,7 +3,7 @@
 keeper = StateKeeper(peer, averager, StateConfig(folder=folder))
 await keeper.start()
 fetched = await keeper.resume(timeout_seconds=600)          # at start: whatever the run has; None: begin afresh
-keeper.publish(tensors, {"epoch": 7}, epoch=7)              # from any thread, after each epoch
+keeper.publish(tensors, {"epoch": 7}, epoch=7)              # from any thread, after each epoch (publishing.py)
 if keeper.deviation is not None:                            # our bits differ from those of the others
     repaired = await keeper.repair(tensors, epoch=7, timeout_seconds=60)     # only the chunks that differ
 """
@@ -11,7 +11,6 @@ if keeper.deviation is not None:                            # our bits differ fr
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import hashlib
 import logging
 from collections import Counter
@@ -37,7 +36,7 @@ from potluck.state.fetcher import FetchConfig, Fetcher, FetchReport, MovedOnErro
 from potluck.state.handingover import hand_over
 from potluck.state.herald import Herald
 from potluck.state.inventory import Metadata
-from potluck.state.publishing import Publisher
+from potluck.state.publishing import Publication, Publisher
 from potluck.state.restoring import Restoring
 from potluck.state.resuming import EpochSource, Resuming
 from potluck.state.saving import Saver
@@ -185,15 +184,26 @@ class StateKeeper:
     # Publishing
 
     def publish(
-        self, tensors: Mapping[str, Tensor], metadata: Metadata, epoch: int, *, own: Collection[str] = ()
-    ) -> concurrent.futures.Future[str]:
+        self,
+        tensors: Mapping[str, Tensor],
+        metadata: Metadata,
+        epoch: int,
+        *,
+        own: Collection[str] = (),
+        steady: Collection[str] = (),
+        is_held: bool = False,
+    ) -> Publication:
         """Copy the state of an epoch, from any thread; the rest happens elsewhere. The future holds the digest.
 
-        When this returns, the tensors may change. All who hold the epoch should hold these very bits and this metadata,
-        and that is compared; but for the tensors that `own` names, and what the metadata has under "own". The future
-        holds StateUnavailableError when states come faster than they can be hashed and this one was passed over.
+        When this returns, the tensors may change, but for those that `steady` names: a worker copies them, and who is
+        about to change them calls `wait_until_copied()` of what is returned. If somebody does not, the future holds
+        StateUnavailableError; and so it does when states come faster than they can be hashed and this one was passed
+        over. With `is_held` the state can be had back (`tensors()`), until `release()`.
+
+        All who hold the epoch should hold these very bits and this metadata, and that is compared; but for the tensors
+        that `own` names, and what the metadata has under "own".
         """
-        return self._publisher.publish(tensors, metadata, epoch, own=own)
+        return self._publisher.publish(tensors, metadata, epoch, own=own, steady=steady, is_held=is_held)
 
     def _newest(self) -> Snapshot | None:
         newest = self._shelf.newest()

@@ -1,6 +1,7 @@
 """A copy of a state at one moment, in content-hashed chunks.
 
-    staged = stage(tensors, metadata, pool)      # the training thread: one copy into memory that is used again
+    outline = outline_of(tensors, metadata)      # the training thread: what there is
+    staged = outline.copied(tensors, pool)       # a worker (copying.py): one copy into memory that is used again
     snapshot = staged.hashed(previous)           # a worker: hashes, outside the interpreter lock
 
 A snapshot has two digests: that of the inventory, by which it is asked for, and the *common* one, over what all peers
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -87,31 +89,42 @@ class Snapshot:
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of its tensors, on the CPU."""
-        made = {spec.name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype]) for spec in self.inventory.tensors}
-        self.write_into(made)
-        return made
+        return _read(self.inventory.tensors, self._chunks, self._pool.chunk_bytes)
 
     def write_into(self, tensors: Mapping[str, Tensor], chunks: Collection[int] | None = None) -> None:
         """Put the state into these tensors, in place; with `chunks`, only what lies in those.
 
         They must be the tensors that the state has. They may be on any device, non-contiguous, and need gradients.
         """
-        specs = self.inventory.tensors
-        check_same(specs, tensors)
-        wanted = None if chunks is None else frozenset(chunks)
-        targets: dict[int, tuple[Tensor, Tensor]] = {}  # the bytes to write to, and the tensor that they stand for
-        for piece in cut(specs, self.inventory.chunk_bytes):
-            if wanted is not None and piece.chunk not in wanted:
-                continue
-            target = tensors[specs[piece.tensor].name].detach()
-            if piece.tensor not in targets:
-                targets[piece.tensor] = (_bytes_of(target), target)
-            source = self._chunks[piece.chunk].data[piece.chunk_start : piece.chunk_start + piece.num_bytes]
-            data = targets[piece.tensor][0]
-            _copy(data[piece.tensor_start : piece.tensor_start + piece.num_bytes], source)
-        for data, target in targets.values():
-            if not _is_plain(target):  # its bytes were a copy
-                target.copy_(_from_bytes(data, target))
+        check_same(self.inventory.tensors, tensors)
+        _write(self.inventory.tensors, self._chunks, self.inventory.chunk_bytes, tensors, chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a state consists of, before any of it is copied."""
+
+    specs: tuple[TensorSpec, ...]
+    metadata: bytes
+    own: tuple[int, ...]
+
+    def copied(self, tensors: Mapping[str, Tensor], pool: ChunkPool) -> Staged:
+        """Copy the tensors. When it returns they may change again."""
+        total_bytes = sum(spec.num_bytes for spec in self.specs)
+        starts = range(0, total_bytes, pool.chunk_bytes)
+        chunks = [pool.take(min(pool.chunk_bytes, total_bytes - start)) for start in starts]
+        staged = Staged(self.specs, self.metadata, chunks, pool, self.own)
+        try:
+            source, index = torch.empty(0, dtype=torch.uint8), -1
+            for piece in cut(self.specs, pool.chunk_bytes):
+                if piece.tensor != index:
+                    source, index = _bytes_of(tensors[self.specs[piece.tensor].name].detach()), piece.tensor
+                target = chunks[piece.chunk].data[piece.chunk_start : piece.chunk_start + piece.num_bytes]
+                _copy(target, source[piece.tensor_start : piece.tensor_start + piece.num_bytes])
+        except BaseException:
+            staged.discard()
+            raise
+        return staged
 
 
 class Staged:
@@ -149,6 +162,15 @@ class Staged:
         )
         return Snapshot(inventory, self._chunks, self._pool)
 
+    def shared(self) -> Staged:
+        """The same copy for one more user, who may hash or discard it without touching this one."""
+        chunks = [self._pool.share(chunk) for chunk in self._chunks]
+        return Staged(self._specs, self._metadata, chunks, self._pool, self._own)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of its tensors, on the CPU."""
+        return _read(self._specs, self._chunks, self._pool.chunk_bytes)
+
     def discard(self) -> None:
         """It is not wanted any more."""
         chunks, self._chunks = self._chunks, []
@@ -156,29 +178,15 @@ class Staged:
             self._pool.drop(chunk)
 
 
-def stage(tensors: Mapping[str, Tensor], metadata: Metadata, pool: ChunkPool, *, own: Collection[str] = ()) -> Staged:
-    """Copy the tensors. When it returns they may change again; hashing is for another thread.
+def outline_of(tensors: Mapping[str, Tensor], metadata: Metadata, *, own: Collection[str] = ()) -> Outline:
+    """What there is to copy; ConfigurationError for what cannot be kept. `own` names what is this peer's own."""
+    data, specs = encode_metadata(metadata), specs_of(tensors)
+    return Outline(specs, data, tuple(number for number, spec in enumerate(specs) if spec.name in own))
 
-    `own` names those that are this peer's own.
-    """
-    data = encode_metadata(metadata)
-    specs = specs_of(tensors)
-    total_bytes = sum(spec.num_bytes for spec in specs)
-    starts = range(0, total_bytes, pool.chunk_bytes)
-    chunks = [pool.take(min(pool.chunk_bytes, total_bytes - start)) for start in starts]
-    own_places = tuple(number for number, spec in enumerate(specs) if spec.name in own)
-    staged = Staged(specs, data, chunks, pool, own_places)
-    try:
-        source, index = torch.empty(0, dtype=torch.uint8), -1
-        for piece in cut(specs, pool.chunk_bytes):
-            if piece.tensor != index:
-                source, index = _bytes_of(tensors[specs[piece.tensor].name].detach()), piece.tensor
-            target = chunks[piece.chunk].data[piece.chunk_start : piece.chunk_start + piece.num_bytes]
-            _copy(target, source[piece.tensor_start : piece.tensor_start + piece.num_bytes])
-    except BaseException:
-        staged.discard()
-        raise
-    return staged
+
+def stage(tensors: Mapping[str, Tensor], metadata: Metadata, pool: ChunkPool, *, own: Collection[str] = ()) -> Staged:
+    """Copy the tensors. When it returns they may change again; hashing is for another thread."""
+    return outline_of(tensors, metadata, own=own).copied(tensors, pool)
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
@@ -207,6 +215,36 @@ def check_same(specs: tuple[TensorSpec, ...], tensors: Mapping[str, Tensor]) -> 
     raise ConfigurationError(
         f"the state and the given tensors differ in {shown}: build the same model and optimizer as the run has"
     )
+
+
+def _read(specs: tuple[TensorSpec, ...], chunks: Sequence[Chunk], chunk_bytes: int) -> dict[str, Tensor]:
+    made = {spec.name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype]) for spec in specs}
+    _write(specs, chunks, chunk_bytes, made)
+    return made
+
+
+def _write(
+    specs: tuple[TensorSpec, ...],
+    chunks: Sequence[Chunk],
+    chunk_bytes: int,
+    tensors: Mapping[str, Tensor],
+    numbers: Collection[int] | None = None,
+) -> None:
+    """Put chunks into the tensors that they are of; only those with these numbers, if given."""
+    wanted = None if numbers is None else frozenset(numbers)
+    targets: dict[int, tuple[Tensor, Tensor]] = {}  # the bytes to write to, and the tensor that they stand for
+    for piece in cut(specs, chunk_bytes):
+        if wanted is not None and piece.chunk not in wanted:
+            continue
+        target = tensors[specs[piece.tensor].name].detach()
+        if piece.tensor not in targets:
+            targets[piece.tensor] = (_bytes_of(target), target)
+        source = chunks[piece.chunk].data[piece.chunk_start : piece.chunk_start + piece.num_bytes]
+        data = targets[piece.tensor][0]
+        _copy(data[piece.tensor_start : piece.tensor_start + piece.num_bytes], source)
+    for data, target in targets.values():
+        if not _is_plain(target):  # its bytes were a copy
+            target.copy_(_from_bytes(data, target))
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -143,12 +144,18 @@ def test_a_flipped_bit_is_noticed(tmp_path_factory: pytest.TempPathFactory, data
     content = bytearray(path.read_bytes())
     place = data.draw(st.integers(0, 10**6)) % len(content)
     content[place] ^= 1 << data.draw(st.integers(0, 7))
-    path.write_bytes(content)
-    # The header of the tensors, and blanks in the JSON, are for other tools: what counts is untouched then.
     header_bytes = 8 + int.from_bytes(tensors.read_bytes()[:8], "little")
-    assert (
-        restored_epoch(folder) == 1 or (path == tensors and place < header_bytes) or bytes([content[place]]).isspace()
-    )
+    before = path.read_bytes()
+    path.write_bytes(content)
+    # The header of the tensors is for other tools. The JSON may say the same: a blank more, or another last digit.
+    is_harmless = place < header_bytes if path == tensors else _says_the_same(before, content)
+    assert restored_epoch(folder) == 1 or is_harmless
+
+
+def _says_the_same(one: bytes, other: bytes) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(json.loads(one) == json.loads(other))
+    return False
 
 
 def test_a_missing_or_swapped_file_is_noticed(tmp_path: Path) -> None:

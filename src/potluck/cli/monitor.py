@@ -165,7 +165,7 @@ def picture(
     table = Table(*columns)
     for row in rows:
         name = Text(row.name, style="bold" if row.coordinates else "")  # other people's words: never read as markup
-        cells = (
+        cells: tuple[RenderableType, ...] = (
             name,
             row.role,
             Text(row.place),

@@ -70,7 +70,7 @@ def test_who_has_no_invite_waits_and_gets_in_when_approved(party: Party) -> None
     assert "Traceback" not in dora.output()
     assert "Nobody" not in party.members("requests")  # the denied stay listed for a while
     said = party.terminal.refuse("members", "approve", "UNOSUCH", *party.place, code=2)
-    assert "none start with 'UNOSUCH'" in said
+    assert "no peer listed starts with 'UNOSUCH'" in said
 
 
 def test_who_gives_up_waiting_leaves(party: Party) -> None:
@@ -99,13 +99,13 @@ def test_bans(party: Party) -> None:
     assert "may join again" in party.members("unban", peer[:16])
     assert party.ask("bans") == []
     assert party.joined("Fred")[1] == peer
-    assert "none start with" in party.terminal.refuse("members", "unban", peer[:16], *party.place, code=2)
+    assert "no peer listed starts with" in party.terminal.refuse("members", "unban", peer[:16], *party.place, code=2)
 
 
 def test_pardon(party: Party) -> None:
     _, peer = party.joined("Greta")
     assert f"{peer} takes part in rounds again" in party.members("pardon", peer[:16])
-    assert "none start with" in party.terminal.refuse("members", "pardon", "UNOBODY", *party.place, code=2)
+    assert "no peer listed starts with" in party.terminal.refuse("members", "pardon", "UNOBODY", *party.place, code=2)
 
 
 def test_a_run_that_is_not_hosted_here(terminal: Terminal) -> None:

@@ -142,7 +142,7 @@ async def test_waiting_then_approved_without_a_restart(house: GuardHouse):
     await organiser.approve(ann.peer)
     told = await asyncio.wait_for(decided, PATIENCE_SECONDS)
     assert told.status == "admitted"
-    assert told.scopes == Scopes(roles=("trainer",))
+    assert told.scopes == Scopes(roles=("trainer", "observer"))
     await ann.join()
     assert (await house.roster())[ann.peer].person == f"key:{ann.peer}"
     assert [request.peer for request in await organiser.list_requests()] == [bob.peer]

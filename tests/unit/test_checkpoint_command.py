@@ -55,6 +55,24 @@ def test_a_peers_own_backups_are_found(tmp_path: Path, monkeypatch: pytest.Monke
         assert found in result.output + str(result.exception)
 
 
+def test_an_epoch_without_a_backup_is_a_mistake_and_no_broken_backup(tmp_path: Path) -> None:
+    record_path(tmp_path, 3).write_text("{")
+    refused = checkpoint("verify", tmp_path, "--epoch", "5").exception
+    assert isinstance(refused, ConfigurationError)
+    assert str(refused) == f"{tmp_path} has no backup of epoch 5: there are 3"
+    assert checkpoint("verify", tmp_path, "--epoch", "3").exit_code == 1
+
+
+def test_a_folder_that_may_not_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(_path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_dir", forbidden)
+    refused = checkpoint("list", tmp_path / "theirs").exception
+    assert isinstance(refused, ConfigurationError)
+    assert "theirs cannot be looked at: Permission denied" in str(refused)
+
+
 def test_the_first_epoch_is_named_too(tmp_path: Path) -> None:
     result = checkpoint("export", tmp_path, str(tmp_path / "model.safetensors"), "--epoch", "0")
     assert "no backup of epoch 0" in str(result.exception)

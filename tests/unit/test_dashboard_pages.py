@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from potluck.errors import ConfigurationError, PermissionDeniedError
 from potluck.hub.presence import Beacon, Card, Presence, Role
@@ -236,6 +237,9 @@ def test_a_round_that_failed_is_told_with_phase_reason_and_members() -> None:
     )
     unplanned = FailureRecord(epoch=1, attempt=1, failed_at=5.0, seconds=0.0, phase="planning", reason="nobody reduces")
     assert failure_of(unplanned) == "planning: nobody reduces"
+    told = failure_of(replace(unplanned, troubles=dict.fromkeys(names, "no memory")))
+    assert told.startswith("planning: nobody reduces · trouble: peer 0: no memory; peer 1: no memory;")
+    assert told.endswith("peer 5: no memory; and 2 more")
 
 
 def test_charts_can_be_sent_and_show_phases_and_trouble() -> None:

@@ -217,6 +217,8 @@ def test_what_init_writes_can_be_used_as_it_is(tmp_path: Path, recipe: str) -> N
         ('name = "x"\n[[curriculum]]\nfrom_epoch = 9\nalgorithm = "diloco"', "algorithm"),
         ('name = "x"\n' + "[[curriculum]]\nfrom_epoch = 9\nend_epoch = 7\n" * 2, "in order"),
         ('name = "x"\nseed = 9223372036854775808', "seed"),
+        ('name = "x"\n[optimizer]\nlearning_rate = inf', "learning_rate"),
+        ('name = "x"\n[optimizer]\nmax_grad_norm = inf', "max_grad_norm"),
     ],
 )
 def test_a_run_file_that_is_wrong_says_where(tmp_path: Path, text: str, words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from potluck.cli import console, members, run
 from potluck.cli.demo import command, ending
 from potluck.cli.main import app
-from potluck.cli.monitor import picture
+from potluck.cli.monitor import Screen, picture
 from potluck.errors import ConfigurationError
 from potluck.monitor.alarms import Alarm
 from potluck.monitor.view import Overview, PeerRow
@@ -119,6 +120,49 @@ def test_what_was_done_about_members_is_told_in_json_too(
     monkeypatch.setattr(members, "_ask", lambda _run, _folder, work: asyncio.run(work(Desk(), None)))
     assert json.loads(CliRunner().invoke(app, ["members", *arguments, "--json"]).output) == told
     assert arguments[1] in CliRunner().invoke(app, ["members", *arguments]).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "listing"),
+    [
+        (("approve", "UXY"), "potluck members requests"),
+        (("deny", "UXY"), "potluck members requests"),
+        (("ban", "UXY"), "potluck members list"),
+        (("unban", "UXY"), "potluck members bans"),
+        (("pardon", "UXY"), "potluck members list"),
+    ],
+)
+def test_whoever_names_nobody_is_told_where_names_are_listed(
+    arguments: tuple[str, ...], listing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "_ask", lambda _run, _folder, work: asyncio.run(work(Desk(), None)))
+    refused = CliRunner().invoke(app, ["members", *arguments]).exception
+    assert isinstance(refused, ConfigurationError)
+    assert f"no peer listed starts with 'UXY': the list ({listing})" in str(refused)
+
+
+@pytest.mark.parametrize("width", [20, 48, 70, 80, 98, 124])
+def test_the_monitor_leaves_columns_out_rather_than_cut_them_short(width: int) -> None:
+    row = PeerRow("UADA", "Ada", "observer", "kaggle", "suspect", "client", 12345, 40960, 8192.0, 2.5, 2e8, 3e8)
+    overview = Overview("bakery", 7, 40, 0, 8.0, 2.5, 12.0, None, 1, 2, 3_000_000, "host")
+    paper = Console(width=width, color_system=None)
+    with paper.capture() as captured:
+        paper.print(picture(overview, [row], width=width))
+    shown = captured.get()
+    assert "Ada" in shown
+    assert "…" not in shown or width == 20
+    assert ("MB/s" in shown) == (width >= 124)
+    assert ("observer" in shown) == (width >= 70)
+
+
+def test_without_a_terminal_the_monitor_says_what_is_new_line_by_line() -> None:
+    paper = Console(width=80, color_system=None, file=io.StringIO(), force_terminal=False)
+    with Screen(paper, is_live=True) as screen:
+        for text, news in (("first", 1), ("again", 1), ("second", 2)):
+            screen.show(text, news)
+            if text == "first":
+                assert paper.file.getvalue() == "first\n"  # type: ignore[attr-defined]
+    assert paper.file.getvalue() == "first\nsecond\n"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("target", "filled"), [(100, "samples 40 of 100   "), (0, "samples 40   ")])

@@ -142,8 +142,15 @@ def test_what_does_not_match_is_never_executed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("source", "words"),
-    [("1 / 0", "ZeroDivisionError"), ("def", "SyntaxError"), ("x = 1", "one subclass"), ("#" * 1100000, "small file")],
-    ids=["raises", "no python", "no recipe", "too large"],
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("def", "SyntaxError"),
+        ("x = 1", "one subclass.*it has none$"),
+        ("from potluck.recipes import Recipe\nclass Half(Recipe):\n    pass", r"it has none \(Half lacks .*samples"),
+        ("#" * 1100000, "small file"),
+    ],
+    ids=["raises", "ends", "no python", "no recipe", "half a recipe", "too large"],
 )
 def test_a_file_that_is_no_recipe(source: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "recipe.py"

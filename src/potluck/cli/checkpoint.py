@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 from potluck.cli import options as o
 
 if TYPE_CHECKING:
+    from potluck.errors import ConfigurationError
     from potluck.run.peer import Peer
     from potluck.state.backupfile import BackupInfo
     from potluck.state.backups import Backups
@@ -67,8 +69,11 @@ def verify(
     from potluck.state.backupfile import read_info, record_path
 
     backups = _backups(run, folder, path)
+    epochs = backups.epochs()
+    if epoch is not None and epoch not in epochs:
+        raise _no_backup(backups.folder, epoch, epochs)
     rows: list[dict[str, Any]] = []
-    for each in backups.epochs() if epoch is None else [epoch]:
+    for each in epochs if epoch is None else [epoch]:
         try:
             backups.read(read_info(record_path(backups.folder, each))).release()
             rows.append({"epoch": each, "whole": True, "problem": ""})
@@ -85,6 +90,9 @@ def verify(
 def save(
     link: o.Link = "",
     to: Annotated[Path, typer.Option("--to", help="The folder that the backup goes to.")] = Path("checkpoints"),
+    identity_path: Annotated[
+        Path | None, typer.Option(help="File with the key you look by; a new one is made unless given.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Fetch the run's newest state from whoever keeps it, and save it here. Any member can.
@@ -100,7 +108,7 @@ def save(
     async def fetch(peer: Peer, stop: asyncio.Event) -> None:
         await console.unless_stopped(_save(peer, to, saved), stop)
 
-    observe(parse_link(link, "potluck checkpoint save"), "checkpoint", None, as_json, fetch)
+    observe(parse_link(link, "potluck checkpoint save"), "checkpoint", identity_path, as_json, fetch)
     if not saved:
         raise typer.Exit(1)
     if as_json:
@@ -207,24 +215,35 @@ def _backups(run: str, folder: Path | None, path: Path | None) -> Backups:
     name = ""
     if path is None:
         path, name = backups_of_run(run, folder)
-    elif not path.is_dir():
+    elif not _is_folder(path):
         raise ConfigurationError(f"there is no folder {path}: name one that has backups in it")
-    elif (path / "backups").is_dir():
+    elif _is_folder(path / "backups"):
         path /= "backups"  # as a peer keeps them
     return Backups(path, run=name)
 
 
-def _chosen(backups: Backups, epoch: int | None) -> BackupInfo:
-    from potluck.errors import ConfigurationError
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError as error:  # it lies in one that may not be looked into
+        from potluck.errors import ConfigurationError
 
+        raise ConfigurationError(f"{path} cannot be looked at: {error.strerror}") from error
+
+
+def _chosen(backups: Backups, epoch: int | None) -> BackupInfo:
     infos = backups.infos()
     found = next((info for info in infos if epoch is None or info.epoch == epoch), None)
     if found is None:
-        there = ", ".join(str(info.epoch) for info in infos) or "none"
-        raise ConfigurationError(
-            f"{backups.folder} has no backup{f' of epoch {epoch}' if epoch is not None else ''}: there are {there}"
-        )
+        raise _no_backup(backups.folder, epoch, [info.epoch for info in infos])
     return found
+
+
+def _no_backup(folder: Path, epoch: int | None, there: Sequence[int]) -> ConfigurationError:
+    from potluck.errors import ConfigurationError
+
+    which = f" of epoch {epoch}" if epoch is not None else ""
+    return ConfigurationError(f"{folder} has no backup{which}: there are {', '.join(map(str, there)) or 'none'}")
 
 
 def _row(info: BackupInfo) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def _fetch_all(downloads: tuple[Download, ...], folder: Path | None, as_json: bo
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     paths = []
-    with Progress(*columns, TimeRemainingColumn(), console=console.err, disable=as_json) as bars:
+    with Progress(*columns, TimeRemainingColumn(), console=console.err, disable=as_json or not downloads) as bars:
         for download in downloads:
             bar = bars.add_task(download.name, total=download.num_bytes)
 

@@ -137,9 +137,10 @@ def host(
     run = read_run_file(file).name if file is not None else run
     where = run_folder(check_run_name(run), folder)
     if print_hub_config:
+        accounts = render_accounts(HubKeys.load_or_create(where / "identity"))
         typer.echo("# For the configuration of a nats-server that has JetStream; restart it afterwards.")
         typer.echo(f"max_payload: {MAX_PAYLOAD_BYTES}")
-        typer.echo(render_accounts(HubKeys.load_or_create(where / "identity")))
+        typer.echo(accounts)
         return
     if make_identity:
         HubKeys.load_or_create(where / "identity")

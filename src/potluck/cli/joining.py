@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from potluck.peer.identity import Identity
     from potluck.run.peer import Peer, PeerConfig
 
+LOOK_AS_YOURSELF = (
+    "An organiser has let you in already? That was for the key you joined with, and this is another: stop your peer, "
+    "and name its key with --identity-path"
+)
+
 
 def parse_link(text: str, command: str) -> JoinLink:
     """The link that was given, or the one in POTLUCK_LINK; ConfigurationError without any."""
@@ -68,9 +73,12 @@ def observe(
     identity_path: Path | None,
     as_json: bool,
     work: Callable[[Peer, asyncio.Event], Awaitable[None]],
+    *,
+    takes_key: bool = True,
 ) -> None:
-    """Be in the run for a while, as an observer, to look at it."""
+    """Be in the run for a while, as an observer, to look at it. `takes_key`: the command has --identity-path for it."""
     from potluck.cli import console
+    from potluck.errors import NotAdmittedError
     from potluck.peer.identity import Identity
     from potluck.run.peer import PeerConfig
 
@@ -78,6 +86,10 @@ def observe(
     identity = Identity.open(identity_path) if identity_path is not None else Identity.temporary()
     try:
         console.run(console.until_interrupted(lambda stop: seated(link, identity, config, stop, as_json, work)))
+    except NotAdmittedError as error:
+        if identity_path is not None or link.invite or not takes_key:
+            raise
+        raise NotAdmittedError(f"{error}. {LOOK_AS_YOURSELF}") from error
     finally:
         identity.close()
 

@@ -161,7 +161,7 @@ def approve(peer: Peer, run: Run = "", folder: Folder = None, as_json: AsJson = 
     """
 
     async def work(organiser: Organiser, _record: HostRecord) -> str:
-        found = _one([item.peer for item in await organiser.list_requests()], peer)
+        found = _one([item.peer for item in await organiser.list_requests()], peer, "potluck members requests")
         await organiser.approve(found)
         return found
 
@@ -177,7 +177,7 @@ def deny(peer: Peer, run: Run = "", folder: Folder = None, reason: Reason = "", 
     """
 
     async def work(organiser: Organiser, _record: HostRecord) -> str:
-        found = _one([item.peer for item in await organiser.list_requests()], peer)
+        found = _one([item.peer for item in await organiser.list_requests()], peer, "potluck members requests")
         await organiser.deny(found, reason)
         return found
 
@@ -226,7 +226,7 @@ def ban(
     async def work(organiser: Organiser, _record: HostRecord) -> tuple[str, int]:
         known = [state.member.peer for state in await organiser.list_members()]
         known += [item.peer for item in await organiser.list_requests() if item.peer not in known]
-        found = target if ":" in target else _one(known, target)
+        found = target if ":" in target else _one(known, target, "potluck members list")
         return found, await organiser.ban(found, reason)
 
     found, cut = _ask(run, folder, work)
@@ -246,7 +246,8 @@ def unban(
     """
 
     async def work(organiser: Organiser, _record: HostRecord) -> str:
-        found = target if ":" in target else _one([item.target for item in await organiser.list_bans()], target)
+        banned = [item.target for item in await organiser.list_bans()]
+        found = target if ":" in target else _one(banned, target, "potluck members bans")
         await organiser.unban(found)
         return found
 
@@ -262,7 +263,8 @@ def pardon(peer: Peer, run: Run = "", folder: Folder = None, as_json: AsJson = F
     """
 
     async def work(organiser: Organiser, _record: HostRecord) -> str:
-        found = _one([state.member.peer for state in await organiser.list_members()], peer)
+        known = [state.member.peer for state in await organiser.list_members()]
+        found = _one(known, peer, "potluck members list")
         await organiser.pardon(found)
         return found
 
@@ -340,8 +342,8 @@ def _ask(run: str, folder: Path | None, work: Callable[[Organiser, HostRecord], 
     return console.run(connected())
 
 
-def _one(known: list[str], beginning: str) -> str:
-    """The id that starts so, or ConfigurationError. A whole id need not be known yet."""
+def _one(known: list[str], beginning: str, listing: str) -> str:
+    """The id that starts so, or ConfigurationError, which names the command that lists. A whole id may be unknown."""
     from potluck.errors import ConfigurationError
     from potluck.hub.subjects import PEER_ID
 
@@ -350,8 +352,11 @@ def _one(known: list[str], beginning: str) -> str:
     found = [peer for peer in known if peer.startswith(beginning)]
     if len(found) == 1:
         return found[0]
-    how_many = "none" if not found else f"{len(found)} of them"
-    raise ConfigurationError(f"of {len(known)} peers, {how_many} start with {beginning!r}: give more of the id")
+    if found:
+        raise ConfigurationError(f"{len(found)} of the peers listed start with {beginning!r}: give more of the id")
+    raise ConfigurationError(
+        f"no peer listed starts with {beginning!r}: the list ({listing}) shows whom you can name, or give the whole id"
+    )
 
 
 def _tell(as_json: bool, text: str, **done: object) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
     from potluck.monitor.alarms import Alarm
     from potluck.monitor.exporters import Exporters
@@ -18,6 +19,18 @@ if TYPE_CHECKING:
     from potluck.run.peer import Peer
 
 EVERY_SECONDS = 1.0
+COLUMNS = ("", "role", "place", "reach", "epoch", "samples", "per second", "loss", "up", "down", "state")
+NEEDED_CHARACTERS = {
+    "up": 124,
+    "down": 124,
+    "place": 98,
+    "reach": 98,
+    "role": 70,
+    "epoch": 70,
+    "samples": 70,
+    "loss": 48,
+}
+"""Terminals narrower than that do without the column: fewer that can be read say more than all of them cut short."""
 
 
 def monitor(
@@ -59,7 +72,6 @@ def monitor(
 
 async def _watch(peer: Peer, stop: asyncio.Event, exporters: Exporters, *, once: bool, as_json: bool) -> None:
     import msgspec
-    from rich.live import Live
 
     from potluck.cli import console
     from potluck.monitor.watcher import Watcher
@@ -67,7 +79,7 @@ async def _watch(peer: Peer, stop: asyncio.Event, exporters: Exporters, *, once:
     watcher = Watcher(peer.session)
     await watcher.start()
     try:
-        with Live(console=console.out, auto_refresh=False, screen=False) as live:
+        with Screen(console.out, is_live=not (once or as_json)) as screen:
             while not stop.is_set():
                 await console.unless_stopped(asyncio.sleep(EVERY_SECONDS), stop)
                 now = peer.session.clock.monotonic()
@@ -80,7 +92,9 @@ async def _watch(peer: Peer, stop: asyncio.Event, exporters: Exporters, *, once:
                     figures = {**msgspec.to_builtins(overview), "paused": watcher.is_paused, "alarms": told}
                     console.print_json({"event": "run", **figures, "peers": peers})
                 else:
-                    live.update(picture(overview, rows, alarms, is_paused=watcher.is_paused), refresh=True)
+                    width = console.out.width
+                    shown = picture(overview, rows, alarms, is_paused=watcher.is_paused, width=width)
+                    screen.show(shown, (overview.epoch, watcher.is_paused, [alarm.text for alarm in alarms]))
                 if once or peer.session.ended.done():
                     break
         if peer.session.ended.done():
@@ -89,10 +103,44 @@ async def _watch(peer: Peer, stop: asyncio.Event, exporters: Exporters, *, once:
         await watcher.close()
 
 
+class Screen:
+    """Where pictures go: on a terminal each takes the place of the one before, elsewhere news follow each other."""
+
+    def __init__(self, console: Console, *, is_live: bool) -> None:
+        from rich.live import Live
+
+        self._console = console
+        in_place = is_live and console.is_terminal
+        self._live = Live(console=console, auto_refresh=False, screen=False) if in_place else None
+        self._shown: object = None
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, picture: RenderableType, news: object) -> None:
+        """`news` says what is worth another picture where the one before stays."""
+        if self._live is not None:
+            self._live.update(picture, refresh=True)
+        elif news != self._shown:
+            self._shown = news
+            self._console.print(picture)
+
+
 def picture(
-    overview: Overview, rows: list[PeerRow], alarms: Sequence[Alarm] = (), *, is_paused: bool = False
+    overview: Overview,
+    rows: list[PeerRow],
+    alarms: Sequence[Alarm] = (),
+    *,
+    is_paused: bool = False,
+    width: int | None = None,
 ) -> RenderableType:
-    """The run as a person sees it: a line of figures, a table of peers, and what is wrong."""
+    """The run as a person sees it: a line of figures, a table of peers, and what is wrong. None: any width will do."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -113,10 +161,11 @@ def picture(
         ("   paused" if is_paused else "", "bold yellow"),
         *(part for name, value in facts for part in (f"   {name} ", (value, "bold"))),
     )
-    table = Table("", "role", "place", "reach", "epoch", "samples", "per second", "loss", "up", "down", "state")
+    columns = [each for each in COLUMNS if width is None or width >= NEEDED_CHARACTERS.get(each, 0)]
+    table = Table(*columns)
     for row in rows:
         name = Text(row.name, style="bold" if row.coordinates else "")  # other people's words: never read as markup
-        table.add_row(
+        cells: tuple[RenderableType, ...] = (
             name,
             row.role,
             Text(row.place),
@@ -129,6 +178,7 @@ def picture(
             _speed(row.download_bytes_per_second),
             row.state,
         )
+        table.add_row(*(cell for column, cell in zip(COLUMNS, cells, strict=True) if column in columns))
     return Group(head, table, *(Text(f"! {alarm.text}", style="bold red") for alarm in alarms))
 
 

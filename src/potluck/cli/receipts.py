@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from potluck.run.peer import Peer
     from potluck.training.receipts import Checked
 
+NONE_HERE = "There are no receipts in {folder}: they come while you train."
+
 
 def receipts(
     files: Annotated[
@@ -40,7 +42,9 @@ def receipts(
     if as_json:
         console.print_json({"receipts": rows, "not_genuine": num_bad})
     else:
-        console.show_table(rows, empty=f"There are no receipts in {receipts_folder()}: they come while you train.")
+        named = " or ".join(map(str, files or ()))
+        empty = f"There is no genuine receipt in {named}." if files else NONE_HERE.format(folder=receipts_folder())
+        console.show_table(rows, empty=empty)
         if num_bad:
             console.err.print(f"[red]{console.count(num_bad, 'line')} of them cannot be trusted: not genuine.[/red]")
     raise typer.Exit(1 if num_bad or strangers else 0)
@@ -73,5 +77,5 @@ def _coordinators(link: str, as_json: bool) -> tuple[str, set[str]]:
         found.update(book.coordinators)
         found.update(presence.peer for presence in peer.session.roster if presence.coordinates)
 
-    observe(parsed, "receipts", None, as_json, look)
+    observe(parsed, "receipts", None, as_json, look, takes_key=False)
     return parsed.run, found

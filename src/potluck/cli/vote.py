@@ -58,7 +58,7 @@ def vote(
             "the vote was not counted: your peer must be in the run as a trainer or aux peer, and somebody coordinate"
         )
 
-    observe(parsed, "voter", None, as_json, cast)
+    observe(parsed, "voter", None, as_json, cast, takes_key=False)
 
 
 def _tell(counted: list[tuple[str, int]], as_json: bool) -> None:

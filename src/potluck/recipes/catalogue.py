@@ -58,22 +58,23 @@ def _execute(source: bytes, path: Path, digest: str) -> Any:
     sys.modules[name] = module  # where classes look up their annotations
     try:
         exec(code, module.__dict__)  # the user named this file
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself is no recipe, and shall not end us
         del sys.modules[name]
         raise ConfigurationError(f"the recipe {path} cannot be used: {type(error).__name__}: {error}") from error
     return module
 
 
 def _only_recipe_in(module: Any, what: str) -> type[Recipe[Any]]:
-    found = [
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value)
-        and issubclass(value, Recipe)
-        and value.__module__ == module.__name__
-        and not inspect.isabstract(value)
+    classes = [
+        value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__
     ]
+    recipes = [value for value in classes if issubclass(value, Recipe)]
+    found = [value for value in recipes if not inspect.isabstract(value)]
     if len(found) != 1:
         names = ", ".join(value.__name__ for value in found) or "none"
-        raise ConfigurationError(f"{what} must define one subclass of potluck.recipes.Recipe, complete; it has {names}")
+        missing = [f"{value.__name__} lacks {', '.join(sorted(value.__abstractmethods__))}" for value in recipes]
+        lacks = f" ({'; '.join(missing)})" if not found and missing else ""
+        raise ConfigurationError(
+            f"{what} must define one subclass of potluck.recipes.Recipe, complete; it has {names}{lacks}"
+        )
     return found[0]

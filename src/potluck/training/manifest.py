@@ -8,6 +8,7 @@ signs each revision (notice.py); nobody else can change it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Literal
 
@@ -18,7 +19,8 @@ from potluck.messages import PROTOCOL_VERSION, Message
 from potluck.recipes.reference import RecipeRef
 from potluck.round.specs import AggregatorSpec, CodecSpec
 
-Positive = Annotated[float, msgspec.Meta(gt=0.0)]
+Positive = Annotated[float, msgspec.Meta(gt=0.0, le=sys.float_info.max)]  # so neither is infinity
+NotNegative = Annotated[float, msgspec.Meta(ge=0.0, le=sys.float_info.max)]
 Share = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
@@ -36,10 +38,10 @@ class OptimizerSpec(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
     learning_rate: Positive = 3e-4
-    weight_decay: Annotated[float, msgspec.Meta(ge=0.0)] = 0.01
+    weight_decay: NotNegative = 0.01
     beta1: Share = 0.9  # adam and adamw; the momentum of sgd
     beta2: Share = 0.99
-    max_grad_norm: Annotated[float, msgspec.Meta(ge=0.0)] = 1.0  # 0: not clipped
+    max_grad_norm: NotNegative = 1.0  # 0: not clipped
 
 
 class ScheduleSpec(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,7 +64,7 @@ class Sync(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_f
     """Everybody's gradients together make one large batch, and one step."""
 
     target_batch_size: AtLeastOne = 256
-    matchmaking_seconds: Annotated[float, msgspec.Meta(ge=0.0)] = 3.0
+    matchmaking_seconds: NotNegative = 3.0
     delay_averaging: bool = False  # average in the background, on gradients that are one batch older
 
 
@@ -73,7 +75,7 @@ class DiLoCo(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
     outer_learning_rate: Positive = 0.7
     outer_momentum: Share = 0.9
     min_peers: AtLeastOne = 1
-    grace_seconds: Annotated[float, msgspec.Meta(ge=0.0)] = 30.0
+    grace_seconds: NotNegative = 30.0
     num_fragments: AtLeastOne = 1
     overlap_steps: Count = 0
     mixing: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0

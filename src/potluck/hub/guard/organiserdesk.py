@@ -160,7 +160,8 @@ class OrganiserDesk:
             scopes = request.scopes or known.scopes
             role = known.role if known.role in scopes.roles else scopes.roles[0]
             return msgspec.structs.replace(known, scopes=scopes, role=role, person=request.person or known.person)
-        scopes = request.scopes or (Scopes(roles=(waiting.role,)) if waiting is not None else Scopes())
+        asked = dict.fromkeys((waiting.role if waiting is not None else "trainer", "observer"))
+        scopes = request.scopes or Scopes(roles=tuple(asked))  # who helps may look, as by an invite
         role = waiting.role if waiting is not None and waiting.role in scopes.roles else scopes.roles[0]
         person = request.person or (waiting.person if waiting is not None else person_of_key(request.peer))
         return Member(

@@ -138,12 +138,15 @@ def title_of_failure(record: FailureRecord) -> str:
 
 
 def failure_of(record: FailureRecord) -> str:
-    """Why an attempt came to nothing: phase, reason, and who was in it."""
+    """Why an attempt came to nothing: phase, reason, who was in it, and what members said of their own trouble."""
     when = f" after {figures.duration(record.seconds)}" if record.seconds else ""
     others = len(record.members) - NAMED
     names = ", ".join(record.members[:NAMED]) + (f" and {others} more" if others > 0 else "")
     among = f" · members: {names}" if names else ""
-    return f"{record.phase}{when}: {record.reason}{among}"
+    said = [f"{name}: {trouble}" for name, trouble in record.troubles.items()]
+    more = f"; and {len(said) - NAMED} more" if len(said) > NAMED else ""
+    trouble = f" · trouble: {'; '.join(said[:NAMED])}{more}" if said else ""
+    return f"{record.phase}{when}: {record.reason}{among}{trouble}"
 
 
 def slow_members(record: RoundRecord) -> list[tuple[str, float]]:

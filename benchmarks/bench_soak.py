@@ -148,18 +148,20 @@ async def measure(num_rounds: int, elements: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         async with members_of_a_run(Path(folder)) as members:
             soak = Soak(members, elements)
-            for number in range(num_rounds):
+            number = 0
+            while number < num_rounds or soak.num_failed < num_rounds // 3:  # a cut may come too late to do harm
                 await soak.round(number)
-                if number % 30 == 29:
-                    say(f"{number + 1} rounds, {soak.num_failed} failed, {soak.rss_bytes[-1] / MIB:.0f} MiB")
+                number += 1
+                if number % 30 == 0:
+                    say(f"{number} rounds, {soak.num_failed} failed, {soak.rss_bytes[-1] / MIB:.0f} MiB")
+                if number > 2 * num_rounds:
+                    raise SystemExit(f"only {soak.num_failed} of {number} rounds failed: this says nothing of them")
             epochs = members[0].averager.epoch
-    if soak.num_failed < num_rounds // 3:
-        raise SystemExit(f"only {soak.num_failed} of {num_rounds} rounds failed: this says nothing of rounds that fail")
     settled = soak.rss_bytes[num_rounds // 10 :]
     third = len(settled) // 3
     typical = statistics.median(settled)
     return {
-        "rounds": num_rounds,
+        "rounds": number,
         "failed": soak.num_failed,
         "epochs": epochs,
         "rss_median_mib": typical / MIB,

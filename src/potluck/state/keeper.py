@@ -1,12 +1,4 @@
-"""A peer's state in a run: published, kept, served, fetched, compared, saved. The interface of this package.
-
-keeper = StateKeeper(peer, averager, StateConfig(folder=folder))
-await keeper.start()
-fetched = await keeper.resume(timeout_seconds=600)          # at start: whatever the run has; None: begin afresh
-keeper.publish(tensors, {"epoch": 7}, epoch=7)              # from any thread, after each epoch (publishing.py)
-if keeper.deviation is not None:                            # our bits differ from those of the others
-    repaired = await keeper.repair(tensors, epoch=7, timeout_seconds=60)     # only the chunks that differ
-"""
+"""A peer's state in a run: published, kept, served, fetched, compared, saved. The package's docstring shows its use."""
 
 from __future__ import annotations
 

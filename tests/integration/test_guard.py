@@ -25,11 +25,14 @@ from rawmember import RawMember
 
 from potluck.errors import ConfigurationError, NotAdmittedError, PermissionDeniedError, ProtocolError
 from potluck.hub.connection import Delivery, Entry
+from potluck.hub.guard import lobbycrowd
+from potluck.hub.guard.door import DoorLimits
 from potluck.hub.guard.guard import Guard
 from potluck.hub.guard.lobby import Answer, Application, waiting_subject
 from potluck.hub.guard.member import Member, Policy, Scopes
 from potluck.hub.guard.organise import Organiser
 from potluck.hub.guard.presencecore import PresenceConfig
+from potluck.hub.keys import new_seed
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.presence import Beacon, Presence
 from potluck.messages import decode, encode
@@ -641,3 +644,48 @@ async def test_who_guesses_secrets_is_slowed_down(house: GuardHouse):
             break
     assert codes[-1] == "too_many_tries"
     assert set(codes[:-1]) == {"unknown_invite"}
+
+
+# A crowd at the door
+
+
+async def test_a_crowd_of_idle_strangers_keeps_nobody_out(tmp_path: Path):
+    async with open_house(tmp_path, limits=DoorLimits(lobby=24)) as house:
+        organiser = await house.organiser()
+        _, secret = await organiser.create_invite(uses=None)
+        server = house.hub.address().servers[0]
+        waiting = Person(house)  # who waits stays, whatever the others do
+        line = await waiting.connect("lobby")
+        decided = await listen_for_decision(line, waiting.peer)
+        assert (await knock(line, waiting.peer, Application(role="trainer", name="Wim"))).status == "waiting"
+
+        async def stand_about(number: int) -> RawMember | None:
+            try:
+                return await RawMember.open(server, new_seed("user"), "lobby", source=f"127.0.0.{2 + number % 3}")
+            except (AssertionError, ConnectionError):  # more than can be cut at once
+                return None
+
+        strangers = [await stand_about(number) for number in range(60)]
+        for raw in strangers:
+            if raw is not None:
+                house.close_later(raw.close)
+        assert (await Person(house).apply(Application(role="trainer", invite=secret))).status == "admitted"
+        assert (await Person(house).apply(Application(role="trainer"))).place == 2
+        first = next(raw for raw in strangers if raw is not None)
+        await first.until_cut()
+        await poll_until(lambda: _few_strangers(house), PATIENCE_SECONDS, "the lobby to be thinned out")
+        assert house.guard.statistics()["lobby_cuts"] >= 60 - 24
+        await organiser.approve(waiting.peer)
+        assert (await asyncio.wait_for(decided, PATIENCE_SECONDS)).status == "admitted"
+
+
+async def _few_strangers(house: GuardHouse) -> bool | None:
+    return house.guard._connections.count("lobby") <= 24 or None
+
+
+async def test_a_stranger_that_says_nothing_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lobbycrowd, "IDLE_SECONDS", 1.0)
+    async with open_house(tmp_path) as house:
+        raw = await RawMember.open(house.hub.address().servers[0], new_seed("user"), "lobby")
+        house.close_later(raw.close)
+        await raw.until_cut()

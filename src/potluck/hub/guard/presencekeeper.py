@@ -124,7 +124,7 @@ class PresenceKeeper:
         if not self._connections.opened(connection):
             return
         peer = connection.peer
-        leftovers = self._connections.of_peer(peer, connection.lane)[: -self._limits.per_peer]
+        leftovers = self._connections.of_peer(peer, connection.lane)[: -self._limits.of_lane(connection.lane)]
         self.cut(leftovers, "too many connections of one peer")
         if connection.lane == "lobby":
             return

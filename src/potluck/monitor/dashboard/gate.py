@@ -89,9 +89,7 @@ class Gate:
     def _failed(self, address: str) -> PermissionDeniedError:
         wait = max(self._of_address.seconds_until_next(address), self._of_all.seconds_until_next("all"))
         if wait > 0:
-            return TooManyTriesError(
-                f"too many wrong tokens: wait {math.ceil(wait)} seconds. The right one works"
-            )
+            return TooManyTriesError(f"too many wrong tokens: wait {math.ceil(wait)} seconds. The right one works")
         self._of_address.take(address)
         self._of_all.take("all")
         return PermissionDeniedError("that is not the organiser's token: `potluck host` prints it when it starts")

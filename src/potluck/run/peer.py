@@ -162,7 +162,9 @@ class Peer:
             clock=self.clock,
         )
         self._wire = BulkWire(address, seed=identity.seed, config=WIRE)
-        self.relay = RelayCarrier(self.links, identity.peer_id, self._subjects, self._wire, clock=self.clock)
+        self.relay = RelayCarrier(
+            self.links, identity.peer_id, self._subjects, self._wire, self.direct.keys, clock=self.clock
+        )
         if not config.relay_only:
             self.links.add_carrier(self.direct)
         self.links.add_carrier(self.relay)

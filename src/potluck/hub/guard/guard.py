@@ -207,6 +207,7 @@ class Guard:
             self._connections,
             self._system,
             self._door,
+            run=config.run,
             limits=config.limits,
             clock=clock,
             spawn=self._errands.spawn,

@@ -274,19 +274,29 @@ def invite_refused(verdict: invites.Verdict, role: Role, scopes: Scopes) -> Refu
 
 
 def _check_version(application: Application, policy: Policy) -> Refuse | None:
-    if application.protocol < PROTOCOL_VERSION or _is_older(application.version, policy.minimum_version):
-        wanted = policy.minimum_version or f"one with protocol {PROTOCOL_VERSION}"
+    if application.protocol != PROTOCOL_VERSION:
+        code: RefusalCode = "version_too_old" if application.protocol < PROTOCOL_VERSION else "version_too_new"
+        return Refuse(code=code, message=other_version(application.protocol, application.version))
+    if _is_older(application.version, policy.minimum_version):
         return Refuse(
             code="version_too_old",
-            message=f"this run needs potluck {wanted} or newer, yours is {application.version or 'older'}: update it",
-        )
-    if application.protocol > PROTOCOL_VERSION:
-        return Refuse(
-            code="version_too_new",
-            message=f"the hub speaks protocol {PROTOCOL_VERSION} and you speak {application.protocol}: "
-            "ask an organiser to update the host, or install an older potluck",
+            message=f"this run needs potluck {policy.minimum_version} or newer, "
+            f"yours is {application.version or 'older'}: update it",
         )
     return None
+
+
+def other_version(protocol: int, version: str) -> str:
+    """What to do where a peer and the hub do not speak the same protocol."""
+    if protocol < PROTOCOL_VERSION:
+        return (
+            f"this run speaks protocol {PROTOCOL_VERSION} and your potluck{version and ' '}{version} only {protocol}: "
+            "update yours"
+        )
+    return (
+        f"the hub speaks protocol {PROTOCOL_VERSION} and you speak {protocol}: "
+        "ask an organiser to update the host, or install an older potluck"
+    )
 
 
 def _is_older(version: str, minimum: str) -> bool:

@@ -32,9 +32,9 @@ from potluck.hub.guard.lobby import Answer, Application, waiting_subject
 from potluck.hub.guard.member import Member, Policy, Scopes
 from potluck.hub.guard.organise import Organiser
 from potluck.hub.guard.presencecore import PresenceConfig
-from potluck.hub.keys import new_seed
+from potluck.hub.keys import Signer, new_seed
 from potluck.hub.nats.connection import NatsConnection
-from potluck.hub.presence import Beacon, Presence
+from potluck.hub.presence import Beacon, Card, CardAnswer, Presence, with_link_proof
 from potluck.messages import decode, encode
 from potluck.testing.polling import poll_until
 from potluck.testing.processes import Children
@@ -644,6 +644,39 @@ async def test_who_guesses_secrets_is_slowed_down(house: GuardHouse):
             break
     assert codes[-1] == "too_many_tries"
     assert set(codes[:-1]) == {"unknown_invite"}
+
+
+# Link keys
+
+
+async def test_a_link_key_is_its_peers_own_or_refused(house: GuardHouse):
+    ann, bob = [await house.newcomer() for _ in range(2)]
+
+    async def hand_in(person: Person, card: Card) -> CardAnswer:
+        main = await person.connect()
+        payload = encode(card)
+        return decode(CardAnswer, await main.request(SUBJECTS.card(person.peer), payload, timeout_seconds=30))
+
+    def signed(person: Person, card: Card) -> Card:
+        return with_link_proof(card, SUBJECTS.run, person.peer, Signer(person.seed).sign)
+
+    card = Card(session="s1", role="trainer", link_key="a" * 64)
+    assert "not signed" in (await hand_in(ann, card)).message
+    assert "not signed" in (await hand_in(ann, signed(bob, card))).message
+    assert (await hand_in(ann, signed(ann, card))).accepted
+    refused = await hand_in(bob, signed(bob, card))
+    assert not refused.accepted
+    assert f"the link key is that of {ann.peer}" in refused.message
+    assert bob.peer not in await house.roster()
+    assert (await hand_in(bob, signed(bob, msgspec.structs.replace(card, link_key="b" * 64)))).accepted
+    old = await hand_in(bob, msgspec.structs.replace(card, protocol=1, version="0.1.0"))
+    assert "your potluck 0.1.0 only 1: update yours" in old.message
+
+
+async def test_a_peer_of_an_older_protocol_is_told_so_at_the_lobby(house: GuardHouse):
+    answer = await Person(house).apply(Application(role="trainer", protocol=1, version="0.1.0"))
+    assert answer.code == "version_too_old"
+    assert "this run speaks protocol 2 and your potluck 0.1.0 only 1: update yours" in answer.message
 
 
 # A crowd at the door

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commandline import PATIENCE_SECONDS, RUN, Party, Terminal, until_event
+from commandline import PATIENCE_SECONDS, RUN, Party, Terminal, events, until_event
 
 import potluck
 from potluck.hub.server.certificate import prepare_certificates

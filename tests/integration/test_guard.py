@@ -679,6 +679,27 @@ async def test_a_peer_of_an_older_protocol_is_told_so_at_the_lobby(house: GuardH
     assert "this run speaks protocol 2 and your potluck 0.1.0 only 1: update yours" in answer.message
 
 
+# What people write
+
+
+@pytest.mark.parametrize("text", ["a\x1b[31mred\x07\nb", "x\u202ey"])
+async def test_names_and_messages_that_command_a_terminal_are_refused(house: GuardHouse, text: str):
+    organiser = await house.organiser()
+    for wrong in (Application(role="trainer", name=text), Application(role="trainer", message=text)):
+        answer = await Person(house).apply(wrong)
+        assert answer.code == "malformed"
+        assert "has a control or bidirectional character" in answer.message
+        assert answer.message.isprintable()
+    assert await organiser.list_requests() == []
+    ann = await house.newcomer()
+    refused = await hand_in_card(await ann.connect(), ann.peer, session="s1", name=text)
+    assert (refused.accepted, "name has a control" in refused.message) == (False, True)
+    with pytest.raises(ConfigurationError, match="reason has a control or bidirectional character"):
+        await organiser.ban(ann.peer, text)
+    with pytest.raises(ConfigurationError, match="note has a control or bidirectional character"):
+        await organiser.create_invite(note=text)
+
+
 # A crowd at the door
 
 

@@ -37,6 +37,7 @@ from potluck.messages import decode, encode
 from potluck.peer.hubtime import HubTime
 from potluck.peer.identity import Identity
 from potluck.peer.roster import Roster
+from potluck.plaintext import clean_all
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +220,7 @@ class Session:
             self.roster.forget(entry.key)
             return
         try:
-            presence = decode(Presence, entry.value)
+            presence = clean_all(decode(Presence, entry.value))
         except ProtocolError as error:
             self._counts["bad_presences"] += 1
             logger.warning("the roster's entry %s was passed over: %s", entry.key, error)

@@ -25,6 +25,7 @@ from potluck.hub.guard.member import known_service
 from potluck.hub.guard.ratelimit import RateLimit
 from potluck.hub.guard.registry import Registry
 from potluck.messages import decode
+from potluck.plaintext import check_plain
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +85,10 @@ class LobbyDesk:
         """The answer to one application."""
         try:
             application = decode(Application, payload, limit_bytes=MAX_APPLICATION_BYTES)
+            check_plain(application)
         except ProtocolError as error:
             self.counts["malformed"] += 1
-            return lobby.refused(Refuse(code="malformed", message=f"the application cannot be read: {error}"))
+            return lobby.refused(Refuse(code="malformed", message=f"the hub does not take this application: {error}"))
         host = self._connections.host_of(peer)
         source = host or peer  # the hub may not have told us yet where it comes from
         if peer in self._under_way or len(self._under_way) >= MAX_UNDER_WAY:

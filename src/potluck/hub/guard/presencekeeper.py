@@ -25,6 +25,7 @@ from potluck.hub.guard.rosterwriter import RosterWriter
 from potluck.hub.presence import Beacon, Card, CardAnswer, is_link_proven
 from potluck.hub.subjects import PEER_ID
 from potluck.messages import PROTOCOL_VERSION, decode
+from potluck.plaintext import check_plain
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class PresenceKeeper:
         try:
             card = decode(Card, payload, limit_bytes=MAX_CARD_BYTES)
             check_card(card)
+            check_plain(card)
         except ProtocolError as error:
             self.counts["invalid_cards"] += 1
             return CardAnswer(accepted=False, message=str(error))

@@ -18,6 +18,7 @@ from potluck.clock import Clock
 from potluck.errors import ConfigurationError, PermissionDeniedError
 from potluck.hub.guard.ratelimit import RateLimit
 from potluck.hub.privatefiles import make_private_folder, read_private, write_private
+from potluck.plaintext import clean
 
 TOKEN_FILE = "dashboard-token"
 TOKEN_BYTES = 24
@@ -67,7 +68,7 @@ class Gate:
         """
         if not hmac.compare_digest(_digest(token), self._digest):
             raise self._failed(address)
-        who = " ".join(name.split())[:LONGEST_NAME]
+        who = clean(" ".join(name.split()))[:LONGEST_NAME]
         if not who:
             raise ConfigurationError("say who you are: what you do is logged under that name")
         session = secrets.token_urlsafe(32)

@@ -295,7 +295,7 @@ def test_steps_by_speed_end_in_time_and_whoever_is_about_as_fast_takes_all(own: 
 
 @pytest.mark.parametrize(
     ("rates", "expected"),
-    [((1.0, 10.0), 10.0), ((1.0, 3.0, 10.0), 10.0), ((0.1, 1.0, 1.0), 1.0), ((1.0, 1.0, 1.0, 1e9), 1.0), ((5.0,), 5.0)],
+    [((1.0, 10.0), 10.0), ((1.0, 3.0, 10.0), 10.0), ((0.1, 1.0, 1.0), 1.0), ((1.0, 1.0, 1.0, 1e9), 1.0), ((5.0,), 0.0)],
 )
 def test_the_fast_ones_are_the_upper_quartile(rates: tuple[float, ...], expected: float) -> None:
     assert fast_rate(rates) == expected

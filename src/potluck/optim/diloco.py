@@ -328,6 +328,7 @@ class DiLoCo:
 
     def _report(self) -> None:
         progress, samples, epoch = self.collaboration.progress, self.method.samples, self.epoch
-        pace = self._stride.pace
-        rates = {"samples_per_second": pace.samples_per_second, "steps_per_second": pace.steps_per_second}
-        self.run.soon(lambda: progress.report(epoch=epoch, samples=samples, **rates))
+        rate, steps_rate = self._stride.pace.samples_per_second, self._stride.pace.steps_per_second
+        self.run.soon(
+            lambda: progress.report(epoch=epoch, samples=samples, samples_per_second=rate, steps_per_second=steps_rate)
+        )

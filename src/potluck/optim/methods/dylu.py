@@ -20,9 +20,9 @@ LONGEST_STEPS = 1_000_000
 
 
 def fast_rate(rates: Iterable[float]) -> float:
-    """The rate that peers are compared with: the upper quartile, capped; 0 while nobody has one."""
+    """The rate that peers are compared with: the upper quartile, capped; 0 where there are not two to compare."""
     known = sorted(rate for rate in rates if rate > 0 and math.isfinite(rate))
-    if not known:
+    if len(known) < 2:
         return 0.0
     quartile = known[math.ceil(0.75 * len(known)) - 1]
     median = known[(len(known) - 1) // 2]  # the lower one of two: who says more than it does is among the higher

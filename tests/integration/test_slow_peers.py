@@ -40,5 +40,4 @@ async def test_a_trainer_at_a_tenth_of_the_speed_contributes_in_nine_of_ten_roun
     commits = {told["commit"]: told["weights"] for told in company.told(0, "commit")}
     gave = [epoch for epoch, weights in sorted(commits.items()) if weights.get(slow, 0.0) > 0]
     later = [epoch for epoch in commits if epoch > 10]  # it has to be seen first how fast each of them is
-    print(len(gave), len(commits), gave, [round(w.get(slow, 0)) for w in commits.values()])
     assert len([epoch for epoch in gave if epoch > 10]) >= 0.9 * len(later)

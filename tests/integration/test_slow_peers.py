@@ -18,8 +18,17 @@ STEP_SECONDS = 0.03
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"overlap_steps": 5}, marks=pytest.mark.soak),
+        pytest.param({"overlap_steps": 3, "num_fragments": 2}, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
 async def test_a_trainer_at_a_tenth_of_the_speed_contributes_in_nine_of_ten_rounds(
-    tmp_path: Path, children: Children
+    tmp_path: Path, children: Children, options: dict[str, int]
 ) -> None:
     num_epochs = 30
     async with open_run(tmp_path) as house:
@@ -30,10 +39,11 @@ async def test_a_trainer_at_a_tenth_of_the_speed_contributes_in_nine_of_ten_roun
             await company.start(
                 3,
                 inner_steps=20,
+                **options,
                 pause_seconds=lambda number: STEP_SECONDS * (10 if number == SLOW else 1),
                 batch_size=lambda number: 32 if number == SLOW else 8,
             )
-            await company.processes[0].until_line(rf'"commit": {num_epochs - 1},', PATIENCE_SECONDS)
+            await company.processes[0].until_line(rf'"commit": {num_epochs - 1},', 2 * PATIENCE_SECONDS)
         finally:
             await helper.close()
     slow = company.told(SLOW, "joined")[0]["joined"]

@@ -16,6 +16,7 @@ however states travel. "giver_slowdown" is 0.1 where the giver computes a tenth 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
 from harness import parser, report, say
 from potluck.testing.processes import Children, ManagedProcess
 
@@ -119,7 +121,7 @@ class Pace:
     def samples_per_second(self, begin: float, end: float, *, between_rounds: bool) -> float:
         """In that time; leaving aside, where that is wanted, whatever a round was in."""
         moments = [moment for moment in self._moments if begin <= moment.at <= end]
-        pairs = list(zip(moments, moments[1:], strict=False))
+        pairs = list(itertools.pairwise(moments))
         if between_rounds:
             pairs = [(before, after) for before, after in pairs if before.epoch == after.epoch]
         seconds = sum(after.at - before.at for before, after in pairs)

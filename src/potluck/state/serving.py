@@ -3,8 +3,8 @@
 A joiner asks for the inventory of a state by its digest, then opens a stream and sends the numbers of the chunks that
 it wants; they come back in that order, packed where it asks for that and it makes them smaller. A stream's own credit
 sees to it that nothing piles up for a joiner that does not read. All streams together stay within a rate if one is set,
-and take turns; and while a round exchanges, a trainer leaves its line to that for part of the time, so that no joiner
-starves another or the training. A snapshot that is being served stays in memory until the last of its bytes has arrived.
+and take turns; and while a round exchanges, a trainer leaves its line to that for part of the time: so no joiner
+starves another or the training. A snapshot that is being served stays in memory until its last byte has arrived.
 """
 
 from __future__ import annotations
@@ -263,8 +263,8 @@ class Serving:
         share = self._share / len(self._services)
         until = now + min((now - service.burst_began) * (1 - share) / share, LONGEST_REST_SECONDS)
         self.counts["rests"] += 1
-        while self._is_in_round() and (left := until - self._clock.monotonic()) > 0:
-            await asyncio.sleep(min(left, LOOK_EVERY_SECONDS))
+        while self._is_in_round() and self._clock.monotonic() < until:
+            await asyncio.sleep(LOOK_EVERY_SECONDS)
 
 
 def _read_asks(frames: list[memoryview], num_chunks: int) -> tuple[list[int], bool]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -261,9 +262,11 @@ class Serving:
             raise DeadlineExceededError(f"nothing arrived at {service.stream.peer} for {SEND_SECONDS:g} s") from None
         now = self._clock.monotonic()
         share = self._share / len(self._services)
-        until = now + min((now - service.burst_began) * (1 - share) / share, LONGEST_REST_SECONDS)
+        rest_seconds = min((now - service.burst_began) * (1 - share) / share, LONGEST_REST_SECONDS)
         self.counts["rests"] += 1
-        while self._is_in_round() and self._clock.monotonic() < until:
+        for _ in range(math.ceil(rest_seconds / LOOK_EVERY_SECONDS)):
+            if not self._is_in_round():
+                break
             await asyncio.sleep(LOOK_EVERY_SECONDS)
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from potluck.messages import PROTOCOL_VERSION, Message
 
-Role = Literal["trainer", "aux", "observer"]
+Role = Literal["trainer", "aux", "observer", "worker"]  # a worker uses queues, and takes part in no round
 State = Literal["alive", "suspect", "dead", "left"]
 
 

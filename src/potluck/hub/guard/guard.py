@@ -4,6 +4,7 @@
     lobbydesk.py       applications: invites, tokens, waiting
     organiserdesk.py   what organisers ask for
     storedesk.py       stores that members read and coordinators write
+    queuedesk.py       queues and topics: made, listed, purged
     presencekeeper.py  who is there: cards, beacons and connections in, the roster out
     floodwatch.py      who publishes so much that it has to go
     registry.py        the records that all of this is decided by
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from potluck.clock import Clock, SystemClock
-from potluck.errors import ConfigurationError
+from potluck.errors import ConfigurationError, NotAdmittedError
 from potluck.hub.address import HubAddress
 from potluck.hub.connection import Delivery, Subscription
 from potluck.hub.guard import callout, huggingface
@@ -41,6 +42,7 @@ from potluck.hub.guard.member import ROLES, Member, Policy, Scopes, person_of_ke
 from potluck.hub.guard.organiserdesk import OrganiserDesk
 from potluck.hub.guard.presencecore import PresenceConfig, PresenceCore
 from potluck.hub.guard.presencekeeper import PresenceKeeper
+from potluck.hub.guard.queuedesk import QueueDesk
 from potluck.hub.guard.ratelimit import RateLimit
 from potluck.hub.guard.registry import Registry
 from potluck.hub.guard.rosterwriter import RosterWriter
@@ -48,6 +50,7 @@ from potluck.hub.guard.storedesk import StoreDesk
 from potluck.hub.keys import HubKeys, Signer
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.presence import Presence
+from potluck.hub.queues import QueueSubjects
 from potluck.hub.server.configuration import ACCOUNT
 from potluck.hub.stores import ensure_stores
 from potluck.hub.subjects import PEER_ID, Subjects, check_run_name
@@ -118,6 +121,7 @@ class Guard:
         self._counts: Counter[str] = Counter()
         self._hub: NatsConnection | None = None
         self._system_hub: NatsConnection | None = None
+        self._queues_hub: NatsConnection | None = None
         self._registry: Registry | None = None
         self._writer: RosterWriter | None = None
         self._leaders: LeaderKeeper | None = None
@@ -144,7 +148,7 @@ class Guard:
             await self._writer.stop()
         if self._registry is not None:
             await self._registry.stop()
-        for connection in (self._system_hub, self._hub):
+        for connection in (self._queues_hub, self._system_hub, self._hub):
             if connection is not None:
                 await connection.close()
 
@@ -161,6 +165,7 @@ class Guard:
             **self._keeper.counts,
             **self._floods.counts,
             **self._stores.counts,
+            **(self._queues.counts if self._queues_hub is not None else {}),
             "stray_beacons": self._core.num_stray_beacons,
             "roster_writes": self._writer.num_writes,
             "roster_conflicts": self._writer.num_conflicts,
@@ -183,6 +188,7 @@ class Guard:
         self._system_hub = await NatsConnection.connect(
             self._address, seed=self._keys.system_seed, run=config.run, name="guard", on_connected=self._came_back
         )
+        self._queues_hub = await self._connect_queues()
         await ensure_stores(self._hub, self._subjects, config.replicas)
         self._registry = registry = Registry(self._hub, self._errands.spawn)
         self._writer = RosterWriter(self._hub.store("roster"), self._core)
@@ -211,6 +217,21 @@ class Guard:
         self._floods = FloodWatch(FloodCore(config.flood, clock), self._system, self._keeper, registry, clock)
         self._organisers = OrganiserDesk(registry, self, clock)
         self._stores = StoreDesk(self._hub, self._subjects)
+        if self._queues_hub is not None:
+            self._queues = QueueDesk(self._queues_hub, registry, config.run, config.replicas)
+
+    async def _connect_queues(self) -> NatsConnection | None:
+        """Our connection in the queues' account; None on a server of somebody else's that has no such account."""
+        try:
+            return await NatsConnection.connect(
+                self._address, seed=self._keys.queues_seed, run=self._config.run, name="guard"
+            )
+        except NotAdmittedError:
+            logger.warning(
+                "this hub's server has no account for queues, so there are none: add what its administrator was given "
+                "for this run anew (`potluck host --help`, --hub)"
+            )
+            return None
 
     async def _begin(self) -> None:
         if self._hub is None or self._registry is None or self._writer is None:
@@ -231,6 +252,9 @@ class Guard:
         await self._listen(every("organise") + ".*", self._on_organise, QUEUE)
         await self._listen(every("lobby"), self._on_lobby, QUEUE)
         await self._listen(callout.SUBJECT, self._on_callout, QUEUE)
+        if self._queues_hub is not None:
+            requests = f"{QueueSubjects(self._config.run).root}.ask.*.*"
+            self._subscriptions.append(await self._queues_hub.subscribe(requests, self._on_queues, queue=QUEUE))
         keeper = self._keeper
         self._errands.keep_running(lambda: keeper.tick_forever(self._hears_hub), "presence ticks")
         self._errands.keep_running(lambda: keeper.compare_forever(self._compare_wanted), "connection lists")
@@ -332,6 +356,9 @@ class Guard:
         peer = self._sender(delivery)
         if peer is not None and self._is_own_inbox(delivery, peer):
             self._errands.spawn(self._stores.write(delivery))
+
+    def _on_queues(self, delivery: Delivery) -> None:
+        self._errands.spawn(self._queues.answer(delivery))
 
     def _on_organise(self, delivery: Delivery) -> None:
         if (peer := self._sender(delivery)) is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from potluck.hub.connection import Delivery, HubConnection, Subscription
 from potluck.hub.guard.connections import Connection, read_user_name
 from potluck.hub.guard.floodcore import Traffic
 from potluck.hub.guard.presencecore import ConnectionId
+from potluck.hub.queues import FLEET_ACCOUNT
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class HubSystem:
 
     def __init__(self, connection: HubConnection, account: str, clock: Clock) -> None:
         self._connection = connection
-        self._account = account
+        self._accounts = (account, FLEET_ACCOUNT)
         self._clock = clock
         self._subscriptions: list[Subscription] = []
         self._names: dict[str, str] = {}  # of servers, by id
@@ -131,20 +132,21 @@ class HubSystem:
                 open_seconds = _seconds(event.client.stop) - connection.opened_at
                 counted(_traffic(connection, event.sent.msgs, event.sent.bytes, open_seconds))
 
-        prefix = f"$SYS.ACCOUNT.{self._account}"
-        self._subscriptions = [
-            await self._connection.subscribe(f"{prefix}.CONNECT", connect_event),
-            await self._connection.subscribe(f"{prefix}.DISCONNECT", disconnect_event),
-        ]
+        for account in self._accounts:
+            prefix = f"$SYS.ACCOUNT.{account}"
+            self._subscriptions += [
+                await self._connection.subscribe(f"{prefix}.CONNECT", connect_event),
+                await self._connection.subscribe(f"{prefix}.DISCONNECT", disconnect_event),
+            ]
 
     async def list_connections(self) -> tuple[list[Connection], set[str]]:
         """All connections of peers, and which servers answered. RetryableError when none did."""
-        lists = await self._lists()
+        lists = await self._lists(self._accounts)
         return [connection for listed in lists.values() for connection, _ in listed], set(lists)
 
     async def list_traffic(self) -> list[Traffic]:
         """What all main connections have published, as far as servers answer. RetryableError when none did."""
-        lists = await self._lists()
+        lists = await self._lists(self._accounts[:1])
         return [traffic for listed in lists.values() for connection, traffic in listed if connection.lane == "main"]
 
     async def kick(self, connection_id: ConnectionId) -> bool:
@@ -173,10 +175,10 @@ class HubSystem:
         routes = answer.data.routes if answer.data is not None else []
         return list(dict.fromkeys([answer.server.id, *(route.remote_id for route in routes if route.remote_id)]))
 
-    async def _lists(self) -> dict[str, list[tuple[Connection, Traffic]]]:
-        """The connections of peers, by the servers that answered."""
+    async def _lists(self, accounts: Sequence[str]) -> dict[str, list[tuple[Connection, Traffic]]]:
+        """The connections of peers in some accounts, by the servers that answered."""
         servers = await self._servers()
-        lists = await asyncio.gather(*(self._list(server) for server in servers), return_exceptions=True)
+        lists = await asyncio.gather(*(self._list(server, accounts) for server in servers), return_exceptions=True)
         answered: dict[str, list[tuple[Connection, Traffic]]] = {}
         for server, listed in zip(servers, lists, strict=True):
             if isinstance(listed, PotluckError):
@@ -187,11 +189,14 @@ class HubSystem:
                 answered[server] = listed
         return answered
 
-    async def _list(self, server: str) -> list[tuple[Connection, Traffic]]:
-        """The connections of one server, page by page."""
+    async def _list(self, server: str, accounts: Sequence[str]) -> list[tuple[Connection, Traffic]]:
+        return [each for account in accounts for each in await self._list_account(server, account)]
+
+    async def _list_account(self, server: str, account: str) -> list[tuple[Connection, Traffic]]:
+        """The connections of one server in one account, page by page."""
         found: list[tuple[Connection, Traffic]] = []
         for page in range(MAX_PAGES):
-            options = {"auth": True, "acc": self._account, "limit": PAGE_LENGTH, "offset": page * PAGE_LENGTH}
+            options = {"auth": True, "acc": account, "limit": PAGE_LENGTH, "offset": page * PAGE_LENGTH}
             data = await self._connection.request(
                 f"$SYS.REQ.SERVER.{server}.CONNZ", msgspec.json.encode(options), timeout_seconds=TIMEOUT_SECONDS
             )

@@ -135,8 +135,7 @@ def plain_seconds() -> float:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.set_defaults(repeats=3)
+    arguments = parser(__doc__, repeats=3)
     chosen = arguments.parse_args()
     runs, plain = [], []
     for _ in range(chosen.repeats):

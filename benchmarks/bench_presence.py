@@ -17,7 +17,6 @@ anybody.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from harness import ROOT, report, say
+from harness import ROOT, parser, report, say
 
 CROWDS = 4  # one of them is killed
 KILLED_SHARE = LEAVING_SHARE = 0.2
@@ -199,8 +198,7 @@ def measure(num_peers: int, num_watchers: int, *, with_links: bool, idle_seconds
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    options = parser(__doc__, repeats=None)
     options.add_argument("--peers", type=int, default=200, help="how many there are, at least 10")
     options.add_argument("--no-links", action="store_true", help="sessions only: no relay, no packets")
     options.add_argument("--watchers", type=int, help="how many of them keep a roster, at least 4; all unless given")

@@ -219,8 +219,7 @@ def figures_of(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.set_defaults(repeats=3)
+    options = parser(__doc__, repeats=3)
     options.add_argument("--only", default="", help="some contenders, with commas")
     options.add_argument("--steps", type=int, default=96, help="of each peer")
     options.add_argument("--log-folder", type=Path, help="keep what the processes say")

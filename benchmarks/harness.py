@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import datetime
 import json
 import os
 import platform
+import secrets
+import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+from potluck.testing.processes import kill_descendants
 
 ROOT = Path(__file__).resolve().parent.parent
 HIVEMIND = "hivemind==1.1.12"
+TOKEN_VARIABLE = "POTLUCK_BENCHMARK"  # in the environment of all that a benchmark starts
 
 
 def say(text: str) -> None:
@@ -23,12 +30,32 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """Arguments that all benchmarks have."""
+def parser(description: str | None, *, repeats: int | None = 5) -> argparse.ArgumentParser:
+    """Arguments that all benchmarks have, `--repeats` only where it has a default. From now on nothing outlives us."""
+    _end_with_everything()
     result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    result.add_argument("--repeats", type=int, default=5, help="how often each figure is taken; medians are reported")
+    if repeats is not None:
+        help_text = "how often each figure is taken; medians are reported"
+        result.add_argument("--repeats", type=int, default=repeats, help=help_text)
     return result
+
+
+def _end_with_everything() -> None:
+    """Have SIGTERM and SIGHUP do what Ctrl-C does, so that labs close, and kill every descendant that is left then.
+
+    A shell starts what runs in its background with Ctrl-C ignored; a benchmark has to hear it all the same.
+    """
+    token = os.environ[TOKEN_VARIABLE] = secrets.token_hex(16)
+    atexit.register(kill_descendants, token, TOKEN_VARIABLE)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, _interrupt)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    say(f"ending, because of {signal.Signals(signum).name}")
+    signal.raise_signal(signal.SIGINT)
 
 
 def environment_with(name: str, requirements: Sequence[str], *, torch: bool = True) -> Path:

@@ -1,6 +1,6 @@
 """A Lightning module, trained together with others: what Potluck adds is the strategy.
 
-    pip install 'potluck[lightning]'
+    pip install 'potluck-train[lightning]'
     python examples/lightning_lm.py                       # starts a run, and prints the link for others
     POTLUCK_LINK='potluck://…' python examples/lightning_lm.py   # a second peer, here or anywhere
 

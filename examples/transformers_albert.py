@@ -1,6 +1,6 @@
 """ALBERT, trained from scratch together with others by the Trainer of Hugging Face, as sahajBERT was.
 
-    pip install 'potluck[transformers]'
+    pip install 'potluck-train[transformers]'
     python examples/transformers_albert.py                # starts a run, and prints the link for others
     POTLUCK_LINK='potluck://…' python examples/transformers_albert.py   # a second peer, here or anywhere
     python examples/transformers_albert.py --dataset wikitext --name wikitext-103-v1

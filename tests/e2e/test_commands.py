@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commandline import PATIENCE_SECONDS, RUN, Party, Terminal, until_event
+from commandline import PATIENCE_SECONDS, RUN, Party, Terminal, events, until_event
 
 import potluck
 from potluck.hub.server.certificate import prepare_certificates
@@ -234,6 +234,20 @@ def test_a_host_ends_and_goes_on_where_it_was(terminal: Terminal) -> None:
     assert "belongs to the run bakery" in said
     again.host.send_signal(signal.SIGTERM)
     assert again.host.wait(PATIENCE_SECONDS) == 0
+
+
+def test_whoever_has_another_version_than_the_host_is_told_the_line_that_installs_it(party: Party) -> None:
+    assert party.link.wheel is not None
+    other = replace(party.link, wheel=replace(party.link.wheel, version="99.1"))
+    ada = party.join("ada", other, "--role", "observer")
+    notice = until_event(ada, "other version")["notice"]
+    assert notice.startswith(f"this is Potluck {potluck.__version__}, and the run's host has 99.1.")
+    assert notice.endswith(other.pip_line)
+    until_event(ada, "joined")  # the protocol is the same: it is a note, and no more
+    assert not [each for each in events(party.join("bo", party.link)) if each["event"] == "other version"]
+    found = party.terminal.ask("doctor", str(other))
+    [check] = [each for each in found["checks"] if each["name"] == "join link"]
+    assert (check["level"], check["remedy"]) == ("yellow", notice)
 
 
 # Doctor, demo, and a hub of one's own

@@ -1,14 +1,15 @@
-"""The notebooks, executed for real by a kernel, against a host on this machine."""
+"""The notebooks, executed for real by a kernel, against a host on this machine, with the Potluck that it serves."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commandline import Terminal, until_event
+from commandline import Party, Terminal, until_event
 from organiser import LONG_SECONDS, ONE_THREAD, Organiser, end
 
 from potluck.testing.processes import Children, ManagedProcess
@@ -20,10 +21,17 @@ PLACES = {"kaggle": {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, "colab": {"COLAB_
 
 
 def start_notebook(children: Children, terminal: Terminal, name: str, link: str, *options: str) -> ManagedProcess:
+    site = terminal.folder / f"{name}-site"  # where this notebook's pip installs; all dependencies are here already
+    site.mkdir(exist_ok=True)
     environment = {
         **ONE_THREAD,
         **PLACES[name],
-        "PIP_NO_INDEX": "1",  # Potluck is installed here, so that pip has nothing to fetch; and so it must be
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_DEPS": "1",
+        "PIP_TARGET": str(site),
+        "PIP_NO_COMPILE": "1",
+        "PYTHONPATH": str(site),
+        "PYTHONDONTWRITEBYTECODE": "",
         "XDG_DATA_HOME": str(terminal.folder / name),  # a key of its own
         "POTLUCK_NAME": name,
     }
@@ -60,10 +68,26 @@ def test_both_notebooks_train_until_the_run_ends_or_the_cell_is_stopped(terminal
         assert thanks, page
         assert int(thanks.group(1).replace(",", "")) > 0
         assert list((terminal.folder / notebook.name / "potluck" / "receipts").glob("*.jsonl")), "it has its receipts"
+        site = terminal.folder / f"{notebook.name}-site"
+        assert list(site.glob("potluck/__pycache__/notebook.*.pyc")), "what the host served is what ran"
     assert "up to epoch 12" in kaggle.output()
     board = terminal.ask("leaderboard", link, patience_seconds=LONG_SECONDS)
     assert {row["name"] for row in board["peers"]} == {"colab", "kaggle"}
     end(host)
+
+
+def test_a_notebook_installs_nothing_but_what_the_link_names(terminal: Terminal, children: Children) -> None:
+    link = Party(terminal).link
+    assert link.wheel is not None
+    for other, says in (
+        (None, "its host offers no Potluck"),
+        (replace(link.wheel, sha256="0" * 64), "is not what the link names. Ask the organiser for a new link"),
+        (replace(link.wheel, version="9.9"), "This host serves one file"),
+    ):
+        colab = start_notebook(children, terminal, "colab", str(replace(link, wheel=other)))
+        assert colab.wait(NOTEBOOK_SECONDS) != 0
+        assert says in colab.output()
+        assert not list((terminal.folder / "colab-site").iterdir())
 
 
 @pytest.mark.parametrize("name", sorted(PLACES))
@@ -71,6 +95,7 @@ def test_a_notebook_is_one_cell_to_run(name: str) -> None:
     book = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text())
     [cell] = [each for each in book["cells"] if each["cell_type"] == "code"]
     source = "".join(cell["source"])
-    assert "%pip install --quiet potluck\n" in source
+    assert source.startswith('LINK = "potluck://…"')
+    assert source.endswith("take_part(LINK)")
     assert cell["outputs"] == []
     assert cell["execution_count"] is None

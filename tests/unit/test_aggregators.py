@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from statistics import median_low
 
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ from hypothesis.extra import numpy as hnp
 from potluck import messages
 from potluck.errors import ConfigurationError, PeerError, ProtocolError
 from potluck.round.aggregators import AGGREGATOR_NAMES, AggregatorSpec, Outcome, aggregator_for, cap_weights
-from potluck.round.aggregators.clipping import median_of_numbers
 from potluck.round.aggregators.order import SLICE
 from potluck.round.codecs import CODEC_NAMES, CodecSpec, EncodedChunk, codec_for
 
@@ -44,43 +44,31 @@ def aggregate(
 # References: one coordinate at a time, in float64, by the definitions.
 
 
-def reference_median(column: np.ndarray, weights: np.ndarray) -> float:
-    order = np.argsort(column, kind="stable")
-    filled, half = np.cumsum(weights[order]), weights.sum() / 2
-    lower = column[order][np.argmax(filled >= half)]
-    upper = column[order][np.argmax(filled > half)]
-    return (lower + upper) / 2
+def reference_trimmed(column: np.ndarray, trim: float) -> float:
+    starts, count = np.arange(len(column)), len(column)
+    mass = np.clip(np.minimum(starts + 1, (1 - trim) * count) - np.maximum(starts, trim * count), 0, None)
+    return float((mass * np.sort(column)).sum() / mass.sum())
 
 
-def reference_trimmed(column: np.ndarray, weights: np.ndarray, trim: float) -> float:
-    order = np.argsort(column, kind="stable")
-    ends = np.cumsum(weights[order])
-    starts = ends - weights[order]
-    low, high = trim * weights.sum(), (1 - trim) * weights.sum()
-    mass = np.clip(np.minimum(ends, high) - np.maximum(starts, low), 0, None)
-    return float((mass * column[order]).sum() / mass.sum())
-
-
-def centers(rows: np.ndarray, weights: np.ndarray, spec: AggregatorSpec) -> tuple[list[np.ndarray], float]:
+def centers(rows: np.ndarray, spec: AggregatorSpec) -> tuple[list[np.ndarray], float]:
     """Where the center of centered clipping lies at first and after each move, and how far one may pull."""
-    center = np.array([reference_median(column, weights) for column in rows.T])
-    distances = np.linalg.norm(rows - center, axis=1)
-    limit = spec.radius * median_of_numbers(distances.tolist(), weights.tolist())
+    center = np.median(rows, axis=0)
+    limit = spec.radius * median_low(np.linalg.norm(rows - center, axis=1).tolist())
     path = [center]
     for _ in range(spec.iterations):
         differences = rows - center
         lengths = np.linalg.norm(differences, axis=1)
         factors = np.divide(limit, lengths, out=np.ones_like(lengths), where=lengths > limit)
-        center = center + (weights / weights.sum() * factors) @ differences
+        center = center + factors @ differences / len(rows)
         path.append(center)
     return path, limit
 
 
-def reference_median_norm(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def reference_median_norm(rows: np.ndarray) -> np.ndarray:
     norms = np.linalg.norm(rows, axis=1)
-    limit = median_of_numbers(norms.tolist(), weights.tolist())
+    limit = median_low(norms.tolist())
     factors = np.divide(limit, norms, out=np.ones_like(norms), where=norms > limit)
-    return (weights / weights.sum() * factors) @ rows
+    return factors @ rows / len(rows)
 
 
 def reference(spec: AggregatorSpec, rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -88,13 +76,13 @@ def reference(spec: AggregatorSpec, rows: np.ndarray, weights: np.ndarray) -> np
     if spec.name == "mean":
         return weights @ rows / weights.sum()
     if spec.name == "median":
-        return np.array([reference_median(column, weights) for column in rows.T])
+        return np.median(rows, axis=0)
     if spec.name == "trimmed_mean":
-        return np.array([reference_trimmed(column, weights, spec.trim) for column in rows.T])
+        return np.array([reference_trimmed(column, spec.trim) for column in rows.T])
     if spec.name == "centered_clipping":
-        return centers(rows, weights, spec)[0][-1]
+        return centers(rows, spec)[0][-1]
     assert spec.name == "median_norm_clipping"
-    return reference_median_norm(rows, weights)
+    return reference_median_norm(rows)
 
 
 def contributions(elements: st.SearchStrategy[float]) -> st.SearchStrategy[np.ndarray]:
@@ -109,7 +97,6 @@ any_values = contributions(st.floats(allow_nan=False, allow_infinity=False, widt
 @settings(max_examples=100)
 @given(rows=small_values, data=st.data())
 def test_equals_the_plain_reference(name: str, rows: np.ndarray, data: st.DataObject) -> None:
-    # Powers of two sum exactly, so that both sides agree on which value lies at half of the weight.
     exponents = data.draw(st.lists(st.integers(0, 4), min_size=len(rows), max_size=len(rows)))
     weights = 2.0 ** np.array(exponents)
     spec = AggregatorSpec(name=name, trim=data.draw(st.sampled_from([0.0, 0.1, 0.25, 1 / 3, 0.45])))
@@ -215,6 +202,50 @@ def test_an_audit_on_another_machine_reaches_the_same_bits() -> None:
     assert len(outputs.pop().splitlines()) == 2 * len(AGGREGATOR_NAMES)
 
 
+# Weights: what senders say of themselves.
+
+
+def claimed_weights(count: int) -> st.SearchStrategy[np.ndarray]:
+    """From one sample to a billion, as anybody may claim."""
+    return hnp.arrays(np.float64, count, elements=st.sampled_from([1.0, 16.0, 77.7, 1e9, 1e12]))
+
+
+@pytest.mark.parametrize("name", ROBUST)
+@settings(max_examples=60)
+@given(rows=any_values, data=st.data())
+def test_weights_buy_no_influence_on_a_robust_aggregator(name: str, rows: np.ndarray, data: st.DataObject) -> None:
+    claimed, outcome = aggregate(name, rows, data.draw(claimed_weights(len(rows))))
+    equal, _ = aggregate(name, rows)
+    assert claimed.tobytes() == equal.tobytes()
+    assert len(outcome.contributors) == len(rows)
+
+
+@settings(max_examples=150)
+@given(
+    name=st.sampled_from(["median_norm_clipping", "centered_clipping"]),
+    honest=hnp.arrays(np.float32, (3, 6), elements=st.floats(-100, 100, width=32)),
+    direction=hnp.arrays(np.float32, 6, elements=st.floats(-1, 1, width=32)),
+    size=st.sampled_from([1.0, 1e3, 1e9, 1e30]),
+    weights=claimed_weights(4),
+)
+def test_one_poisoner_of_four_pulls_no_further_than_the_honest_reach(
+    name: str, honest: np.ndarray, direction: np.ndarray, size: float, weights: np.ndarray
+) -> None:
+    """Whatever it sends and claims: the bounds of clipping.py in which nothing but honest quantities stands."""
+    spec = AggregatorSpec(name=name)
+    result, _ = aggregate(name, np.concatenate([honest, (direction * size)[None]]), weights)
+    exact = honest.astype(np.float64)
+    mean, longest = exact.mean(axis=0), np.linalg.norm(exact, axis=1).max()
+    if name == "median_norm_clipping":
+        bound = longest
+        error = float(np.linalg.norm(result))
+    else:
+        first = float(np.linalg.norm(np.ptp(exact, axis=0)))
+        bound = first + spec.iterations * spec.radius * (first + np.linalg.norm(exact - mean, axis=1).max())
+        error = float(np.linalg.norm(result - mean))
+    assert error <= bound * (1 + 1e-4) + 1e-4
+
+
 # Poison: three of ten.
 
 
@@ -248,18 +279,17 @@ def error_and_bound(
     error = float(np.linalg.norm(result - mean))
     spread = np.ptp(honest, axis=0)
     everybody = np.concatenate([honest, poison])
-    equal = [1.0] * len(everybody)
     if spec.name in ("median", "trimmed_mean"):
         assert (result >= honest.min(axis=0) - 1e-5).all()
         assert (result <= honest.max(axis=0) + 1e-5).all()
         return error, float(np.linalg.norm(spread))
     if spec.name == "median_norm_clipping":
         norms = np.linalg.norm(honest, axis=1)
-        limit = median_of_numbers(np.linalg.norm(everybody, axis=1).tolist(), equal)
+        limit = median_low(np.linalg.norm(everybody, axis=1).tolist())
         cut = np.clip(norms - limit, 0, None).mean()
         return error, float((1 - share) * cut + share * (limit + np.linalg.norm(mean)))
     assert spec.name == "centered_clipping"
-    path, limit = centers(everybody, np.ones(len(everybody)), spec)
+    path, limit = centers(everybody, spec)
     first = np.linalg.norm(path[0] - mean)
     assert first <= np.linalg.norm(spread)
     assert limit <= spec.radius * (first + np.linalg.norm(honest - mean, axis=1).max())
@@ -294,13 +324,13 @@ def test_three_poisoned_of_ten_stay_within_the_bound(name: str, attack, seed: in
 @given(
     honest=hnp.arrays(np.float32, (7, 6), elements=st.floats(-100, 100, width=32)),
     poison=hnp.arrays(np.float32, (3, 6), elements=st.floats(allow_nan=False, allow_infinity=False, width=32)),
-    weights=st.lists(st.sampled_from([1.0, 1.25, 1.5]), min_size=7, max_size=7),
+    weights=claimed_weights(10),
 )
 def test_no_poison_moves_a_rank_out_of_the_honest_range(
-    name: str, honest: np.ndarray, poison: np.ndarray, weights: list[float]
+    name: str, honest: np.ndarray, poison: np.ndarray, weights: np.ndarray
 ) -> None:
     rows = np.concatenate([honest, poison])
-    result, _ = aggregate(name, rows, np.array([*weights, 1.0, 1.0, 1.0]))
+    result, _ = aggregate(name, rows, weights)
     slack = 1e-4 * np.abs(honest).max() + 1e-37
     assert (result >= honest.min(axis=0) - slack).all()
     assert (result <= honest.max(axis=0) + slack).all()

@@ -201,7 +201,7 @@ def test_where_links_are_accepted_can_be_said_in_the_environment(monkeypatch: py
 
 
 def test_who_has_not_installed_a_framework_is_told_how_to() -> None:
-    with pytest.raises(ExtraMissingError, match=r"pip install 'potluck\[lightning\]'"):
+    with pytest.raises(ExtraMissingError, match=r"pip install 'potluck-train\[lightning\]'"):
         require("no_such_framework", "lightning")
 
 
@@ -219,7 +219,7 @@ except ImportError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
     assert f"ExtraMissingError {framework}" in done.stdout
-    assert f"pip install 'potluck[{framework}]'" in done.stdout
+    assert f"pip install 'potluck-train[{framework}]'" in done.stdout
 
 
 def test_nothing_else_imports_the_integrations() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from potluck.errors import ConfigurationError, LinkFormatError
 from potluck.hub.joinlink import MAX_HOSTS, HubPlace, JoinLink, check_invite, organiser_hash, seal_invite
 from potluck.hub.keys import new_seed, public_key
+from potluck.hub.wheelpin import WheelPin
 
 HASH = "abcdefghijklmnopqrstuvwxyz234567"
 SECRET = "dGhpcyBpcyBhIHNlY3JldA"
@@ -23,6 +24,12 @@ hosts = st.one_of(
     st.from_regex(r"[a-z][a-z0-9]{0,10}(\.[a-z][a-z0-9-]{0,10}[a-z0-9]){0,3}", fullmatch=True),
 )
 places = st.builds(HubPlace, host=hosts, port=ports, websocket_port=ports | st.none())
+wheels = st.builds(
+    WheelPin,
+    port=ports,
+    version=st.from_regex(r"[0-9]{1,3}(\.[0-9]{1,3}){1,2}(\.dev[0-9]{1,3})?", fullmatch=True),
+    sha256=st.text("0123456789abcdef", min_size=64, max_size=64),
+)
 links = st.builds(
     JoinLink,
     host=hosts,
@@ -33,6 +40,7 @@ links = st.builds(
     websocket_port=ports | st.none(),
     others=st.lists(places, max_size=3).map(tuple),
     organiser_hash=st.text("abcdefghijklmnopqrstuvwxyz234567", min_size=26, max_size=26) | st.just(""),
+    wheel=wheels | st.none(),
 )
 
 
@@ -185,6 +193,12 @@ def test_what_comes_along_with_pasting_does_no_harm(pasted: str) -> None:
         (f"potluck://{'hub:1,' * 500}hub:1/my-run?ca={HASH}#ask", "are enough"),
         (f"potluck://hub:1,hub:2/my-run?ca={HASH}&ws=1,2,3#ask", "2 hosts and 3 WebSocket ports"),
         (f"potluck://hub:1,hub:2/my-run?ca={HASH}&ws=1,x#ask", "'x' is not a number"),
+        (f"potluck://hub:1/my-run?ca={HASH}&pip=#ask", "pip=.* is not whole"),
+        (f"potluck://hub:1/my-run?ca={HASH}&pip=8000,0.1.0#ask", "pip=8000,0.1.0, is not whole"),
+        (f"potluck://hub:1/my-run?ca={HASH}&pip=x,0.1.0,{'0' * 64}#ask", "is not whole"),
+        (f"potluck://hub:1/my-run?ca={HASH}&pip=8000,../etc,{'0' * 64}#ask", "is not whole"),
+        (f"potluck://hub:1/my-run?ca={HASH}&pip=8000,0.1.0,{'0' * 63}#ask", "is not whole"),
+        (f"potluck://hub:1/my-run?ca={HASH}&pip=8000,0.1.0,{'0' * 63}g#ask", "is not whole"),
         (TEXT[:-1], "cut short or changed"),
         (TEXT.split("&", maxsplit=1)[0], "put it in quotes"),
         (f"{TEXT} please", "a space in it"),
@@ -220,3 +234,22 @@ def test_a_link_names_the_organiser_by_a_hash() -> None:
     assert organiser_hash(key) != organiser_hash(public_key(new_seed("user")))
     with pytest.raises(LinkFormatError, match="by="):
         JoinLink.parse(str(link).replace(link.organiser_hash, link.organiser_hash[:-1]))
+
+
+def test_a_link_names_the_wheel_that_its_host_serves() -> None:
+    link = replace(LINK, wheel=WheelPin(port=8000, version="0.1.0", sha256="ab" * 32))
+    assert f"&pip=8000,0.1.0,{'ab' * 32}#" in str(link)
+    assert JoinLink.parse(str(link)) == link
+    url = f"http://hub.example.org:8000/potluck_train-0.1.0-py3-none-any.whl#sha256={'ab' * 32}"
+    assert link.pip_line == f"pip install 'potluck-train @ {url}'"
+    assert "http://[::1]:8000/" in replace(link, host="::1").pip_line
+    assert LINK.pip_line == ""  # as a link of before has none
+
+
+def test_another_version_than_the_host_s_is_named_with_the_line_that_installs_it() -> None:
+    link = replace(LINK, wheel=WheelPin(port=8000, version="0.2.0", sha256="ab" * 32))
+    assert link.version_notice("0.2.0") == ""
+    assert LINK.version_notice("0.1.0") == ""
+    notice = link.version_notice("0.1.0")
+    assert notice.startswith("this is Potluck 0.1.0, and the run's host has 0.2.0.")
+    assert notice.endswith(link.pip_line)

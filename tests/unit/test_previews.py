@@ -159,7 +159,7 @@ def test_the_dashboard_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dashboard.is_installed()
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nicegui" else found(name))
-    with pytest.raises(ConfigurationError, match=r"pip install 'potluck\[dashboard\]'"):
+    with pytest.raises(ConfigurationError, match=r"pip install 'potluck-train\[dashboard\]'"):
         dashboard.check_installed()
 
 

@@ -81,7 +81,7 @@ def check_installed() -> None:
     from potluck.errors import ConfigurationError
 
     if not is_installed():
-        raise ConfigurationError("the dashboard is not installed: pip install 'potluck[dashboard]'")
+        raise ConfigurationError("the dashboard is not installed: pip install 'potluck-train[dashboard]'")
 
 
 def is_installed() -> bool:

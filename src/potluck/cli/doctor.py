@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from potluck.peer.preflight import Check
+    from potluck.peer.preflight import Check, Level
 
 
 def doctor(
@@ -49,6 +49,7 @@ def doctor(
 
 
 async def _checks(link_text: str) -> AsyncIterator[Check]:
+    import potluck
     from potluck.errors import PotluckError
     from potluck.hub.joinlink import JoinLink
     from potluck.peer.identity import default_folder
@@ -64,6 +65,10 @@ async def _checks(link_text: str) -> AsyncIterator[Check]:
     except PotluckError as error:
         yield Check(name="join link", level="red", found="cannot be read", remedy=str(error))
         return
-    yield Check(name="join link", level="green", found=f"run {link.run} at {', '.join(map(str, link.places))}")
+    notice = link.version_notice(potluck.__version__)
+    level: Level = "yellow" if notice else "green"
+    yield Check(
+        name="join link", level=level, found=f"run {link.run} at {', '.join(map(str, link.places))}", remedy=notice
+    )
     async for check in check_run(link):
         yield check

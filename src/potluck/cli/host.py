@@ -60,6 +60,10 @@ def host(
     listen: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(help="Port for members; 0 picks a free one and keeps it.")] = 0,
     websocket_port: Annotated[int, typer.Option(help="The same for WebSocket; 443 passes most firewalls.")] = 0,
+    wheel: Annotated[
+        bool, typer.Option(help="Serve this Potluck over HTTP, so that newcomers and notebooks can install it.")
+    ] = True,
+    wheel_port: Annotated[int, typer.Option(help="Port for that; 0 picks a free one and keeps it.")] = 0,
     announce: Annotated[
         list[str] | None, typer.Option(help="Name or address by which members reach this machine; may be repeated.")
     ] = None,
@@ -167,6 +171,7 @@ def host(
         ),
         hub_url=hub,
         hub_ca=hub_ca,
+        wheel_port=wheel_port if wheel else None,
     )
     work = Work(
         run_file=file,
@@ -349,6 +354,9 @@ def _announce(host: Host, as_json: bool) -> None:
         return
     console.out.print(f"[green]The run [bold]{host.record.run}[/bold] is open.[/green] Others join it with:\n")
     console.out.print(f"  potluck join '{escape(str(host.link))}'\n", soft_wrap=True, highlight=False)
+    if host.link.wheel is not None:
+        console.out.print("Whoever has no Potluck yet installs it from here first:\n")
+        console.out.print(f"  {escape(host.link.pip_line)}\n", soft_wrap=True, highlight=False)
     if others > 0:
         console.out.print(f"In the run already: {console.count(others, 'other')}.")
     console.out.print("Who comes and goes is told below. Ctrl-C ends the host; started again, it goes on.")

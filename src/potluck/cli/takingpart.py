@@ -62,6 +62,7 @@ def take_part(
 
     console.set_up_logging(verbose)
     parsed = parse_link(link, command)
+    _tell_version(parsed, as_json)
     up, down = bandwidth_of(network.bandwidth)
     config = PeerConfig(
         role=roles[0],
@@ -193,6 +194,17 @@ async def _check_choices(training: TrainOptions) -> None:
     if training.device:  # it takes torch to tell, whose import comes now instead of later
         machine = await console.import_slowly("potluck.training.machine")
         machine.find_device(training.device)
+
+
+def _tell_version(link: JoinLink, as_json: bool) -> None:
+    import potluck
+    from potluck.cli import console
+
+    notice = link.version_notice(potluck.__version__)
+    if notice and as_json:
+        console.print_json({"event": "other version", "notice": notice})
+    elif notice:
+        console.err.print(f"Note: {notice}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _tell_other_role(role: Role, other: Role | None, as_json: bool) -> None:

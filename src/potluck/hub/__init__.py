@@ -3,6 +3,7 @@
 What others use:
     connection.py    what a process can do with a hub: publish, request, subscribe, stores (the seam)
     address.py, joinlink.py, handshake.py   where a hub is, the link that a person pastes, a first look before trusting
+    wheelpin.py      which wheel a host serves, as its link says it
     subjects.py, patterns.py, stores.py     the subjects and tables of a run
     presence.py, leaserecord.py             card, beacon, the guard's word on a peer; who coordinates
     keys.py, privatefiles.py                keys and signatures; files that nobody else may read

@@ -1,6 +1,6 @@
 """The link that a person pastes to join a run.
 
-    potluck://HOST:PORT/RUN?ca=HASH&ws=PORT&by=HASH#INVITE
+    potluck://HOST:PORT/RUN?ca=HASH&ws=PORT&by=HASH&pip=PORT,VERSION,SHA256#INVITE
     potluck://HOST:PORT,HOST:PORT/RUN?ca=HASH&ws=PORT,PORT&by=HASH#INVITE
 
 The second form names several hosts of one cluster, so that a newcomer gets in while one of them is down. `ca` is the
@@ -8,7 +8,8 @@ hash of the hub's certificate authority, so that nobody in between can pose as t
 the hub speaks plain. `ws` is the WebSocket port and may be missing: one for all hosts, or one for each, where nothing
 between two commas means none. `by` is the hash of the organiser's key, who signs what the run trains: with it, not
 even the hub's owner can have somebody train something else. It may be missing: then the key that is seen first counts,
-and is remembered (peer/organisers.py). Versions before it skip it, so such links work there too.
+and is remembered (peer/organisers.py). `pip` names the wheel that the first host serves (wheelpin.py), and may be
+missing too. Versions before an option skip it, so such links work there too.
 
 The invite ends with a checksum, so that a link that was cut short is told apart from one that was refused; `#ask`
 stands for no invite: whoever has such a link asks for access. Nothing else may be missing silently; each part that is
@@ -34,6 +35,7 @@ from potluck.hub.handshake import look_by_tcp, look_by_websocket, unverified_con
 from potluck.hub.server.certificate import CA_HASH_CHARACTERS, der_hash
 from potluck.hub.server.configuration import check_host, host_port
 from potluck.hub.subjects import check_run_name
+from potluck.hub.wheelpin import WheelPin
 
 _Look = Callable[[str, int, ssl.SSLContext | None], Awaitable[list[bytes]]]
 
@@ -127,6 +129,8 @@ class JoinLink:
     """Further servers of the same hub; one that is named twice counts once."""
     organiser_hash: str = ""
     """Of the organiser's public key (`organiser_hash`); empty where the link does not say."""
+    wheel: WheelPin | None = None
+    """The Potluck that the first host serves; None where it serves none."""
 
     def __post_init__(self) -> None:
         first = HubPlace(host=self.host, port=self.port, websocket_port=self.websocket_port)
@@ -172,7 +176,20 @@ class JoinLink:
         invite = seal_invite(self.invite) if self.invite else _NO_INVITE
         authority = self.ca_hash or _NO_AUTHORITY
         organiser = f"&by={self.organiser_hash}" if self.organiser_hash else ""
-        return f"{SCHEME}://{','.join(map(str, places))}/{self.run}?ca={authority}{websocket}{organiser}#{invite}"
+        wheel = f"&pip={self.wheel}" if self.wheel is not None else ""
+        hosts, options = ",".join(map(str, places)), f"ca={authority}{websocket}{organiser}{wheel}"
+        return f"{SCHEME}://{hosts}/{self.run}?{options}#{invite}"
+
+    @property
+    def pip_line(self) -> str:
+        """The command that installs the host's own Potluck; empty where the link names none."""
+        return self.wheel.pip_line(self.host) if self.wheel is not None else ""
+
+    def version_notice(self, own: str) -> str:
+        """Says that the link's host runs another version than this one, and how to get it; else empty."""
+        if self.wheel is None or self.wheel.version == own:
+            return ""
+        return f"this is Potluck {own}, and the run's host has {self.wheel.version}. To get the same: {self.pip_line}"
 
     @classmethod
     def parse(cls, text: str) -> JoinLink:
@@ -206,6 +223,7 @@ class JoinLink:
             websocket_port=first.websocket_port,
             others=tuple(others),
             organiser_hash=options.get("by", "").lower(),
+            wheel=WheelPin.parse(options["pip"]) if "pip" in options else None,
         )
 
 

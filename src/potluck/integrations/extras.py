@@ -19,5 +19,6 @@ def require(module: str, extra: str) -> None:
         if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
             raise
         raise ExtraMissingError(
-            f"{module} is not installed, which potluck.integrations.{extra} is for: pip install 'potluck[{extra}]'"
+            f"{module} is not installed, which potluck.integrations.{extra} is for: "
+            f"pip install 'potluck-train[{extra}]'"
         ) from error

@@ -67,7 +67,7 @@ class AggregatorSpec(Message, frozen=True, kw_only=True):
     """An aggregator by name and parameters, as a plan carries it. Each uses the parameters that it knows."""
 
     name: str = "mean"
-    trim: float = 1 / 3  # trimmed_mean: the share of all weight cut off at each end; more than poisoners may have
+    trim: float = 1 / 3  # trimmed_mean: the share of all contributors cut off at each end; more than poisoners may have
     radius: float = 1.5  # centered_clipping: how far a contribution may pull, in median distances from the center
     iterations: int = 3  # centered_clipping: how often the center moves
 

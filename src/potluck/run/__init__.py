@@ -8,4 +8,5 @@ speedtest.py   how fast bytes go to another peer and come back
 preflight.py   the way into a run, checked by going it
 host.py        a host: hub, guard, and an aux peer of its own
 hostrecord.py  where the hub is, for commands on the host's machine
+wheel.py, wheelserver.py  this very Potluck as a wheel, and a host's HTTP server for it
 """

@@ -26,11 +26,15 @@ from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.server.certificate import ca_hash
 from potluck.hub.server.configuration import HubConfig
 from potluck.hub.server.embedded import EmbeddedHub
+from potluck.hub.server.ports import hold
 from potluck.hub.subjects import Subjects
+from potluck.hub.wheelpin import WheelPin
 from potluck.link.direct.addresses import local_interfaces
 from potluck.peer.identity import Identity
 from potluck.run.hostrecord import HostRecord, read_record, write_record
 from potluck.run.peer import Peer, PeerConfig
+from potluck.run.wheel import pack_wheel
+from potluck.run.wheelserver import WheelServer
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +61,9 @@ class HostConfig:
 
     peer: PeerConfig | None = field(default_factory=lambda: PeerConfig(role="aux", name="host"))
     """The host's own peer; None for none."""
+
+    wheel_port: int | None = None
+    """Where this Potluck is served as a wheel, for newcomers; 0 picks a free one and keeps it, None serves none."""
 
     def __post_init__(self) -> None:
         if not self.hub_url:
@@ -88,6 +95,7 @@ class Host:
         self.peer: Peer | None = None
         self._hub: EmbeddedHub | None = None
         self._guard: Guard | None = None
+        self._wheels: WheelServer | None = None
         self._record: HostRecord | None = None
         self._is_invite_valid = False
         self._keys: HubKeys | None = None
@@ -129,14 +137,16 @@ class Host:
             raise
 
     async def stop(self) -> None:
-        """Stop everything, the hub last. Calling it twice does no harm."""
-        peer, guard, hub = self.peer, self._guard, self._hub
-        self.peer = self._guard = self._hub = None
+        """Stop everything, the hub last. Idempotent."""
+        peer, guard, hub, wheels = self.peer, self._guard, self._hub, self._wheels
+        self.peer = self._guard = self._hub = self._wheels = None
         async with AsyncExitStack() as last_to_first:  # whatever fails, the rest is released
             if hub is not None:
                 last_to_first.push_async_callback(hub.stop)
             if guard is not None:
                 last_to_first.push_async_callback(guard.stop)
+            if wheels is not None:
+                last_to_first.push_async_callback(wheels.stop)
             if peer is not None:
                 last_to_first.push_async_callback(peer.close)
 
@@ -214,7 +224,9 @@ class Host:
             organiser = Organiser(organiser_hub, Subjects(self.config.hub.run), keys.organiser_public)
             invite = await self._volunteers_invite(organiser, known.invite if known is not None else "")
             link = replace(
-                self._with_other_hubs(link, organiser_hub), organiser_hash=organiser_hash(keys.organiser_public)
+                self._with_other_hubs(link, organiser_hub),
+                organiser_hash=organiser_hash(keys.organiser_public),
+                wheel=await self._serve_wheel(JoinLink.parse(known.link).wheel if known is not None else None),
             )
             self._record = HostRecord(
                 run=self.config.hub.run, servers=address.servers, ca_pem=address.ca_pem, link=str(link), invite=invite
@@ -224,6 +236,21 @@ class Host:
                 await self._start_peer(self.config.peer, organiser, address)
         finally:
             await organiser_hub.close()
+
+    async def _serve_wheel(self, before: WheelPin | None) -> WheelPin | None:
+        """Let newcomers get this Potluck from here, on the port of the last start if it is free."""
+        config = self.config
+        if config.wheel_port is None or self._hub is None:  # links of an existing hub do not name this machine
+            return None
+        try:
+            wheel = await asyncio.to_thread(pack_wheel)
+        except ConfigurationError as error:
+            logger.warning("newcomers cannot get Potluck from this host: %s", error)
+            return None
+        sock = hold("wheel_port", config.hub.host, config.wheel_port, before.port if before is not None else None)
+        self._wheels = WheelServer(wheel, sock)
+        await self._wheels.start()
+        return WheelPin(port=self._wheels.port, version=wheel.version, sha256=wheel.sha256)
 
     def _with_other_hubs(self, link: JoinLink, connection: NatsConnection) -> JoinLink:
         """The link with the other hubs of our cluster in it, as they advertise themselves."""

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
+import potluck
 from potluck.errors import ConfigurationError, StoppedError
 from potluck.hub.guard.lobby import Answer
 from potluck.hub.joinlink import JoinLink, fetch_address
@@ -188,6 +189,8 @@ def join(
     if not text:
         raise ConfigurationError("which run? Give its join link: potluck.join('potluck://…') (or set POTLUCK_LINK)")
     parsed = JoinLink.parse(text)
+    if notice := parsed.version_notice(potluck.__version__):
+        logger.warning("%s", notice)
     options = PeerConfig(**{"link": parsed, **config})
 
     async def start() -> Peer:

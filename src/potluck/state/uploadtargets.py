@@ -18,7 +18,7 @@ from potluck.state.backupfile import BackupInfo
 
 logger = logging.getLogger(__name__)
 
-MISSING = "{} is not installed, which uploads need: pip install 'potluck[upload]'"
+MISSING = "{} is not installed, which uploads need: pip install 'potluck-train[upload]'"
 
 
 class UploadTarget(Protocol):

@@ -289,36 +289,37 @@ def spawn(
     return ManagedProcess(argv, name=name, env=env, cwd=cwd, log_path=log_path, stdin=stdin, fresh=fresh)
 
 
-def kill_descendants(token: str) -> None:
-    """Kill every process whose environment carries the token, until there is none left."""
+def kill_descendants(token: str, variable: str = TOKEN_VARIABLE) -> None:
+    """Kill every process whose environment carries the token in that variable, until there is none left."""
+    mark = f"{variable}={token}".encode()
     end = time.monotonic() + END_SECONDS
-    while left := _with_token(token):
+    while left := _with_mark(mark):
         if time.monotonic() > end:
             raise ChildError(f"processes {left} survive SIGKILL for {END_SECONDS:g} s")
         for pid in left:
-            _kill_if(pid, token)
+            _kill_if(pid, mark)
         time.sleep(0.01)
 
 
-def _with_token(token: str) -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _carries(entry, token)]
+def _with_mark(mark: bytes) -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _carries(entry, mark)]
 
 
-def _carries(entry: Path, token: str) -> bool:
+def _carries(entry: Path, mark: bytes) -> bool:
     try:
-        return f"{TOKEN_VARIABLE}={token}".encode() in (entry / "environ").read_bytes().split(b"\0")
+        return mark in (entry / "environ").read_bytes().split(b"\0")
     except OSError:  # it has ended meanwhile, or belongs to somebody else
         return False
 
 
-def _kill_if(pid: int, token: str) -> None:
+def _kill_if(pid: int, mark: bytes) -> None:
     """Kill the process if it is still the one meant, and see it end: a pidfd keeps its identity while we look."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     try:
-        if _carries(Path("/proc") / str(pid), token):
+        if _carries(Path("/proc") / str(pid), mark):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             ended = select.poll()  # its environment goes before its sockets do
             ended.register(descriptor, select.POLLIN)

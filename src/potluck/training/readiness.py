@@ -38,7 +38,8 @@ def _check_protocol(manifest: Manifest) -> None:
     if manifest.protocol > PROTOCOL_VERSION:
         raise ConfigurationError(
             f"this Potluck ({potluck.__version__}, protocol {PROTOCOL_VERSION}) is too old for the run, which speaks "
-            f"protocol {manifest.protocol}: update it (pip install --upgrade potluck)"
+            f"protocol {manifest.protocol}: install the version of its host. `potluck join` with a new link from the "
+            "organiser prints the command"
         )
     if manifest.protocol < PROTOCOL_VERSION:
         raise ConfigurationError(

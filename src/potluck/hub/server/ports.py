@@ -56,7 +56,7 @@ def pick_ports(config: HubConfig, remembered: HubPorts | None) -> HubPorts:
     last: dict[str, int | None] = {} if remembered is None else dataclasses.asdict(remembered)
 
     def pick(name: str, host: str, wanted: int, before: int | None) -> int:
-        sock = _hold(name, host, wanted, before)
+        sock = hold(name, host, wanted, before)
         held.append(sock)
         port: int = sock.getsockname()[1]
         return port
@@ -83,8 +83,8 @@ def busy(name: str, host: str, port: int) -> PortBusyError:
     )
 
 
-def _hold(name: str, host: str, wanted: int, last: int | None) -> socket.socket:
-    """A bound socket on the wanted port; else on the last one if that is free; else on any."""
+def hold(name: str, host: str, wanted: int, last: int | None) -> socket.socket:
+    """A socket that listens on the wanted port; else on the last one if that is free; else on any."""
     if wanted:
         return _listen(name, host, wanted)
     if last:

@@ -7,7 +7,7 @@ Without NiceGUI (pure, or plain asyncio):
     state.py      what all pages of one dashboard share
     metrics.py    the run for Prometheus
 
-With it (`pip install 'potluck[dashboard]'`):
+With it (`pip install 'potluck-train[dashboard]'`):
     server.py     the web server: pages, login, metrics, and what protects them
     frame.py      what every page has around it; parts.py: cards, figures, bars
     pages/        a file per page

@@ -1,4 +1,4 @@
-"""How a reducer makes one chunk out of many: the weighted mean, and four that withstand poison.
+"""How a reducer makes one chunk out of many: the weighted mean, and four that withstand poison, without weights.
 
     base.py       Aggregator and Accumulator, the interface; caps on weights
     mean.py       the weighted mean, added up as contributions arrive

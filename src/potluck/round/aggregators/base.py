@@ -132,7 +132,10 @@ class Accumulator(ABC):
 
 
 class CollectingAccumulator(Accumulator):
-    """For aggregators that must see all contributions at once: holds them as float32, 4 bytes × senders a value."""
+    """For aggregators that must see all contributions at once: holds them as float32, 4 bytes × senders a value.
+
+    These are the robust ones, and none of them looks at weights: what a sender says of itself buys no influence.
+    """
 
     def __init__(self, elements: int, weights: Mapping[str, float]) -> None:
         super().__init__(elements, weights)
@@ -149,12 +152,11 @@ class CollectingAccumulator(Accumulator):
     def _finish(self, out: Tensor) -> tuple[str, ...]:
         contributors = tuple(peer for peer in self.order if peer in self._rows)
         if contributors:
-            rows = [self._rows[peer] for peer in contributors]
-            self._combine(rows, [self.relative[peer] for peer in contributors], out)
+            self._combine([self._rows[peer] for peer in contributors], out)
         return contributors
 
     @abstractmethod
-    def _combine(self, rows: list[Tensor], weights: list[float], out: Tensor) -> None:
+    def _combine(self, rows: list[Tensor], out: Tensor) -> None:
         """The aggregate of the rows, at least one, which may be spoilt."""
 
 

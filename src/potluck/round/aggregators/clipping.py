@@ -1,24 +1,24 @@
-"""Aggregators by length: centered clipping and median-norm clipping, weighted.
+"""Aggregators by length: centered clipping and median-norm clipping. Every contributor counts the same (order.py).
 
 Both measure Euclidean lengths over one chunk, as BTARD does over one part: a reducer holds no more of a contribution
 than its own part, and chunks are reduced as soon as they are complete. The bounds below hold for each chunk; for whole
 vectors the squares of the chunks' errors add up. A poisoner may use its allowance in every chunk, but the allowance in
 each is set by the honest lengths there, so that it cannot spend on one chunk what it saves on others.
 
-Let δ < 1/2 be the poisoners' share of the weight, x_i the contributions, μ the honest weighted mean, avg_H the weighted
-average over the honest.
+Let δ < 1/2 be the poisoners' share of the contributors, x_i the contributions, μ the honest mean, avg_H the average
+over the honest.
 
-**Median-norm clipping**: with m the weighted median of the norms |x_i|, the result is the weighted mean of c_i·x_i,
+**Median-norm clipping**: with m the median of the norms |x_i|, the result is the mean of c_i·x_i,
 c_i = min(1, m/|x_i|). The honest part misses μ by what clipping takes away, the poisoned part has length at most m:
 
     |result − μ| ≤ (1 − δ)·avg_H(|x_i| − m)⁺ + δ·(m + |μ|)
 
-and m is at most the largest honest norm, since less than half of the weight is poisoned.
+and m is at most the largest honest norm, since fewer than half are poisoned.
 
 **Centered clipping** starts at v₀, the coordinate median (order.py: within the honest range in each coordinate), takes
-τ = radius × the weighted median of |x_i − v₀|, and moves a few times
+τ = radius × the median of |x_i − v₀|, and moves a few times
 
-    v ← v + the weighted mean of clip(x_i − v, τ),    clip(d, τ) = d·min(1, τ/|d|)
+    v ← v + the mean of clip(x_i − v, τ),    clip(d, τ) = d·min(1, τ/|d|)
 
 With e the distance |v − μ|: the honest part moves v to μ but for what clipping takes away, and the poisoned part pulls
 by at most τ, so that one move gives
@@ -32,8 +32,8 @@ Where no honest contribution is clipped (a radius of 1.5 gives them room), L mov
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from statistics import median_low
 
 import torch
 from torch import Tensor
@@ -65,12 +65,12 @@ class CenteredClipping(Aggregator):
 
 
 class _MedianNormAccumulator(CollectingAccumulator):
-    def _combine(self, rows: list[Tensor], weights: list[float], out: Tensor) -> None:
+    def _combine(self, rows: list[Tensor], out: Tensor) -> None:
         norms = [norm(row) for row in rows]
-        limit = median_of_numbers(norms, weights)
+        limit = median_low(norms)
         out.zero_()
-        for row, length, share in zip(rows, norms, _shares(weights), strict=True):
-            out.add_(row.mul_(share * _clip_factor(length, limit)))
+        for row, length in zip(rows, norms, strict=True):
+            out.add_(row.mul_(_clip_factor(length, limit) / len(rows)))
 
 
 class _CenteredAccumulator(CollectingAccumulator):
@@ -79,35 +79,19 @@ class _CenteredAccumulator(CollectingAccumulator):
         self._radius = spec.radius
         self._iterations = spec.iterations
 
-    def _combine(self, rows: list[Tensor], weights: list[float], out: Tensor) -> None:
-        median_of([row.clone() for row in rows], weights, out)
-        distances = [norm(torch.sub(row, out)) for row in rows]
-        limit = self._radius * median_of_numbers(distances, weights)
+    def _combine(self, rows: list[Tensor], out: Tensor) -> None:
+        median_of([row.clone() for row in rows], out)
+        limit = self._radius * median_low([norm(torch.sub(row, out)) for row in rows])
         move, difference = torch.empty_like(out), torch.empty_like(out)
         for _ in range(self._iterations):
             move.zero_()
-            for row, share in zip(rows, _shares(weights), strict=True):
-                factor = share * _clip_factor(norm(torch.sub(row, out, out=difference)), limit)
+            for row in rows:
+                factor = _clip_factor(norm(torch.sub(row, out, out=difference)), limit) / len(rows)
                 if factor > 0.0:  # zero times an infinite difference would not be zero
                     move.add_(difference.mul_(factor))
             out.add_(move)
 
 
-def median_of_numbers(numbers: Sequence[float], weights: Sequence[float]) -> float:
-    """The smallest number such that at least half of the weight lies at or below it."""
-    filled, half = 0.0, math.fsum(weights) / 2
-    for number, weight in sorted(zip(numbers, weights, strict=True)):
-        filled += weight
-        if filled >= half:
-            return number
-    return max(numbers)
-
-
 def _clip_factor(length: float, limit: float) -> float:
     """What to multiply by so that the length does not exceed the limit; 0 where the length itself overflowed."""
     return 1.0 if length <= limit else limit / length
-
-
-def _shares(weights: Sequence[float]) -> list[float]:
-    total = math.fsum(weights)
-    return [weight / total for weight in weights]

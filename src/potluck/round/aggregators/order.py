@@ -1,15 +1,19 @@
-"""Aggregators by rank: the coordinate median and the trimmed mean, weighted.
+"""Aggregators by rank: the coordinate median and the trimmed mean. Every contributor counts the same.
 
-Let the poisoners have a share δ of the weight. For each coordinate sort the values x₁ ≤ x₂ ≤ …, each as wide as its
-weight, so that they fill the interval from 0 to W:
+For each coordinate sort the n values x₁ ≤ x₂ ≤ …, each one unit wide, so that they fill the interval from 0 to n:
 
-    median          the value at W/2 (between two values: the middle of them)
-    trimmed mean    the mean over the interval from trim·W to (1 − trim)·W
+    median          the value at n/2 (between two values: the middle of them)
+    trimmed mean    the mean over the interval from trim·n to (1 − trim)·n
 
-Bound: with δ < 1/2 for the median, and δ < trim for the trimmed mean, each coordinate of the result lies between the
-smallest and the largest honest value of that coordinate, however large the poison. For values below all honest ones
-fill at most δ·W at the left end, and those above at most δ·W at the right end; what is looked at lies inside. So the
-error against the honest mean is, in every coordinate, at most the spread of the honest values.
+Bound: let a share δ of the contributors be poisoners. With δ < 1/2 for the median, and δ ≤ trim for the trimmed mean,
+each coordinate of the result lies between the smallest and the largest honest value of that coordinate, however large
+the poison. For values below all honest ones fill at most δ·n at the left end, and those above at most δ·n at the right
+end; what is looked at lies inside. So the error against the honest mean is, in every coordinate, at most the spread of
+the honest values.
+
+Weights are left out on purpose. A weight is what its sender says; with weights, δ would be a share of the weight, and
+whoever claims more than half of it decides the result alone. Honest counts do the same harm: in a synchronous epoch
+one peer may have done eight batches and the others one each.
 
 Sorting thousands of short columns one by one is slow. A sorting network compares whole rows instead: a fixed sequence
 of element-wise minima and maxima (Batcher's merge exchange; Knuth, The Art of Computer Programming 5.2.2, algorithm M),
@@ -20,8 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from itertools import pairwise
-from math import fsum
 
 import torch
 from torch import Tensor
@@ -52,8 +54,8 @@ class TrimmedMean(Aggregator):
 
 
 class _MedianAccumulator(CollectingAccumulator):
-    def _combine(self, rows: list[Tensor], weights: list[float], out: Tensor) -> None:
-        median_of(rows, weights, out)
+    def _combine(self, rows: list[Tensor], out: Tensor) -> None:
+        median_of(rows, out)
 
 
 class _TrimmedAccumulator(CollectingAccumulator):
@@ -61,25 +63,16 @@ class _TrimmedAccumulator(CollectingAccumulator):
         super().__init__(elements, weights)
         self._trim = trim
 
-    def _combine(self, rows: list[Tensor], weights: list[float], out: Tensor) -> None:
-        total = fsum(weights)
-        low, high = _snap(self._trim * total), _snap((1 - self._trim) * total)
+    def _combine(self, rows: list[Tensor], out: Tensor) -> None:
+        low, high = _snap(self._trim * len(rows)), _snap((1 - self._trim) * len(rows))
         for columns in _slices(out.numel()):
-            pieces = [row[columns] for row in rows]
-            if _all_equal(weights):
-                _mean_of_ranks(pieces, low / weights[0], high / weights[0], out[columns])
-            else:
-                _mean_of_mass(pieces, weights, low, high, out[columns])
+            _mean_of_ranks([row[columns] for row in rows], low, high, out[columns])
 
 
-def median_of(rows: list[Tensor], weights: list[float], out: Tensor) -> None:
-    """The weighted median of each coordinate; spoils the rows."""
+def median_of(rows: list[Tensor], out: Tensor) -> None:
+    """The median of each coordinate; spoils the rows."""
     for columns in _slices(out.numel()):
-        pieces = [row[columns] for row in rows]
-        if _all_equal(weights):
-            _middle_rank(pieces, out[columns])
-        else:
-            _middle_mass(pieces, weights, out[columns])
+        _middle_rank([row[columns] for row in rows], out[columns])
 
 
 def _middle_rank(rows: list[Tensor], out: Tensor) -> None:
@@ -91,18 +84,6 @@ def _middle_rank(rows: list[Tensor], out: Tensor) -> None:
         torch.add(rows[lower].mul_(0.5), rows[upper].mul_(0.5), out=out)
 
 
-def _middle_mass(rows: list[Tensor], weights: list[float], out: Tensor) -> None:
-    cumulative = _sort_with_weights(rows, weights)
-    for previous, current in pairwise(cumulative):
-        current.add_(previous)
-    half = fsum(weights) / 2
-    lower, upper = rows[-1].clone(), rows[-1].clone()
-    for row, mass in zip(reversed(rows[:-1]), reversed(cumulative[:-1]), strict=True):
-        torch.where(mass >= half, row, lower, out=lower)
-        torch.where(mass > half, row, upper, out=upper)
-    torch.add(lower.mul_(0.5), upper.mul_(0.5), out=out)
-
-
 def _mean_of_ranks(rows: list[Tensor], low: float, high: float, out: Tensor) -> None:
     """The mean over ranks low … high, where row i fills i … i + 1."""
     shares = [max(0.0, min(high, rank + 1) - max(low, rank)) for rank in range(len(rows))]
@@ -111,20 +92,6 @@ def _mean_of_ranks(rows: list[Tensor], low: float, high: float, out: Tensor) -> 
     out.zero_()
     for rank in wanted:
         out.add_(rows[rank].mul_(shares[rank] / (high - low)))
-
-
-def _mean_of_mass(rows: list[Tensor], weights: list[float], low: float, high: float, out: Tensor) -> None:
-    """The mean over the mass low … high, where each row fills as much as its weight."""
-    masses = _sort_with_weights(rows, weights)
-    out.zero_()
-    filled, before = torch.zeros_like(out), torch.full_like(out, low)
-    for row, mass in zip(rows, masses, strict=True):
-        filled.add_(mass)
-        after = filled.clamp(low, high)
-        out.add_(row.mul_(torch.sub(after, before, out=mass).div_(high - low)))
-        before = after
-    # Where rounding left the mass a little short of `high`, divide by what there is.
-    out.div_(before.sub_(low).div_(high - low))
 
 
 @lru_cache(maxsize=1024)
@@ -164,30 +131,11 @@ def _sort(rows: list[Tensor], wanted: tuple[int, ...]) -> None:
         rows[low], spare = spare, rows[low]
 
 
-def _sort_with_weights(rows: list[Tensor], weights: list[float]) -> list[Tensor]:
-    """Sort each column over the rows; return, for each sorted value, the weight that came with it."""
-    masses = [torch.full_like(rows[0], weight) for weight in weights]
-    spare, spare_mass = torch.empty_like(rows[0]), torch.empty_like(rows[0])
-    for low, high in _network(len(rows), tuple(range(len(rows)))):
-        swap = rows[low] > rows[high]
-        torch.minimum(rows[low], rows[high], out=spare)
-        torch.maximum(rows[low], rows[high], out=rows[high])
-        torch.where(swap, masses[high], masses[low], out=spare_mass)
-        torch.where(swap, masses[low], masses[high], out=masses[high])
-        rows[low], spare = spare, rows[low]
-        masses[low], spare_mass = spare_mass, masses[low]
-    return masses
-
-
 def _slices(elements: int) -> Iterator[slice]:
     for start in range(0, elements, SLICE):
         yield slice(start, min(start + SLICE, elements))
 
 
-def _all_equal(weights: list[float]) -> bool:
-    return all(weight == weights[0] for weight in weights)
-
-
-def _snap(mass: float) -> float:
+def _snap(rank: float) -> float:
     """A bound that is whole but for rounding is whole: otherwise a sliver of what is cut off would stay in."""
-    return float(round(mass)) if abs(mass - round(mass)) < 1e-9 else mass
+    return float(round(rank)) if abs(rank - round(rank)) < 1e-9 else rank

@@ -29,10 +29,10 @@ from potluck.errors import ConfigurationError, NotAdmittedError
 from potluck.hub.address import HubAddress
 from potluck.hub.connection import Delivery, Subscription
 from potluck.hub.guard import callout, huggingface
-from potluck.hub.guard.connections import Connection, Connections
+from potluck.hub.guard.connections import Connection, Connections, Lane
 from potluck.hub.guard.door import Door, DoorLimits
 from potluck.hub.guard.errands import Errands
-from potluck.hub.guard.floodcore import FloodCore, FloodLimits
+from potluck.hub.guard.floodcore import QUEUE_LIMITS, FloodCore, FloodLimits, Traffic
 from potluck.hub.guard.floodwatch import FloodWatch
 from potluck.hub.guard.hubsystem import HubSystem
 from potluck.hub.guard.leaders import LeaderKeeper
@@ -163,7 +163,7 @@ class Guard:
             **{f"lobby_{name}": count for name, count in self._lobby.counts.items()},
             **{f"organise_{name}": count for name, count in self._organisers.counts.items()},
             **self._keeper.counts,
-            **self._floods.counts,
+            **sum((watch.counts for watch in self._floods), Counter()),
             **self._stores.counts,
             **(self._queues.counts if self._queues_hub is not None else {}),
             "stray_beacons": self._core.num_stray_beacons,
@@ -214,7 +214,10 @@ class Guard:
             clock=clock,
             spawn=self._errands.spawn,
         )
-        self._floods = FloodWatch(FloodCore(config.flood, clock), self._system, self._keeper, registry, clock)
+        self._floods = [
+            FloodWatch(FloodCore(limits, clock), self._system, self._keeper, registry, clock, lane)
+            for lane, limits in _limited_lanes(config.flood)
+        ]
         self._organisers = OrganiserDesk(registry, self, clock)
         self._stores = StoreDesk(self._hub, self._subjects)
         if self._queues_hub is not None:
@@ -239,7 +242,7 @@ class Guard:
         await self._registry.start(self._config.policy)
         await self._registry.members.create(self._keys.organiser_public, self._organiser_record())
         await self._writer.start()
-        await self._system.follow(self._connection_opened, self._keeper.closed, self._floods.closed)
+        await self._system.follow(self._connection_opened, self._keeper.closed, self._connection_counted)
         await self._keeper.compare_connections()
         self._core.was_deaf()
         every = self._subjects.every_peer
@@ -258,7 +261,8 @@ class Guard:
         keeper = self._keeper
         self._errands.keep_running(lambda: keeper.tick_forever(self._hears_hub), "presence ticks")
         self._errands.keep_running(lambda: keeper.compare_forever(self._compare_wanted), "connection lists")
-        self._errands.keep_running(self._floods.watch_forever, "floods")
+        for watch in self._floods:
+            self._errands.keep_running(watch.watch_forever, "floods")
         if self._config.replicas > 1:
             self._leaders = leaders = LeaderKeeper(self._hub, self._system, self._connections, self._subjects)
             await leaders.start()
@@ -285,6 +289,10 @@ class Guard:
         self._keeper.opened(connection)
         if connection.lane == "main" and self._leaders is not None:
             self._leaders.opened(connection.peer)
+
+    def _connection_counted(self, traffic: Traffic) -> None:
+        for watch in self._floods:
+            watch.closed(traffic)
 
     def _came_back(self) -> None:
         """One of our connections was away: what was not heard meanwhile counts for nothing."""
@@ -418,3 +426,8 @@ class Guard:
         return await huggingface.whoami(
             token, base_url=self._config.huggingface_url, timeout_seconds=self._config.huggingface_timeout_seconds
         )
+
+
+def _limited_lanes(main: FloodLimits) -> list[tuple[Lane, FloodLimits]]:
+    """How much may be published on which lane."""
+    return [("main", main), ("queue", QUEUE_LIMITS)]

@@ -16,7 +16,7 @@ import msgspec
 from potluck.clock import Clock
 from potluck.errors import PotluckError, ProtocolError, RetryableError
 from potluck.hub.connection import Delivery, HubConnection, Subscription
-from potluck.hub.guard.connections import Connection, read_user_name
+from potluck.hub.guard.connections import Connection, Lane, read_user_name
 from potluck.hub.guard.floodcore import Traffic
 from potluck.hub.guard.presencecore import ConnectionId
 from potluck.hub.queues import FLEET_ACCOUNT
@@ -29,6 +29,7 @@ MAX_PAGES = 100
 MAX_SERVERS = 1024
 MAX_EVENT_BYTES = 64 * 1024
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
+COUNTED_LANES: tuple[Lane, ...] = ("main", "queue")
 
 
 class _Server(msgspec.Struct):
@@ -115,7 +116,7 @@ class HubSystem:
     ) -> None:
         """Call `opened` and `closed` (with the server's reason) as peers connect and disconnect.
 
-        `counted` is told what a main connection had published when it closed.
+        `counted` is told what a connection had published when it closed, on a lane whose traffic is limited.
         """
 
         def connect_event(delivery: Delivery) -> None:
@@ -128,7 +129,7 @@ class HubSystem:
             if event is None or (connection := self._connection_of(event)) is None:
                 return
             closed(connection.id, event.reason)
-            if connection.lane == "main":
+            if connection.lane in COUNTED_LANES:
                 open_seconds = _seconds(event.client.stop) - connection.opened_at
                 counted(_traffic(connection, event.sent.msgs, event.sent.bytes, open_seconds))
 
@@ -144,10 +145,10 @@ class HubSystem:
         lists = await self._lists(self._accounts)
         return [connection for listed in lists.values() for connection, _ in listed], set(lists)
 
-    async def list_traffic(self) -> list[Traffic]:
-        """What all main connections have published, as far as servers answer. RetryableError when none did."""
-        lists = await self._lists(self._accounts[:1])
-        return [traffic for listed in lists.values() for connection, traffic in listed if connection.lane == "main"]
+    async def list_traffic(self, lane: Lane) -> list[Traffic]:
+        """What all connections of a lane have published, as far as servers answer. RetryableError when none did."""
+        lists = await self._lists((FLEET_ACCOUNT,) if lane == "queue" else self._accounts[:1])
+        return [traffic for listed in lists.values() for connection, traffic in listed if connection.lane == lane]
 
     async def kick(self, connection_id: ConnectionId) -> bool:
         """Cut a connection; False when the server did not say that it did."""
@@ -253,6 +254,7 @@ class HubSystem:
 def _traffic(connection: Connection, num_messages: int, num_bytes: int, open_seconds: float) -> Traffic:
     return Traffic(
         id=connection.id,
+        lane=connection.lane,
         peer=connection.peer,
         num_messages=num_messages,
         num_bytes=num_bytes,

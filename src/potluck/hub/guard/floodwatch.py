@@ -62,6 +62,7 @@ class FloodWatch:
 
     async def watch_forever(self) -> None:
         """Look at what is published, for as long as the guard lives."""
+        is_failing = False
         while True:
             began = self._clock.monotonic()
             try:
@@ -70,9 +71,12 @@ class FloodWatch:
                 }
                 while self._found:
                     await self._stop(next(iter(self._found.values())))
+                is_failing = False
             except (RetryableError, ProtocolError) as error:
                 self.counts["flood_checks_failed"] += 1
-                logger.warning("who floods the run could not be found out, or kept out; trying again soon: %s", error)
+                level = logging.DEBUG if is_failing else logging.WARNING  # a hub that is away is told once
+                logger.log(level, "who floods the run could not be found out, or kept out; trying again: %s", error)
+                is_failing = True
             took_seconds = self._clock.monotonic() - began
             least_seconds = QUEUE_PAUSE_SECONDS if self._lane == "queue" else PAUSE_SECONDS
             await self._pause(min(max(least_seconds, PAUSES_PER_LIST * took_seconds), LONGEST_PAUSE_SECONDS))

@@ -70,9 +70,9 @@ class AuxiliaryWork:
         except BaseException:
             await board.close()
             raise
-        averager = helper.collaboration.averager
-        board.listen(lambda newest: averager.coordinate_by(coordinating(newest)))
-        return cls(board, helper, Desks(peer, helper.collaboration, lambda: board.manifest))
+        collaboration = helper.collaboration
+        board.listen(lambda newest: collaboration.coordinate_by(coordinating(newest)))
+        return cls(board, helper, Desks(peer, collaboration, lambda: board.manifest))
 
     async def close(self) -> None:
         """Leave the round that is under way. Calling it twice does no harm."""

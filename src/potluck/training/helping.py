@@ -26,7 +26,7 @@ class Desks:
     def __init__(self, peer: RoundPeer, collaboration: Collaboration, manifest: Callable[[], Manifest | None]) -> None:
         """`manifest` returns the newest one."""
         averager, keeper = collaboration.averager, collaboration.keeper
-        self.shards = ShardDesk(peer, averager.lease)
+        self.shards = ShardDesk(peer, averager.lease, averager.measured)
         self.contributions = ContributionDesk(peer.session, averager)
         self.receipts = ReceiptDesk(peer, averager)
         self.restorations = RestorationDesk(averager, keeper.restoring, manifest) if keeper is not None else None

@@ -36,7 +36,7 @@ from potluck.messages import decode, encode
 from potluck.testing.polling import poll_until
 from potluck.testing.processes import Children
 
-QUICK = PresenceConfig(suspect_after_seconds=1.5, dead_after_seconds=4.0)
+QUICK = PresenceConfig(suspect_after_seconds=1.5, dead_after_seconds=4.0, busy_seconds=4.0)
 
 
 @pytest.fixture

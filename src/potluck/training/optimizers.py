@@ -60,6 +60,7 @@ def make_optimizer(
         extra_tensors=buffers,
         outer=Nesterov(training.outer_learning_rate, training.outer_momentum),
         inner_steps=training.inner_steps,
+        steps_by_speed=training.steps_by_speed,
         num_fragments=training.num_fragments,
         overlap_steps=training.overlap_steps,
         mixing=training.mixing,

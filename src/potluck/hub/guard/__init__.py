@@ -12,6 +12,7 @@ Decisions (pure):
 How they are carried out:
     callout.py, jwt.py                 the server's question about a connection, and the answer
     hubsystem.py                       who is connected; cutting a connection
+    acknowledgements.py                whose machine still answers, though its process does not
     leaders.py                         which servers of a cluster lead the stores
     huggingface.py                     whose token it is
     registry.py, rosterwriter.py       the records, in the hub's stores

@@ -59,6 +59,7 @@ class _Listed(msgspec.Struct):
     cid: int
     authorized_user: str = ""
     ip: str = ""
+    port: int = 0
     start: str = ""
     in_msgs: int = 0
     in_bytes: int = 0
@@ -200,7 +201,7 @@ class HubSystem:
                 raise ProtocolError(f"server {server} sent a list of connections that cannot be read")
             self._learn_name(answer.server)
             for each in answer.data.connections:
-                connection = self._make(server, each.cid, each.authorized_user, each.ip, each.start)
+                connection = self._make(server, each.cid, each.authorized_user, each.ip, each.start, port=each.port)
                 if connection is not None:
                     open_seconds = _seconds(answer.data.now) - connection.opened_at
                     found.append((connection, _traffic(connection, each.in_msgs, each.in_bytes, open_seconds)))
@@ -219,7 +220,7 @@ class HubSystem:
         while len(self._names) > MAX_SERVERS:  # each start of a server has an id of its own
             del self._names[next(iter(self._names))]
 
-    def _make(self, server: str, number: int, user: str, host: str, start: str) -> Connection | None:
+    def _make(self, server: str, number: int, user: str, host: str, start: str, *, port: int = 0) -> Connection | None:
         """A connection of a peer; None for those of the guard itself."""
         named = read_user_name(user)
         if named is None:
@@ -231,6 +232,7 @@ class HubSystem:
             lane=lane,
             session=session,
             host=host,
+            port=port,
             opened_at=_seconds(start),
             seen_at=self._clock.monotonic(),
         )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from potluck.clock import Clock
 from potluck.errors import ProtocolError, RetryableError
 from potluck.hub.guard import lobby
+from potluck.hub.guard.acknowledgements import Endpoint, unacknowledged
 from potluck.hub.guard.connections import SESSION, Connection, Connections, Lane
 from potluck.hub.guard.door import Door, DoorLimits
 from potluck.hub.guard.hubsystem import HubSystem
@@ -194,7 +195,7 @@ class PresenceKeeper:
         """
         while True:
             if hears_hub() and not self._writer.is_failing:
-                self._writer.want(self._core.tick())
+                self._writer.want(self._core.tick(self._is_answering_now()))
             await asyncio.sleep(TICK_SECONDS)
 
     async def compare_forever(self, wanted: asyncio.Event) -> None:
@@ -233,6 +234,19 @@ class PresenceKeeper:
         if PEER_ID.fullmatch(target):
             return {target}
         return {member.peer for member in self._registry.members_of(target)}
+
+    def _is_answering_now(self) -> Callable[[ConnectionId], bool]:
+        """Tells whether the other end of a connection acknowledges what it is sent, as far as can be known here."""
+        lost: set[Endpoint] | None = None
+
+        def is_answering(connection_id: ConnectionId) -> bool:
+            nonlocal lost
+            connection = self._connections.get(connection_id)
+            if lost is None:
+                lost = unacknowledged()
+            return connection is None or (connection.host, connection.port) not in lost
+
+        return is_answering
 
     def _known_host(self, peer: str) -> str:
         presence = self._core.get(peer)

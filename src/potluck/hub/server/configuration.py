@@ -26,9 +26,11 @@ MAX_PAYLOAD_BYTES = MAX_RELAY_PAYLOAD_BYTES + 64 * 1024
 
 # A stranger is asked for credentials, and the guard for its verdict, within this time.
 AUTHORIZATION_SECONDS = 5
-# A dead connection is found after this × (2 unanswered + 1). A live peer is not disturbed: its beacons count as life.
+# A dead connection is found after this × (unanswered + 1). A live peer is not disturbed: its beacons count as life.
+# Peers get more time than the guard gives them (`PresenceConfig.busy_seconds`): a busy process answers nothing.
 PING_SECONDS = 5
-PINGS_OUTSTANDING = 2
+PEERS_PINGS_OUTSTANDING = 20
+HUBS_PINGS_OUTSTANDING = 2
 # How long one flush to a member may take before it is cut off. The flush can be as large as what is pending for it, so
 # this also bounds how slow a line may be: 16 MiB of relay packets in 30 s need 0.6 MB/s.
 WRITE_DEADLINE_SECONDS = 30
@@ -267,7 +269,7 @@ max_payload: {config.max_payload_bytes}
 max_pending: {config.max_pending_bytes}
 write_deadline: "{WRITE_DEADLINE_SECONDS}s"
 ping_interval: "{PING_SECONDS}s"
-ping_max: {PINGS_OUTSTANDING}
+ping_max: {PEERS_PINGS_OUTSTANDING}
 """
 
 
@@ -320,7 +322,7 @@ cluster {{
   listen: {_quote(host_port(config.host, port))}
   routes: [ {routes} ]
   ping_interval: "{PING_SECONDS}s"
-  ping_max: {PINGS_OUTSTANDING}
+  ping_max: {HUBS_PINGS_OUTSTANDING}
 {_render_tls(certificates, indent="  ", mutual=True)}}}
 """
 

@@ -128,6 +128,10 @@ def host(
     dashboard_listen: Annotated[
         str, typer.Option(help="Its address, if not that of the hub: 127.0.0.1 shows it to this machine alone.")
     ] = "",
+    dashboard_trust_proxy: Annotated[
+        list[str] | None,
+        typer.Option(help="Address or network of a proxy in front of it whose X-Forwarded headers are believed."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a line.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
 ) -> None:
@@ -195,12 +199,16 @@ def host(
             upload_to=upload_to,
             most_bytes=int(bytes_of(backup_space, "--backup-space") or 0),
         ),
-        dashboard=_dashboard_options(config, dashboard, dashboard_listen or listen, dashboard_port),
+        dashboard=_dashboard_options(
+            config, dashboard, dashboard_listen or listen, dashboard_port, tuple(dashboard_trust_proxy or ())
+        ),
     )
     console.run(console.until_interrupted(lambda stop: _serve(Host(config), work, stop, as_json)))
 
 
-def _dashboard_options(config: HostConfig, wanted: bool, listen: str, port: int | None) -> DashboardOptions | None:
+def _dashboard_options(
+    config: HostConfig, wanted: bool, listen: str, port: int | None, trusted_proxies: tuple[str, ...]
+) -> DashboardOptions | None:
     """How to serve the dashboard; None where it is not wanted or not installed."""
     from potluck.cli.dashboard import is_installed
     from potluck.cli.dashboardchild import DashboardOptions
@@ -215,6 +223,7 @@ def _dashboard_options(config: HostConfig, wanted: bool, listen: str, port: int 
         listen=listen,
         port=port,
         shown_host=hosts[0] if hosts and listen in ("0.0.0.0", "::") else "",
+        trusted_proxies=trusted_proxies,
     )
 
 

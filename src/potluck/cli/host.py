@@ -41,6 +41,7 @@ class Backing:
     keep_last: int
     keep_every: int
     upload_to: str
+    most_bytes: int = 10 * 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +107,15 @@ def host(
         typer.Option("--organisation", help="Hugging Face organisation to let in; may be repeated."),
     ] = None,
     backup_every: Annotated[int, typer.Option(min=1, help="Save the run's state every so many epochs.")] = 10,
-    keep_last: Annotated[int, typer.Option(min=1, help="The newest so many backups stay.")] = 3,
+    keep_last: Annotated[int, typer.Option(min=1, help="The newest so many backups stay in any case.")] = 3,
     keep_every: Annotated[
         int,
         typer.Option(min=0, help="Of those before, each of such a multiple of epochs stays for good; 0: none does."),
     ] = 0,
+    backup_space: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Backups further back stay, ever wider apart, as long as all take less."),
+    ] = "10GB",
     upload_to: Annotated[
         str,
         typer.Option(metavar="TARGET", help="Upload each backup: hf://USER/REPOSITORY, or what fsspec knows (s3://…)."),
@@ -136,6 +141,7 @@ def host(
     """
     from potluck.cli import console
     from potluck.cli.folders import run_folder
+    from potluck.cli.options import bytes_of
     from potluck.hub.guard.guard import GuardConfig
     from potluck.hub.guard.member import Policy
     from potluck.hub.keys import HubKeys
@@ -186,7 +192,13 @@ def host(
     )
     work = Work(
         run_file=file,
-        backups=Backing(every_epochs=backup_every, keep_last=keep_last, keep_every=keep_every, upload_to=upload_to),
+        backups=Backing(
+            every_epochs=backup_every,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            upload_to=upload_to,
+            most_bytes=int(bytes_of(backup_space, "--backup-space") or 0),
+        ),
         dashboard=_dashboard_options(
             config, dashboard, dashboard_listen or listen, dashboard_port, tuple(dashboard_trust_proxy or ())
         ),
@@ -349,7 +361,12 @@ def _state_config(host: Host, backups: Backing) -> StateConfig:
     from potluck.state.backups import BackupConfig
     from potluck.state.keeper import StateConfig
 
-    config = BackupConfig(every_epochs=backups.every_epochs, keep_last=backups.keep_last, keep_every=backups.keep_every)
+    config = BackupConfig(
+        every_epochs=backups.every_epochs,
+        keep_last=backups.keep_last,
+        keep_every=backups.keep_every,
+        most_bytes=backups.most_bytes,
+    )
     return StateConfig(folder=host.config.hub.folder / "states", backups=config, upload_to=backups.upload_to or None)
 
 

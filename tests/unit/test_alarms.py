@@ -11,6 +11,7 @@ from potluck.errors import ConfigurationError
 from potluck.hub.presence import Beacon, Card, Presence
 from potluck.monitor.alarms import AlarmConfig, Alarms
 from potluck.round.plan import Commit, Restoration, RoundKey
+from potluck.run.hostnews import FRESH_SECONDS, HostNews
 
 
 class Scene:
@@ -144,6 +145,29 @@ def test_one_peer_dies_again_and_again() -> None:
     assert "3 times" in scene.text()
     for _ in range(60):
         scene.epochs(3.0, seconds=10.0)
+    assert scene.kinds() == []
+
+
+@pytest.mark.parametrize(("trusted", "coordinates"), [(True, True), (True, False), (False, True)])
+def test_the_troubles_of_a_host_are_told_until_they_are_over(trusted: bool, coordinates: bool) -> None:
+    scene = Scene()
+    card = Card(session="s", role="aux", name="host")
+    standing = {"trusted": trusted, "coordinates": coordinates}
+    scene.alarms.peer_changed(
+        Presence(peer="host", card=card, state="alive", host="", person="", **standing), scene.now
+    )
+    news = HostNews(troubles={"disk": "the disk is full", "weather": "it rains"})
+    scene.alarms.host_told("host", news, scene.now)
+    scene.alarms.host_told("a stranger", news, scene.now)
+    if not (trusted and coordinates):  # anybody else could frighten everybody
+        assert scene.kinds() == []
+        return
+    assert scene.kinds() == ["disk"]
+    assert scene.text() == "the disk is full"
+    assert scene.kinds(after=FRESH_SECONDS + 0.1) == []
+    scene.alarms.host_told("host", news, scene.now)
+    assert scene.kinds() == ["disk"]
+    scene.alarms.host_told("host", HostNews(troubles={}), scene.now)
     assert scene.kinds() == []
 
 

@@ -20,6 +20,7 @@ from roundlab import at_point
 from test_state_snapshot import bits, some_tensor
 
 from potluck.errors import BackupError, ConfigurationError
+from potluck.hub.server.diskspace import DiskSpace
 from potluck.state.backupfile import read_info
 from potluck.state.backups import BackupConfig, Backups, superfluous
 from potluck.state.chunkpool import ChunkPool
@@ -310,9 +311,9 @@ def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path: Path, caplo
 
 def test_a_disk_without_room_is_not_filled_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = backups(tmp_path)
-    usage = type("usage", (), {"free": 100_000})
-    monkeypatch.setattr("potluck.state.backups.shutil.disk_usage", lambda _folder: usage)
-    with pytest.raises(BackupError, match="are free"):
+    space = DiskSpace(total_bytes=100_000_000, free_bytes=1_900_000)  # of which 2 MB are for others
+    monkeypatch.setattr("potluck.state.backups.measure", lambda _folder: space)
+    with pytest.raises(BackupError, match=r"the disk is too full, 1\.9 MB of 100\.0 MB free"):
         there.save(state(1), epoch=1)
     assert list(tmp_path.iterdir()) == []
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -23,7 +25,12 @@ if TYPE_CHECKING:
     from potluck.training.notice import NoticeBoard
 
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 ALARMS_EVERY_SECONDS = 5.0
+RETRY_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,18 +250,22 @@ async def _watch(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> 
     roster = host.peer.session.roster
     async with AsyncExitStack() as parts:  # closed here, where nobody cancels: the dashboard has to be waited for
         parts.callback(roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json)))
-        await console.unless_stopped(_help(host, work, parts, as_json), stop)
+        await console.unless_stopped(host.unless_failed(_help(host, work, parts, as_json)), stop)
 
 
 async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) -> None:
-    """Say what to train; have the host's own peer reduce and coordinate; raises when the hub has died."""
+    """Say what to train; have the host's own peer reduce and coordinate, for ever."""
     from potluck.cli import console
     from potluck.cli.dashboardchild import DashboardChild
 
     module = await console.import_slowly("potluck.training.helping")
     assert host.peer is not None
-    recipe = await _put_up(work.run_file, host) if work.run_file is not None else None
-    helper: AuxiliaryWork = await module.AuxiliaryWork.start(host.peer, _state_config(host, work.backups))
+    recipe = None
+    if work.run_file is not None:
+        run_file = work.run_file
+        recipe = await _persist(lambda: _put_up(run_file, host))
+    peer, states = host.peer, _state_config(host, work.backups)
+    helper: AuxiliaryWork = await _persist(lambda: module.AuxiliaryWork.start(peer, states))
     parts.push_async_callback(helper.close)
     if work.run_file is not None:
         _check_data(helper.board, recipe)
@@ -271,7 +282,19 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
         )
         previewer.start()
         parts.push_async_callback(previewer.close)
-    await host.failed()
+    await asyncio.Event().wait()
+
+
+async def _persist(step: Callable[[], Awaitable[T]]) -> T:
+    """Take a step that needs the hub, again and again while that is away: its server may be starting again just now."""
+    from potluck.errors import RetryableError
+
+    while True:
+        try:
+            return await step()
+        except RetryableError as error:
+            logger.warning("the hub is away just now, trying on: %s", error)
+        await asyncio.sleep(RETRY_SECONDS)
 
 
 async def _try_out(run_file: Path) -> bool:

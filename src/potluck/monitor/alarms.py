@@ -16,8 +16,10 @@ from typing import Literal
 from potluck.errors import ConfigurationError
 from potluck.hub.presence import Beacon, Presence
 from potluck.round.plan import Commit
+from potluck.run.hostnews import FRESH_SECONDS, HostNews
 
-Kind = Literal["standstill", "loss not finite", "loss rising", "all clients", "dropped"]
+Kind = Literal["standstill", "loss not finite", "loss rising", "all clients", "dropped", "disk", "hub server"]
+HOST_KINDS: tuple[Kind, ...] = ("disk", "hub server")
 
 SILENT_SECONDS = 10.0  # a beacon older than that says nothing any more
 LONGEST_NAME = 40
@@ -96,6 +98,7 @@ class Alarms:
     _since: dict[tuple[str, str], float] = field(default_factory=dict)
     _moved_at: float | None = None  # when an epoch came last, or training became possible
     _clients_since: float | None = None
+    _hosts: dict[str, tuple[float, HostNews]] = field(default_factory=dict)
 
     # What happens
 
@@ -132,6 +135,12 @@ class Alarms:
         if known:
             self._losses.append(sum(known) / len(known))
 
+    def host_told(self, peer: str, news: HostNews, now: float) -> None:
+        """A host's word on itself. Believed of those who keep the run for everybody: trusted, and may coordinate."""
+        known = self._peers.get(peer)
+        if known is not None and known.presence.trusted and known.presence.coordinates:
+            self._hosts[peer] = (now, news)
+
     # What follows from it
 
     def look(self, now: float, *, is_paused: bool = False, coordinator: str = "") -> list[Alarm]:
@@ -144,6 +153,7 @@ class Alarms:
             *self._rising_loss(),
             *self._all_clients(now),
             *self._dropped(now),
+            *self._host_troubles(now),
         ]
         self._since = {key: self._since.get(key, now) for key, _ in found}
         return [Alarm(kind, text, self._since[kind, peer], peer) for (kind, peer), text in found]
@@ -220,6 +230,13 @@ class Alarms:
             elif died[peer] >= self.config.deaths:
                 text = f"{name} was lost {died[peer]} times in ten minutes: have its person look at its log"
                 yield ("dropped", peer), text
+
+    def _host_troubles(self, now: float) -> Iterator[tuple[tuple[Kind, str], str]]:
+        self._hosts = {peer: told for peer, told in self._hosts.items() if now - told[0] <= FRESH_SECONDS}
+        for peer, (_, news) in self._hosts.items():
+            for kind in HOST_KINDS:
+                if text := news.troubles.get(kind):
+                    yield (kind, peer), text
 
     # What it looks at
 

@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import logging
 import re
-import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from potluck.errors import BackupError, ConfigurationError
 from potluck.faultpoints import reach
+from potluck.hub.server.diskspace import measure
 from potluck.state.announcement import MAX_SAVED, KeptState
 from potluck.state.backupfile import BackupInfo, read_info, read_snapshot, record_path, write_backup
 
@@ -119,9 +119,11 @@ class Backups:
         return info
 
     def _check_room(self, num_bytes: int) -> None:
-        free_bytes = shutil.disk_usage(self.folder).free
-        if free_bytes < num_bytes + SPARE_BYTES:  # rather than fill up the disk that others write to as well
-            raise OSError(f"{num_bytes / 1e6:.0f} MB are needed, and {free_bytes / 1e6:.0f} MB are free")
+        space = measure(self.folder)
+        spare_bytes = max(SPARE_BYTES, space.reserve_bytes)  # others write to that disk too: on a host, the hub
+        if space.free_bytes < num_bytes + spare_bytes:
+            needed = f"{num_bytes / 1e6:.1f} MB are needed, {spare_bytes / 1e6:.1f} MB are to stay free for others"
+            raise OSError(f"the disk is too full, {space}: {needed}")
 
     def epochs(self) -> list[int]:
         """The epochs that there are records of, the newest first; they may be broken."""

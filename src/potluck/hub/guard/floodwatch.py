@@ -51,15 +51,19 @@ class FloodWatch:
 
     async def watch_forever(self) -> None:
         """Look at what is published, for as long as the guard lives."""
+        is_failing = False
         while True:
             began = self._clock.monotonic()
             try:
                 self._found |= {flood.peer: flood for flood in self._core.listed(await self._system.list_traffic())}
                 while self._found:
                     await self._stop(next(iter(self._found.values())))
+                is_failing = False
             except (RetryableError, ProtocolError) as error:
                 self.counts["flood_checks_failed"] += 1
-                logger.warning("who floods the run could not be found out, or kept out; trying again soon: %s", error)
+                level = logging.DEBUG if is_failing else logging.WARNING  # a hub that is away is told once
+                logger.log(level, "who floods the run could not be found out, or kept out; trying again: %s", error)
+                is_failing = True
             took_seconds = self._clock.monotonic() - began
             await self._pause(min(max(PAUSE_SECONDS, PAUSES_PER_LIST * took_seconds), LONGEST_PAUSE_SECONDS))
 

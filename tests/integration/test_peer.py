@@ -88,7 +88,7 @@ async def give(giver: Peer, taker: Peer, number: int, num_bytes: int = 1000) -> 
 async def test_who_joins_by_the_link_is_seen_by_all_and_who_leaves_too(house: RunHouse):
     ada = await house.join("Ada")
     diary = Diary(ada)
-    ben = await house.join("Ben", role="observer")
+    ben = await house.join("Ben", role="observer", seed=new_seed("user"))
     await until_see(house.own_peer, ada, ben, wanted={"host", "Ada", "Ben"})
     seen = ada.session.roster.get(ben.peer_id)
     assert seen is not None

@@ -128,9 +128,9 @@ async def test_a_frozen_peer_is_suspected_given_up_and_welcomed_back(tmp_path: P
         assert "Ice" in names(ada)
         await diary.until("Ice", "joined", "suspect", "dead")
         frozen.thaw()
-        await diary.until("Ice", "joined", "suspect", "dead", "joined")
-        frozen.interrupt()
-        await diary.until("Ice", "joined", "suspect", "dead", "joined", "left")
+        await poll_until(lambda: diary.of("Ice")[3:4] == ["joined"], PATIENCE_SECONDS, "Ice to be welcomed back")
+        frozen.interrupt()  # on a busy machine it may have been suspected once more by now
+        await poll_until(lambda: diary.of("Ice")[-1] == "left", PATIENCE_SECONDS, "Ice to leave")
         assert await frozen.until_exit(PATIENCE_SECONDS) == 0
 
 

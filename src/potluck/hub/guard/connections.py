@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from potluck.hub.guard.presencecore import ConnectionId
 from potluck.hub.subjects import PEER_ID
 
-Lane = Literal["lobby", "main", "bulk"]
+Lane = Literal["lobby", "main", "bulk", "queue"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 REMEMBER_CLOSED_SECONDS = 60.0
@@ -125,6 +125,10 @@ class Connections:
     def count(self, lane: Lane) -> int:
         """How many connections a lane has."""
         return self._num_by_lane[lane]
+
+    def in_lane(self, lane: Lane) -> list[Connection]:
+        """The connections of a lane."""
+        return [connection for connection in self._open.values() if connection.lane == lane]
 
     def host_of(self, peer: str) -> str:
         """Where the hub sees a peer come from: its newest main connection, else its newest of any kind."""

@@ -7,17 +7,19 @@ import importlib
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.logging import RichHandler
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from potluck import tasks
 from potluck.hub.subjects import PEER_ID
+from potluck.plaintext import clean, clean_lines
 
 if TYPE_CHECKING:
     from potluck.peer.preflight import Check
@@ -25,8 +27,27 @@ if TYPE_CHECKING:
 
 SHOWN_CHARACTERS = 12  # of an id, in tables
 
-out = Console()
-err = Console(stderr=True)
+
+class PlainConsole(Console):
+    """Shows what others wrote without letting it command the terminal. Colours and tables are our own."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """What is printed, in whichever way, comes through here; rich itself lets escape sequences pass."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(clean_lines(segment.text), segment.style)
+
+
+class PlainFormatter(logging.Formatter):
+    """One line for what a record says, whoever's names are in it. Tracebacks stay as they are."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """The message, cleaned."""
+        record.message = clean(record.message)
+        return super().formatMessage(record)
+
+
+out = PlainConsole()
+err = PlainConsole(stderr=True)
 
 T = TypeVar("T")
 
@@ -38,7 +59,8 @@ def count(number: int, thing: str) -> str:
 
 def print_json(value: Any) -> None:
     """One JSON value on a line of its own, flushed, for a program that reads along."""
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+    # JSON has written out control characters already, and reads the others as we write them.
+    sys.stdout.write(clean(msgspec.json.encode(value).decode()) + "\n")
     sys.stdout.flush()
 
 
@@ -86,7 +108,7 @@ def show_table(rows: list[dict[str, Any]], *, empty: str) -> None:
         return
     table = Table(*(str(name) for name in rows[0]))
     for row in rows:
-        table.add_row(*(Text(shortened(str(value))) for value in row.values()))
+        table.add_row(*(Text(clean_lines(shortened(str(value)))) for value in row.values()))
     out.print(table)
 
 
@@ -98,7 +120,8 @@ def shortened(text: str) -> str:
 def set_up_logging(verbose: bool) -> None:
     """Warnings always; our own progress with --verbose."""
     handler = RichHandler(console=err, show_path=False, rich_tracebacks=False)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
+    handler.setFormatter(PlainFormatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("potluck").setLevel(logging.DEBUG if verbose else logging.WARNING)
 
 

@@ -41,6 +41,7 @@ class Backing:
     keep_last: int
     keep_every: int
     upload_to: str
+    most_bytes: int = 10 * 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +110,15 @@ def host(
         typer.Option("--organisation", help="Hugging Face organisation to let in; may be repeated."),
     ] = None,
     backup_every: Annotated[int, typer.Option(min=1, help="Save the run's state every so many epochs.")] = 10,
-    keep_last: Annotated[int, typer.Option(min=1, help="The newest so many backups stay.")] = 3,
+    keep_last: Annotated[int, typer.Option(min=1, help="The newest so many backups stay in any case.")] = 3,
     keep_every: Annotated[
         int,
         typer.Option(min=0, help="Of those before, each of such a multiple of epochs stays for good; 0: none does."),
     ] = 0,
+    backup_space: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Backups further back stay, ever wider apart, as long as all take less."),
+    ] = "10GB",
     upload_to: Annotated[
         str,
         typer.Option(metavar="TARGET", help="Upload each backup: hf://USER/REPOSITORY, or what fsspec knows (s3://…)."),
@@ -126,6 +131,10 @@ def host(
     dashboard_listen: Annotated[
         str, typer.Option(help="Its address, if not that of the hub: 127.0.0.1 shows it to this machine alone.")
     ] = "",
+    dashboard_trust_proxy: Annotated[
+        list[str] | None,
+        typer.Option(help="Address or network of a proxy in front of it whose X-Forwarded headers are believed."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a line.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
 ) -> None:
@@ -135,6 +144,7 @@ def host(
     """
     from potluck.cli import console
     from potluck.cli.folders import run_folder
+    from potluck.cli.options import bytes_of
     from potluck.hub.guard.guard import GuardConfig
     from potluck.hub.guard.member import Policy
     from potluck.hub.keys import HubKeys
@@ -185,13 +195,23 @@ def host(
     )
     work = Work(
         run_file=file,
-        backups=Backing(every_epochs=backup_every, keep_last=keep_last, keep_every=keep_every, upload_to=upload_to),
-        dashboard=_dashboard_options(config, dashboard, dashboard_listen or listen, dashboard_port),
+        backups=Backing(
+            every_epochs=backup_every,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            upload_to=upload_to,
+            most_bytes=int(bytes_of(backup_space, "--backup-space") or 0),
+        ),
+        dashboard=_dashboard_options(
+            config, dashboard, dashboard_listen or listen, dashboard_port, tuple(dashboard_trust_proxy or ())
+        ),
     )
     console.run(console.until_interrupted(lambda stop: _serve(Host(config), work, stop, as_json)))
 
 
-def _dashboard_options(config: HostConfig, wanted: bool, listen: str, port: int | None) -> DashboardOptions | None:
+def _dashboard_options(
+    config: HostConfig, wanted: bool, listen: str, port: int | None, trusted_proxies: tuple[str, ...]
+) -> DashboardOptions | None:
     """How to serve the dashboard; None where it is not wanted or not installed."""
     from potluck.cli.dashboard import is_installed
     from potluck.cli.dashboardchild import DashboardOptions
@@ -206,6 +226,7 @@ def _dashboard_options(config: HostConfig, wanted: bool, listen: str, port: int 
         listen=listen,
         port=port,
         shown_host=hosts[0] if hosts and listen in ("0.0.0.0", "::") else "",
+        trusted_proxies=trusted_proxies,
     )
 
 
@@ -365,7 +386,12 @@ def _state_config(host: Host, backups: Backing) -> StateConfig:
     from potluck.state.backups import BackupConfig
     from potluck.state.keeper import StateConfig
 
-    config = BackupConfig(every_epochs=backups.every_epochs, keep_last=backups.keep_last, keep_every=backups.keep_every)
+    config = BackupConfig(
+        every_epochs=backups.every_epochs,
+        keep_last=backups.keep_last,
+        keep_every=backups.keep_every,
+        most_bytes=backups.most_bytes,
+    )
     return StateConfig(folder=host.config.hub.folder / "states", backups=config, upload_to=backups.upload_to or None)
 
 

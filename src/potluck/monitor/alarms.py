@@ -15,10 +15,10 @@ from typing import Literal
 
 from potluck.errors import ConfigurationError
 from potluck.hub.presence import Beacon, Presence
-from potluck.round.plan import Commit
+from potluck.round.plan import Commit, CommittedMember
 from potluck.run.hostnews import FRESH_SECONDS, HostNews
 
-Kind = Literal["standstill", "loss not finite", "loss rising", "all clients", "dropped", "disk", "hub server"]
+Kind = Literal["standstill", "loss not finite", "loss rising", "all clients", "dropped", "claims", "disk", "hub server"]
 HOST_KINDS: tuple[Kind, ...] = ("disk", "hub server")
 
 SILENT_SECONDS = 10.0  # a beacon older than that says nothing any more
@@ -61,6 +61,7 @@ class AlarmConfig:
 
 RECENT_EPOCHS = 20
 DEATH_SECONDS = 600.0
+FAR_MORE = 4.0  # times what counts: no honest peer is so far beyond the cap by chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,7 @@ class Alarms:
             *self._rising_loss(),
             *self._all_clients(now),
             *self._dropped(now),
+            *self._claims(),
             *self._host_troubles(now),
         ]
         self._since = {key: self._since.get(key, now) for key, _ in found}
@@ -230,6 +232,25 @@ class Alarms:
             elif died[peer] >= self.config.deaths:
                 text = f"{name} was lost {died[peer]} times in ten minutes: have its person look at its log"
                 yield ("dropped", peer), text
+
+    def _claims(self) -> Iterator[tuple[tuple[Kind, str], str]]:
+        """Who says to have made more samples than can be: once is enough where it is far more."""
+        cut: dict[str, list[CommittedMember]] = {}
+        for _, commit in self._commits:
+            for member in commit.members:
+                if member.claimed:
+                    cut.setdefault(member.peer, []).append(member)
+        for peer, members in sorted(cut.items()):
+            last = members[-1]
+            if len(members) < self.config.dropped_epochs and all(m.claimed < FAR_MORE * m.weight for m in members):
+                continue
+            name = self._names.get(peer, peer[:12])
+            text = (
+                f"{name} claims {last.claimed:,.0f} samples for an epoch, and {last.weight:,.0f} count: more than the "
+                "others' speed makes plausible. Ban it (potluck members ban), or, if it really is so fast, invite it "
+                "as trusted, or raise weight_cap in run.toml and start the host again"
+            )
+            yield ("claims", peer), text
 
     def _host_troubles(self, now: float) -> Iterator[tuple[tuple[Kind, str], str]]:
         self._hosts = {peer: told for peer, told in self._hosts.items() if now - told[0] <= FRESH_SECONDS}

@@ -6,6 +6,7 @@
 
 Decisions (pure):
     lobby.py, invite.py, member.py, permissions.py   who gets in, with which rights
+    lobbycrowd.py                                    which strangers have to leave the lobby
     presencecore.py, connections.py                  who is there
     floodcore.py, ratelimit.py                       who publishes too much; how often somebody may try
 

@@ -126,6 +126,10 @@ class Connections:
         """How many connections a lane has."""
         return self._num_by_lane[lane]
 
+    def in_lane(self, lane: Lane) -> list[Connection]:
+        """The connections of a lane."""
+        return [connection for connection in self._open.values() if connection.lane == lane]
+
     def host_of(self, peer: str) -> str:
         """Where the hub sees a peer come from: its newest main connection, else its newest of any kind."""
         connections = self.of_peer(peer, "main") or self.of_peer(peer)

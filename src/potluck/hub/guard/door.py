@@ -34,10 +34,18 @@ class DoorLimits:
     """How many connections there may be."""
 
     lobby: int = 500
-    """Strangers at once, over all hubs: they must not use up the connections of members."""
+    """Strangers at once, over all hubs: they must not use up the connections of members. Beyond it some are cut
+    (lobbycrowd.py); twice as many may be there until that is done."""
 
     per_peer: int = 4
     """Of one peer on one lane: one that is in use, and leftovers of a bad network. The oldest are cut."""
+
+    per_stranger: int = 2
+    """The same in the lobby."""
+
+    def of_lane(self, lane: Lane) -> int:
+        """How many connections one peer may have on a lane."""
+        return self.per_stranger if lane == "lobby" else self.per_peer
 
 
 class Refused(Exception):  # noqa: N818 - it is an answer, not an error
@@ -116,8 +124,8 @@ class Door:
         if lane is None or (request.session and not SESSION.fullmatch(request.session)):
             raise Refused("the connection's name must be lobby, main or bulk")
         if lane == "lobby":
-            if self._connections.count("lobby") >= self._limits.lobby:
-                raise Refused("the lobby is full: try again later")
+            if self._connections.count("lobby") >= 2 * self._limits.lobby:
+                raise Refused("more strangers come than can be cut: try again later")
             return lane, Scopes()
         member = await self._look_up(request.peer)
         if member is None:

@@ -36,6 +36,7 @@ from potluck.hub.guard.floodwatch import FloodWatch
 from potluck.hub.guard.hubsystem import HubSystem
 from potluck.hub.guard.leaders import LeaderKeeper
 from potluck.hub.guard.lobby import MAX_APPLICATION_BYTES, Answer, waiting_subject
+from potluck.hub.guard.lobbycrowd import LobbyCrowd, share_of_address
 from potluck.hub.guard.lobbydesk import LobbyDesk
 from potluck.hub.guard.member import ROLES, Member, Policy, Scopes, person_of_key
 from potluck.hub.guard.organiserdesk import OrganiserDesk
@@ -57,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 QUEUE = "guard"
 MAX_TASKS = 1024  # questions worked on at once; past it they go unanswered, and whoever asked asks again
+LOBBY_EVERY_SECONDS = 1.0  # how often it is looked at who has to leave the lobby
 LOBBY_BURST = 20  # messages of one stranger at once, and then one a second; who sends more is cut off
 
 
@@ -111,6 +113,7 @@ class Guard:
         self._subjects = Subjects(config.run)
         self._lobby_rate = RateLimit(burst=LOBBY_BURST, per_second=1.0, clock=self._clock)
         self._connections = Connections()
+        self._crowd = LobbyCrowd(config.limits.lobby)
         self._core = PresenceCore(config.presence, self._clock)
         self._compare_wanted = asyncio.Event()
         self._subscriptions: list[Subscription] = []
@@ -196,7 +199,7 @@ class Guard:
             limits=config.limits,
             clock=clock,
         )
-        self._lobby = LobbyDesk(registry, self._connections, self._door, self._check_token, clock)
+        self._lobby = LobbyDesk(registry, self._connections, self._door, self._check_token, clock, config.limits)
         self._keeper = PresenceKeeper(
             self._core,
             self._writer,
@@ -204,6 +207,7 @@ class Guard:
             self._connections,
             self._system,
             self._door,
+            run=config.run,
             limits=config.limits,
             clock=clock,
             spawn=self._errands.spawn,
@@ -235,6 +239,7 @@ class Guard:
         self._errands.keep_running(lambda: keeper.tick_forever(self._hears_hub), "presence ticks")
         self._errands.keep_running(lambda: keeper.compare_forever(self._compare_wanted), "connection lists")
         self._errands.keep_running(self._floods.watch_forever, "floods")
+        self._errands.keep_running(self._watch_lobby_forever, "lobby")
         if self._config.replicas > 1:
             self._leaders = leaders = LeaderKeeper(self._hub, self._system, self._connections, self._subjects)
             await leaders.start()
@@ -259,8 +264,23 @@ class Guard:
 
     def _connection_opened(self, connection: Connection) -> None:
         self._keeper.opened(connection)
+        if connection.lane == "lobby" and self._connections.count("lobby") > share_of_address(
+            self._config.limits.lobby
+        ):
+            self._thin_out_lobby()
         if connection.lane == "main" and self._leaders is not None:
             self._leaders.opened(connection.peer)
+
+    def _thin_out_lobby(self) -> None:
+        strangers = self._connections.in_lane("lobby")
+        for connection, reason in self._crowd.to_cut(strangers, self._lobby.may_stay, self._clock.monotonic()):
+            self._counts["lobby_cuts"] += 1
+            self._keeper.cut([connection], reason)
+
+    async def _watch_lobby_forever(self) -> None:
+        while True:
+            await asyncio.sleep(LOBBY_EVERY_SECONDS)
+            self._thin_out_lobby()
 
     def _came_back(self) -> None:
         """One of our connections was away: what was not heard meanwhile counts for nothing."""

@@ -132,6 +132,11 @@ class PresenceCore:
         """What the roster says of everybody."""
         return [known.presence for known in self._peers.values()]
 
+    def user_of_link_key(self, link_key: str) -> str:
+        """Who of those present has this link key; empty when nobody has."""
+        present = (known.presence for known in self._peers.values() if known.presence.state in ("alive", "suspect"))
+        return next((presence.peer for presence in present if presence.card.link_key == link_key), "")
+
     def is_old_session(self, peer: str, session: str) -> bool:
         """Whether this session is known to have been replaced by a newer one."""
         known = self._peers.get(peer)

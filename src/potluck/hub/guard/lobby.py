@@ -32,6 +32,7 @@ from potluck.hub.guard.member import (
     seats_for,
 )
 from potluck.hub.presence import Role
+from potluck.hub.queues import merged_rights
 from potluck.hub.subjects import Subjects
 from potluck.messages import PROTOCOL_VERSION, Message
 
@@ -416,6 +417,7 @@ def merged(first: Scopes, second: Scopes) -> Scopes:
         trusted=first.trusted or second.trusted,
         organiser=first.organiser or second.organiser,
         seats=first.seats | second.seats,
+        queues=merged_rights(first.queues, second.queues),
     )
 
 

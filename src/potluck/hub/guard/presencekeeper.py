@@ -36,7 +36,7 @@ MAX_CARD_BYTES = 4096
 MAX_BEACON_BYTES = 1024
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARACTERS = 128
-MEMBER_LANES: tuple[Lane, ...] = ("main", "bulk")
+MEMBER_LANES: tuple[Lane, ...] = ("main", "bulk", "queue")
 
 
 class PresenceKeeper:

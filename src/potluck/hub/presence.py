@@ -10,7 +10,7 @@ import msgspec
 from potluck.hub.keys import verify
 from potluck.messages import PROTOCOL_VERSION, Message
 
-Role = Literal["trainer", "aux", "observer"]
+Role = Literal["trainer", "aux", "observer", "worker"]  # a worker uses queues, and takes part in no round
 State = Literal["alive", "suspect", "dead", "left"]
 
 

@@ -25,6 +25,7 @@ from potluck.run.hostnews import HostNews
 from potluck.run.linknews import MAX_NEWS_BYTES, LinkNews
 from potluck.run.linknews import TOPIC as LINK_NEWS
 from potluck.training.history import EVALUATION_LOSS, Preview
+from potluck.training.manifest import Change
 from potluck.training.notice import NoticeBoard
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,12 @@ class Watcher:
         """Whether an organiser has the trainers wait."""
         manifest = self.board.manifest
         return manifest is not None and manifest.at(self.view.epoch).paused
+
+    @property
+    def pause(self) -> Change | None:
+        """The order by which the run is paused, if it is, and the order is among the last."""
+        manifest = self.board.manifest
+        return manifest.newest_change("paused") if manifest is not None and self.is_paused else None
 
     def alarms(self) -> list[Alarm]:
         """What is wrong with the run now. Ask every few seconds: how long something lasts counts."""

@@ -142,7 +142,7 @@ class Gathering:
                 waiting is not None
                 and presence.state == "alive"
                 and presence.card.session == waiting.ready.session
-                and presence.card.role != "observer"
+                and presence.card.role in ("trainer", "aux")
                 and waiting.ready.epoch == epoch
                 and waiting.ready.token == token
                 and now - waiting.heard_at <= READY_SECONDS

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from potluck.hub.guard.presencecore import ConnectionId
 from potluck.hub.subjects import PEER_ID
 
-Lane = Literal["lobby", "main", "bulk"]
+Lane = Literal["lobby", "main", "bulk", "queue"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 REMEMBER_CLOSED_SECONDS = 60.0

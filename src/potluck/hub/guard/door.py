@@ -20,6 +20,7 @@ from potluck.hub.guard.member import Member, Scopes, Service, seats_for
 from potluck.hub.guard.permissions import permissions_for
 from potluck.hub.guard.registry import Registry
 from potluck.hub.keys import Signer
+from potluck.hub.queues import FLEET_ACCOUNT
 from potluck.hub.subjects import Subjects
 
 logger = logging.getLogger(__name__)
@@ -90,10 +91,9 @@ class Door:
             self.counts["refused"] += 1
             return callout.refuse(request, str(refusal), signer=self._signer, now=self._clock.wall())
         self.counts[f"admitted_{lane}"] += 1
-        permissions = permissions_for(lane, self._subjects, request.peer, scopes)
-        return callout.allow(
-            request, lane, permissions, account=self._account, signer=self._signer, now=self._clock.wall()
-        )
+        permissions = permissions_for(lane, self._subjects, request.peer, scopes, self._registry.queues)
+        account = FLEET_ACCOUNT if lane == "queue" else self._account
+        return callout.allow(request, lane, permissions, account=account, signer=self._signer, now=self._clock.wall())
 
     def seen(self, peer: str) -> None:
         """A main connection of this peer is in the table now."""
@@ -122,7 +122,7 @@ class Door:
             raise Refused("the signature does not prove the key")
         lane = request.lane
         if lane is None or (request.session and not SESSION.fullmatch(request.session)):
-            raise Refused("the connection's name must be lobby, main or bulk")
+            raise Refused("the connection's name must be lobby, main, bulk or queue")
         if lane == "lobby":
             if self._connections.count("lobby") >= 2 * self._limits.lobby:
                 raise Refused("more strangers come than can be cut: try again later")

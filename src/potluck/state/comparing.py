@@ -2,8 +2,8 @@
 
 Equal digests are the end of it. Where they differ, the reason may be arithmetic: a machine of another kind computes
 other last bits in every epoch, and that is no deviation. So values are compared (appraising.py), and a difference
-counts where it is more than rounding explains, or is in a few places only, as a flipped bit is and rounding is not. If
-a peer that was repaired for the latter differs so again, without having been equal in between, it is arithmetic all the
+counts where it is more than rounding explains, or is in a few places only, as a flipped bit is and rounding is not; or
+where learning rates or counters differ and several peers hold the same. If a peer that was repaired for the latter differs so again, without having been equal in between, it is arithmetic all the
 same: from then on only the size of a difference counts.
 
 A state that deviates is found an epoch or two late: hashes take a while, and so does hearing of those of others. So a
@@ -117,6 +117,8 @@ class Comparison:
             self._differs_again()
         elif apart.is_confined and not self._is_unlike:
             self._deviates(verdict, by_bits=True)
+        elif apart.has_other_numbers and len(verdict.vouchers) > 1:
+            self._deviates(verdict, by_bits=False)
         else:
             self.deviation = None
             self.counts["rounding"] += 1

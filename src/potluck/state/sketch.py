@@ -86,9 +86,12 @@ class Difference:
     is_confined: bool
     """Whether all of it is in a few places, as a flipped bit is and rounding is not."""
 
+    has_other_numbers: bool = False
+    """Whether learning rates, counters and the like differ, by more than their last digits."""
+
     @property
     def is_rounding(self) -> bool:
-        """Whether rounding explains the values."""
+        """Whether rounding explains the values of the tensors."""
         return self.excess <= 1.0
 
 
@@ -166,15 +169,15 @@ def difference(one: Sketch, other: Sketch) -> Difference:
         one.exact == other.exact
         and one.sums.shape == other.sums.shape
         and np.array_equal(one.num_blocks, other.num_blocks)
-        and _are_close(decode_metadata(one.numbers), decode_metadata(other.numbers))
     )
+    has_other_numbers = not _are_close(decode_metadata(one.numbers), decode_metadata(other.numbers))
     if not alike:
-        return Difference(math.inf, is_confined=False)
+        return Difference(math.inf, is_confined=False, has_other_numbers=has_other_numbers)
     with np.errstate(all="ignore"):
         apart = np.sqrt(np.mean((one.sums[:, :-1] - other.sums[:, :-1]) ** 2, axis=1))
         ratio = apart / (BOUND * np.minimum(one.sums[:, -1], other.sums[:, -1]))
     excess = float(ratio.max(initial=0.0)) if np.isfinite(ratio).all() else math.inf
-    return Difference(excess, _is_confined(one, other))
+    return Difference(excess, _is_confined(one, other), has_other_numbers)
 
 
 def camps(sketches: Mapping[str, Sketch]) -> dict[str, str]:

@@ -2,9 +2,10 @@
 
 Equal digests are the end of it. Where they differ, the reason may be arithmetic: a machine of another kind computes
 other last bits in every epoch, and that is no deviation. So values are compared (appraising.py), and a difference
-counts where it is more than rounding explains, or is in a few places only, as a flipped bit is and rounding is not; or
-where learning rates or counters differ and several peers hold the same. If a peer that was repaired for the latter differs so again, without having been equal in between, it is arithmetic all the
-same: from then on only the size of a difference counts.
+counts where it is more than rounding explains; where it is in a few places only, as a flipped bit is and rounding is
+not; or where learning rates or counters differ, and several peers hold the same. If a peer that was repaired for a
+difference in a few places has one again, without having been equal in between, it is arithmetic all the same: from then
+on only the size of a difference counts.
 
 A state that deviates is found an epoch or two late: hashes take a while, and so does hearing of those of others. So a
 few digests are remembered and told, and the newest epoch that all have spoken of decides. They are the newest, and then

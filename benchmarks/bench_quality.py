@@ -23,7 +23,8 @@ from harness import parser, report, say
 from potluck.optim.localupdates import LocalUpdates
 from potluck.optim.method import Method, Offer
 from potluck.optim.methods.decoupled import Demo
-from potluck.optim.methods.delayed import DelayedNesterov, inner_steps
+from potluck.optim.methods.delayed import DelayedNesterov
+from potluck.optim.methods.dylu import inner_steps
 from potluck.optim.methods.outer import Nesterov, OuterSGD
 from potluck.optim.methods.powersgd import PowerSGD
 from potluck.optim.methods.quantised import Quantised

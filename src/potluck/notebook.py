@@ -149,8 +149,7 @@ def _train(
     finally:
         stop.set()
         pool.shutdown(wait=training.done())  # whoever stops the cell again does not wait: the run is left with this
-    thanks = f"You gave {last.samples:,} samples, up to epoch {last.epoch}. Thank you!"
-    screen.show(picture.html(" ".join([thanks, *why_not])))
+    screen.show(picture.html(" ".join([last.describe_given(), *why_not])))
 
 
 def _watch(training: Future[TrainProgress], picture: Picture, screen: Screen) -> None:
@@ -192,7 +191,7 @@ class Picture:
         """All of it; `word` comes last."""
         mine, everybody = self.progress, self.ask()
         facts = (
-            [] if mine is None else [f"epoch {mine.epoch}", f"loss {mine.loss:.3f}", f"{mine.samples:,} samples given"]
+            [] if mine is None else [f"epoch {mine.epoch}", f"loss {mine.loss:.3f}", f"{mine.given:,} samples given"]
         )
         if mine is not None:
             facts.append("paused by the organiser" if mine.paused else f"{mine.samples_per_second:.1f} samples/s")

@@ -60,6 +60,10 @@ class Options:
     target: int = 48
     matchmaking_seconds: float = 20.0  # nobody is to be left behind because this machine is busy
     min_peers: int = 1  # of an exchange of DiLoCo
+    inner_steps: int = 5
+    grace_seconds: float = 20.0
+    overlap_steps: int = 0
+    num_fragments: int = 1
     first_batch: int = 0
     """Where this life of the trainer begins in its own batches."""
 
@@ -114,7 +118,8 @@ def make_optimizer(run: Any, model: nn.Module, kind: str, options: Options) -> A
     }
     if kind == "diloco":
         inner = torch.optim.SGD(model.parameters(), lr=options.lr / 10)  # so that hundreds of epochs stay finite
-        return potluck.DiLoCo(run, inner, inner_steps=5, grace_seconds=20.0, min_peers=options.min_peers, **common)
+        names = ("inner_steps", "grace_seconds", "min_peers", "overlap_steps", "num_fragments")
+        return potluck.DiLoCo(run, inner, **{name: getattr(options, name) for name in names}, **common)
     return potluck.Optimizer(
         run,
         make_inner(model, options.lr),
@@ -135,6 +140,12 @@ def digest_of(model: nn.Module, optimizer: Any) -> str:
     for tensor in [*model.parameters(), *(shared[name] for name in sorted(shared))]:
         found.update(tensor.detach().contiguous().numpy().tobytes())
     return found.hexdigest()
+
+
+def weights_of(optimizer: Any) -> dict[str, float]:
+    """Who gave how much to the newest epoch."""
+    head = optimizer.collaboration.averager.lineage.head
+    return {member.peer: member.weight for member in head.members}
 
 
 def flip_a_bit(model: nn.Module, optimizer: Any, kind: str) -> None:
@@ -173,6 +184,7 @@ def main(number: int, link: str, key: Path, num_epochs: int, kind: str, options:
             position += 1
             if optimizer.epoch > epoch:
                 say(done=optimizer.epoch, digest=digest_of(model, optimizer))
+                say(commit=optimizer.epoch, weights=weights_of(optimizer))
         is_small = options.hidden < 1000
         values = values_of(model) if is_small else []
         say(

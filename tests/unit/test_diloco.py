@@ -123,7 +123,7 @@ def test_a_gradient_scaler() -> None:
 
 def test_peers_hold_the_same_and_learn() -> None:
     with train_lab() as lab:
-        workers = [Worker(lab, number) for number in range(3)]
+        workers = [Worker(lab, number, steps_by_speed=False) for number in range(3)]
         before = quality_of(workers[0].model)
         train_all(workers, 8)
         assert {worker.position for worker in workers} == {32}  # 4 inner steps an epoch, nobody more
@@ -239,9 +239,9 @@ def test_late_work_of_asynchronous_peers_counts() -> None:
 class FixedPace(Pace):
     """Of a machine that is always as fast as this."""
 
-    def __init__(self, samples_per_second: float) -> None:
+    def __init__(self, steps_per_second: float) -> None:
         super().__init__()
-        self._seconds_per_sample = 1.0 / samples_per_second
+        self._seconds_per_step = 1.0 / steps_per_second
 
     def step_done(self, num_samples: int, now: float) -> None:
         pass
@@ -251,7 +251,7 @@ def test_slow_peers_take_fewer_steps_so_that_all_are_ready_at_the_same_time() ->
     with train_lab() as lab:
         workers = [Worker(lab, number, steps_by_speed=True, inner_steps=8) for number in range(2)]
         for worker, pace in zip(workers, (80.0, 20.0), strict=True):
-            worker.optimizer._pace = FixedPace(pace)
+            worker.optimizer._stride.pace = FixedPace(pace)
         train_all(workers, 2)  # by then each has said how fast it is
         positions = [worker.position for worker in workers]
         assert [worker.optimizer.steps_per_round for worker in workers] == [8, 2]

@@ -23,7 +23,7 @@ from potluck.training.trainer import TrainConfig, TrainProgress
 
 
 def progress(epoch: int, *, paused: bool = False) -> TrainProgress:
-    return TrainProgress(epoch, epoch, 1000 * epoch, 3.0, 12.0, paused)
+    return TrainProgress(epoch, epoch, 1200 * epoch, 3.0, 12.0, paused, given=1000 * epoch)
 
 
 def test_a_page_has_bar_figures_and_plot() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 import torch
@@ -11,7 +13,8 @@ from torch import Tensor
 
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.messages import decode
-from potluck.optim.methods.delayed import DelayedNesterov, inner_steps
+from potluck.optim.methods.delayed import DelayedNesterov
+from potluck.optim.methods.dylu import fast_rate, inner_steps
 from potluck.optim.methods.outer import Nesterov, OuterOptimizer, OuterSGD
 from potluck.optim.methods.quorum import LONGEST_GRACE_SECONDS, AdaptiveGrace, AdaptiveQuorum, ByMost, token_weight
 from potluck.optim.methods.streaming import Schedule, layer_of, mix, split
@@ -123,7 +126,7 @@ def test_delayed_nesterov_follows_its_formula(spread: float) -> None:
 
 @pytest.mark.parametrize(
     ("speed", "fastest", "expected"),
-    [(10, 10, 50), (5, 10, 25), (3.33, 10, 16), (0.01, 10, 1), (0, 10, 50), (20, 10, 50)],
+    [(10, 10, 50), (5, 10, 25), (3.33, 10, 16), (8, 10, 50), (7.9, 10, 39), (0.01, 10, 1), (0, 10, 50), (20, 10, 50)],
 )
 def test_slow_peers_take_fewer_inner_steps(speed: float, fastest: float, expected: int) -> None:
     assert inner_steps(50, speed, fastest) == expected
@@ -190,17 +193,21 @@ def ready(**since: float) -> list[ReadySender]:
     return [ReadySender(peer=peer, weight=1.0, since=time) for peer, time in since.items()]
 
 
+def begin_rounds(grace: AdaptiveGrace, number: int, work_seconds: float, lateness: Sequence[float]) -> None:
+    for _ in range(number):
+        grace.round_begins(work_seconds)
+        for late in lateness:
+            grace.observe(late)
+
+
 def test_the_grace_window_follows_the_lateness() -> None:
     grace = AdaptiveGrace(least_seconds=0.5, most_seconds=20.0)
     assert grace.seconds == 5.0
-    grace.rounds_are_apart(1.0)
-    for _ in range(20):
-        grace.observe([0.1, 2.0])
+    begin_rounds(grace, 20, 3.0, [0.1, 2.0])
     assert grace.seconds == pytest.approx(2.5)
-    for _ in range(20):
-        grace.observe([0.01])
+    begin_rounds(grace, 20, 1.2, [0.01])
     assert grace.seconds == 0.5
-    grace.observe([1e9, -1.0])  # what cannot have been is not learnt from
+    begin_rounds(grace, 2, 1.2, [1e9, -1.0, 2.1])  # what cannot have been, or is out of reach, is not learnt from
     assert grace.seconds == 0.5
 
 
@@ -210,11 +217,88 @@ def test_a_quorum_waits_as_long_as_it_has_paid_off() -> None:
     assert trigger.due_at(ready(a=1.0), everybody) is None
     assert trigger.due_at(ready(a=1.0, b=2.0), everybody) == 4.0
     assert trigger.due_at(ready(a=1.0, b=2.0, c=3.0), everybody) == -float("inf")
-    assert trigger.due_at([], everybody) is None  # the round began; c was one second late
-    assert trigger.due_at(ready(a=3.0, b=4.0), everybody) == 6.0  # one round says nothing yet
-    assert trigger.due_at([], everybody) is None
+    trigger.begun(1, ready(a=1.0, b=2.0, c=3.0), 3.0)  # c was one second late
+    assert trigger.due_at(ready(a=4.0, b=5.0), everybody) == 7.0  # one round says nothing yet
+    trigger.begun(2, ready(a=4.0, b=5.0), 7.0)
     assert trigger.grace.seconds == pytest.approx(1.25)
     assert trigger.due_at(ready(a=10.0, b=11.0), everybody) == pytest.approx(12.25)
+
+
+def test_a_quorum_learns_from_those_whom_it_began_without() -> None:
+    trigger, everybody = AdaptiveQuorum(grace=AdaptiveGrace(most_seconds=30.0)), frozenset("ab")
+    now = 0.0
+    for epoch in range(1, 20):
+        came = ready(a=now + 10.0)
+        due_at = trigger.due_at(came, everybody)
+        assert due_at is not None
+        if due_at >= now + 10.0 + 6.0:
+            break
+        trigger.begun(epoch, came, due_at)
+        for _ in range(3):  # it says so each second, and only the first time counts
+            trigger.came_late(epoch, "b", now + 10.0 + 6.0)
+        trigger.came_late(epoch - 1, "b", now + 10.0)  # of an epoch before: that is out of reach
+        now = due_at
+    assert trigger.grace.seconds == pytest.approx(1.25 * 6.0)
+    assert epoch <= 3
+
+
+def test_another_attempt_says_nothing_new_of_the_work_of_a_round() -> None:
+    trigger = AdaptiveQuorum(grace=AdaptiveGrace(least_seconds=0.0, most_seconds=30.0))
+    for epoch in range(1, 6):
+        came = ready(a=9.0 * epoch)
+        trigger.begun(epoch, came, 9.0 * epoch)
+        trigger.begun(epoch, came, 9.0 * epoch + 3.0)
+    assert trigger.grace.reach_seconds == 6.0
+
+
+@given(
+    work=st.floats(0.1, 1000.0),
+    lateness=st.lists(st.lists(st.floats(-1.0, 3000.0), max_size=6), max_size=30),
+    most=st.floats(0.5, 300.0),
+)
+def test_the_window_stays_within_bounds_and_lets_in_who_is_within_reach(
+    work: float, lateness: list[list[float]], most: float
+) -> None:
+    grace = AdaptiveGrace(least_seconds=0.2, most_seconds=most)
+    for each in lateness:
+        begin_rounds(grace, 1, work, each)
+    assert 0.2 <= grace.seconds <= most
+    if lateness:
+        reach = min(max(work, 2.0), most)
+        assert grace.seconds <= 1.25 * reach
+        assert grace.seconds >= min(work / 3, most) * (1 - 1e-9)
+        latest = [max((late for late in each if 0 <= late <= reach), default=0.0) for each in lateness[-16:]]
+        missed = sum(late > grace.seconds for late in latest)
+        assert missed <= 0.1 * len(latest)
+
+
+@given(rates=st.lists(st.floats(0.0, 1e12), max_size=40), claim=st.floats(1.0, 1e12))
+def test_no_single_claim_of_speed_cuts_the_others_to_one_step(rates: list[float], claim: float) -> None:
+    honest = [rate for rate in rates if 1.0 <= rate <= 10.0] or [1.0]
+    fast = fast_rate([*honest, claim])
+    assert fast <= 10 * max(honest)
+    assert inner_steps(20, max(honest), fast) >= 2
+    if len(honest) >= 3:
+        assert fast <= max(honest)
+    assert fast_rate([]) == fast_rate([0.0, float("inf"), float("nan")]) == 0.0
+
+
+@given(own=st.floats(1e-6, 1e6), fast=st.floats(1e-6, 1e6), most=st.integers(1, 10_000))
+def test_steps_by_speed_end_in_time_and_whoever_is_about_as_fast_takes_all(own: float, fast: float, most: int) -> None:
+    steps = inner_steps(most, own, fast)
+    assert 1 <= steps <= most
+    if own >= 0.8 * fast:
+        assert steps == most
+    elif steps > 1:
+        assert steps / own <= most / fast * (1 + 1e-9), "as many seconds as the fast ones take, or fewer"
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [((1.0, 10.0), 10.0), ((1.0, 3.0, 10.0), 10.0), ((0.1, 1.0, 1.0), 1.0), ((1.0, 1.0, 1.0, 1e9), 1.0), ((5.0,), 0.0)],
+)
+def test_the_fast_ones_are_the_upper_quartile(rates: tuple[float, ...], expected: float) -> None:
+    assert fast_rate(rates) == expected
 
 
 OTHERWISE = StartSpec(least_seconds=3.0, most_seconds=30.0)
@@ -254,8 +338,9 @@ def test_a_few_can_neither_rush_a_run_nor_make_it_wait() -> None:
 def test_a_window_of_the_trainers_does_not_shrink_below_that_of_a_host() -> None:
     trigger, adaptive = ByMost(OTHERWISE), StartSpec(least_seconds=0.1, most_seconds=20.0)
     for number in range(8):
-        trigger.due_at(said(adaptive, a=10.0 + number, b=10.1 + number, c=10.1 + number), frozenset("abc"))
-        trigger.due_at([], frozenset("abc"))
+        came = said(adaptive, a=10.0 + number, b=10.1 + number, c=10.1 + number)
+        trigger.due_at(came, frozenset("abc"))
+        trigger.begun(number, came, 10.1 + number)
     waiting = trigger.due_at(said(adaptive, a=30.0, b=30.1), frozenset("abc"))
     assert waiting == 30.0 + OTHERWISE.least_seconds
 
@@ -297,8 +382,7 @@ def test_the_window_is_a_share_of_the_time_between_rounds_however_punctual_all_a
     trigger = AdaptiveQuorum(grace=AdaptiveGrace(least_seconds=0.5, most_seconds=30.0))
     trainers = frozenset("abc")
     for number in range(6):
-        began = 40.0 * number
-        trigger.due_at([ReadySender(peer=peer, weight=1.0, since=began) for peer in "abc"], trainers)
+        trigger.begun(number, ready(a=30.0 * number, b=30.0 * number, c=30.0 * number), 30.0 * number)
     assert trigger.grace.seconds == pytest.approx(10.0)
     due_at = trigger.due_at([ReadySender(peer="a", weight=1.0, since=240.0)], trainers)
     assert due_at == pytest.approx(250.0)

@@ -259,9 +259,10 @@ async def test_who_leaves_while_the_state_is_loaded_is_let_go(
 
 def test_progress_is_told_to_programs_with_the_number_of_peers(capsys: pytest.CaptureFixture[str]) -> None:
     tell = training._teller(True, lambda: 3)
-    tell(TrainProgress(7, 10, 80, 0.5, 12.0))
+    tell(TrainProgress(7, 10, 80, 0.5, 12.0, given=64))
     [told] = events(capsys)
     assert (told["event"], told["epoch"], told["samples"], told["peers"]) == ("progress", 7, 80, 3)
+    assert told["given"] == 64, "as the run's book says"
 
 
 def test_progress_is_told_to_people_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +270,7 @@ def test_progress_is_told_to_people_once_an_epoch(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("potluck.cli.console.out.print", lambda line, **_options: lines.append(line))
     tell = training._teller(False, lambda: 1)
     for epoch, paused in ((7, False), (7, False), (8, True)):
-        tell(TrainProgress(epoch, 10, 80, 0.5, 12.0, paused))
+        tell(TrainProgress(epoch, 10, 96, 0.5, 12.0, paused, given=80))
     assert lines == [
         "epoch 7: loss 0.5000, 12.0 samples/s, 80 given, 1 peer",
         "epoch 8: loss 0.5000, 12.0 samples/s, 80 given, 1 peer (paused by the organiser)",

@@ -177,7 +177,7 @@ async def _train(
     if as_json:
         console.print_json({"event": "trained", **_figures(last, len(peer.session.roster))})
     else:
-        console.out.print(f"You gave {console.count(last.samples, 'sample')} up to epoch {last.epoch}. Thank you!")
+        console.out.print(last.describe_given(), highlight=False)
 
 
 def _tell_over(epoch: int, as_json: bool) -> None:
@@ -243,7 +243,7 @@ def _teller(as_json: bool, num_peers: Callable[[], int]) -> Callable[[TrainProgr
             told_epoch = progress.epoch
             console.out.print(
                 f"epoch {progress.epoch}: loss {progress.loss:.4f}, {progress.samples_per_second:.1f} samples/s, "
-                f"{progress.samples} given, {console.count(num_peers(), 'peer')}"
+                f"{progress.given} given, {console.count(num_peers(), 'peer')}"
                 + (" (paused by the organiser)" if progress.paused else ""),
                 highlight=False,
             )
@@ -256,6 +256,7 @@ def _figures(progress: TrainProgress, num_peers: int) -> dict[str, Any]:
         "epoch": progress.epoch,
         "steps": progress.steps,
         "samples": progress.samples,
+        "given": progress.given,
         "loss": progress.loss,
         "samples_per_second": progress.samples_per_second,
         "paused": progress.paused,

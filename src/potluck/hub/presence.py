@@ -33,6 +33,7 @@ class Beacon(Message, frozen=True, kw_only=True):
     epoch: int = 0
     samples: int = 0  # handed in since the last committed epoch
     samples_per_second: float = 0.0
+    steps_per_second: float = 0.0  # of its own optimizer, where it takes several between two rounds; 0: it does not say
     counted_at: float = 0.0  # hub time at which it had these samples; 0: it does not say
     ready: bool = False  # wants to take part in the next round
     target: int = 0  # how many samples make an epoch, as this peer was told; 0: it does not say

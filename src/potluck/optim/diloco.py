@@ -12,7 +12,7 @@ Relatives are options of the same loop (outerloop.py):
     quantised        codecs=CodecChoice.everything("e3m0"), transform=Quantised(…)
     SparseLoCo       transform=SparseLoCo(), outer=OuterSGD(0.4), inner_steps=30
     asynchronous     asynchronous=True, outer=DelayedNesterov(delay=number of peers)
-    DyLU             steps_by_speed=True
+    DyLU             steps_by_speed, on unless told otherwise (methods/dylu.py)
     decoupled        min_peers=K, weighting="tokens"
 """
 
@@ -33,18 +33,18 @@ from potluck.optim.collaboration import join_collaboration, require_hub
 from potluck.optim.driver import Driver, DriverConfig
 from potluck.optim.gradscaler import Unscaler
 from potluck.optim.keptstates import Source, source_of_states
-from potluck.optim.methods.delayed import inner_steps
 from potluck.optim.methods.outer import Nesterov, OuterOptimizer
 from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
 from potluck.optim.methods.streaming import Schedule
 from potluck.optim.methods.transform import Transform
 from potluck.optim.modelstate import ModelState, SchedulerFactory
 from potluck.optim.outerloop import OuterLoop, Weighting
-from potluck.optim.progress.pace import Pace
+from potluck.optim.stride import Stride
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
 from potluck.round.gathering import GatherConfig
 from potluck.round.trigger import Quorum
+from potluck.round.wish import StandBy
 from potluck.run.joined import Joined
 from potluck.state.keeper import StateConfig
 
@@ -75,7 +75,7 @@ class DiLoCoConfig:
     asynchronous: bool = False
     """*run* Nobody waits for anybody: each peer's change is an epoch of its own."""
 
-    steps_by_speed: bool = False
+    steps_by_speed: bool = True
     """Slow peers take fewer local steps, so that all are done at the same time (DyLU)."""
 
     min_peers: int = 1
@@ -187,11 +187,12 @@ class DiLoCo:
         states = source_of_states(run, self.collaboration, source, config.state)
         self.driver = Driver(run, self.method, self.collaboration, config.driver(), states)
         self._unscaler = Unscaler(self.method.state.model.values(), cast(torch.optim.Optimizer, self))
-        self._pace = Pace()
-        self._steps_since_offer = 0
+        self._stride = Stride(self.method.schedule, by_speed=config.steps_by_speed)
+        self.collaboration.averager.listen(self._stride.cadence.committed)
         self.driver.begin()
+        self._num_loaded = self.driver.num_loaded
         self._report()
-        self._pace.resume(time.monotonic())
+        self._stride.pace.resume(time.monotonic())
 
     @property
     def epoch(self) -> int:
@@ -206,12 +207,12 @@ class DiLoCo:
     @property
     def steps_per_round(self) -> int:
         """Local steps until this peer's next exchange, counted from its last."""
-        steps = self.method.schedule.steps_per_round
+        return self._stride.steps_per_round(self._fast_steps_per_second)
+
+    @property
+    def _fast_steps_per_second(self) -> float:
         latest = self.collaboration.latest
-        if not self.config.steps_by_speed or latest is None:
-            return steps
-        fastest = max(latest.fastest_samples_per_second, self._pace.samples_per_second)
-        return max(self.config.overlap_steps + 1, inner_steps(steps, self._pace.samples_per_second, fastest))
+        return latest.fast_steps_per_second if latest is not None else 0.0
 
     def step(
         self,
@@ -230,15 +231,17 @@ class DiLoCo:
         if not self.method.local_step(batch_size, self.config.max_grad_norm):
             self.driver.counts["bad_batches"] += 1
             logger.warning("a batch of %d samples has gradients that are not finite: it is left out", batch_size)
-        self._steps_since_offer += 1
-        self._pace.step_done(batch_size, time.monotonic())
+        stride, fast = self._stride, self._fast_steps_per_second
+        stride.steps += 1
+        stride.pace.step_done(batch_size, time.monotonic())
         self._report()
-        if self.driver.is_busy and self._steps_since_offer >= self.config.overlap_steps:
+        if self.driver.is_busy and stride.steps >= stride.overlap_steps(fast):
             self.driver.land()
         self.driver.mend()
-        if self._steps_since_offer >= self.steps_per_round:
+        self._keep_in_step()
+        if stride.is_done(fast):
             self._exchange()
-        self._pace.resume(time.monotonic())
+        stride.pace.resume(time.monotonic())
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -255,12 +258,12 @@ class DiLoCo:
 
         In another run epochs count from where that run is; the turn of the fragments goes on as it was.
         """
-        return {**self.driver.state_dict(), "steps_since_offer": self._steps_since_offer}
+        return {**self.driver.state_dict(), "steps_since_offer": self._stride.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
         self.driver.load_state_dict(state)
-        self._steps_since_offer = state["steps_since_offer"]
+        self._stride.steps = state["steps_since_offer"]
         self._report()
 
     def hand_in(self, timeout_seconds: float) -> int:
@@ -271,7 +274,7 @@ class DiLoCo:
         self.run.call(require_hub(self.run.peer.session))
         self.driver.land()
         samples = self.method.samples
-        self._steps_since_offer = 0
+        self._stride.offered()
         if not samples or self.driver.is_behind:
             return 0
         return samples if self.driver.round(timeout_seconds=timeout_seconds) else 0
@@ -281,25 +284,51 @@ class DiLoCo:
         self.driver.close()
 
     def _exchange(self) -> None:
-        """Take part in the next epoch; who is late takes over the newest state first."""
+        """Take part in the next epoch; who is late takes over the newest state first, and goes on with the others."""
         self.driver.land()
-        self._steps_since_offer = 0
-        if self.config.overlap_steps:
+        if self.config.asynchronous:
+            self._exchange_alone()
+            return
+        if self.driver.is_behind:
+            self.run.call(self.collaboration.averager.tell_late(self.epoch + 1, self.method.weight))
             self.driver.catch_up()
-            self.driver.begin_round(delay_step=True)  # of the outer optimizer: nothing that local steps touch
+        if self.driver.num_loaded != self._num_loaded:
+            self._stride.offered()
+            self._keep_in_step()
+        if not self._stride.is_done(self._fast_steps_per_second):
             return
-        if not self.config.asynchronous:
-            if self.driver.is_behind:
-                self.driver.catch_up()  # the others are in the middle of their local steps: go on with them
-            else:
-                self.driver.round()
-            return
+        stand_by = self._stand_by()
+        self._stride.offered()
+        if self.config.overlap_steps:
+            # The outer optimizer's step is delayed: nothing that local steps touch.
+            self.driver.begin_round(delay_step=True, stand_by=stand_by)
+        else:
+            self.driver.round(stand_by=stand_by)
+            self._keep_in_step()
+
+    def _exchange_alone(self) -> None:
+        """Where nobody waits for anybody, everybody is late."""
+        self._stride.offered()
         for _ in range(ASYNCHRONOUS_ATTEMPTS):
             self.driver.catch_up()
             if self.driver.round():
                 return
 
+    def _keep_in_step(self) -> None:
+        """If another state was taken over, take no more steps than the others have left."""
+        num_loaded, self._num_loaded = self._num_loaded, self.driver.num_loaded
+        if num_loaded != self._num_loaded and not self.config.asynchronous:
+            self._stride.took_over(self.run.peer.session.now())
+
+    def _stand_by(self) -> StandBy | None:
+        head, own = self.collaboration.averager.lineage.head, self.run.peer_id
+        others = sum(member.weight for member in head.members if member.peer != own) if head is not None else 0.0
+        now = self.run.peer.session.now()
+        return self._stride.stand_by(self.method.weight, others, now, self.config.grace_seconds)
+
     def _report(self) -> None:
         progress, samples, epoch = self.collaboration.progress, self.method.samples, self.epoch
-        rate = self._pace.samples_per_second
-        self.run.soon(lambda: progress.report(epoch=epoch, samples=samples, samples_per_second=rate))
+        rate, steps_rate = self._stride.pace.samples_per_second, self._stride.pace.steps_per_second
+        self.run.soon(
+            lambda: progress.report(epoch=epoch, samples=samples, samples_per_second=rate, steps_per_second=steps_rate)
+        )

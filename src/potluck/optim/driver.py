@@ -154,9 +154,9 @@ class Driver:
             return True
         return self.land()
 
-    def begin_round(self, *, delay_step: bool) -> None:
+    def begin_round(self, *, delay_step: bool, stand_by: StandBy | None = None) -> None:
         """Take part in the next epoch in the background."""
-        pending = self._start(in_background=True)
+        pending = self._start(stand_by=stand_by, in_background=True)
         self._pending = pending
         if delay_step:
             self._step_later(pending)

@@ -140,7 +140,7 @@ class OuterLoop(Method):
         if self.schedule.keeps_overlap:
             self._offered = {name: _float32(self.state.parameters[name]) for name in names}
         beside = self._copied_extra() | self.state.measures()
-        offer = Offer(lambda: self._to_travel(change) | beside, self._weight(), (self.samples, self.steps))
+        offer = Offer(lambda: self._to_travel(change) | beside, self.weight, (self.samples, self.steps))
         self.samples = self.steps = 0
         self._is_offered = True
         return offer
@@ -168,7 +168,9 @@ class OuterLoop(Method):
     def _copied_extra(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in prefixed(EXTRA, self.state.extra).items()}
 
-    def _weight(self) -> float:
+    @property
+    def weight(self) -> float:
+        """What the work since the last offer counts for."""
         match self._weighting:
             case "samples":
                 return float(self.samples)

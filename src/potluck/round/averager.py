@@ -194,6 +194,10 @@ class Averager:
         """The epoch that this peer stands by for is due."""
         self._participation.confirm()
 
+    async def tell_late(self, epoch: int, weight: float) -> None:
+        """Say that this peer would be ready now for an epoch that was made without it."""
+        await self._participation.tell_late(epoch, weight)
+
     def coordinate_by(self, config: CoordinatorConfig) -> None:
         """Where this peer coordinates, start and plan the next rounds by this."""
         self._coordinator.configure(config)

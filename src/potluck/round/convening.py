@@ -99,7 +99,10 @@ class Convener:
 
     def ready_came(self, peer: str, ready: Ready) -> None:
         """A peer says that it is ready, or that it is not any more."""
-        self._gathering.take(peer, ready, self._session.clock.monotonic())
+        now = self._session.clock.monotonic()
+        self._gathering.take(peer, ready, now)
+        if ready.sends and ready.weight > 0 and not ready.withdrawn:
+            self._trigger.came_late(ready.epoch, peer, now)
 
     def gone(self, peer: str) -> None:
         """A peer is dead, or has left."""
@@ -139,7 +142,8 @@ class Convener:
             if not is_late:
                 return Wait(LOOK_AGAIN_SECONDS)
         barred = self._barred(candidates)
-        due_at = self._due_at(candidates, barred)
+        ready = senders(candidate for candidate in candidates if candidate.peer not in barred)
+        due_at = self._due_at(candidates, ready, barred)
         if due_at is None:
             return Wait(None)
         wait_seconds = max(due_at, term.not_before) - now
@@ -147,14 +151,15 @@ class Convener:
             return Wait(wait_seconds)
         key = RoundKey(epoch=epoch, token=term.token, attempt=term.attempt)
         try:
-            return self._gathering.propose(candidates, key, hub_now=hub_now, barred=barred)
+            proposal = self._gathering.propose(candidates, key, hub_now=hub_now, barred=barred)
         except PotluckError as error:
             return NoPlan(key, str(error))
+        self._trigger.begun(epoch, ready, now)
+        return proposal
 
-    def _due_at(self, candidates: list[Candidate], barred: dict[str, str]) -> float | None:
+    def _due_at(self, candidates: list[Candidate], ready: list[ReadySender], barred: dict[str, str]) -> float | None:
         """When to start; None: that depends on who else comes."""
         roster = self._session.roster
-        ready = senders(candidate for candidate in candidates if candidate.peer not in barred)
         listening = {candidate.peer for candidate in candidates if not candidate.sends}
         due_at = self._trigger.due_at(ready, alive_trainers(roster) - barred.keys() - listening)
         return max(due_at, self._returned_by(ready)) if due_at is not None else None

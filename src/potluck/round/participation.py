@@ -162,7 +162,8 @@ class Participation:
                 self.counts["stood_by"] += 1
                 if not await self._is_wanted(wish, stand_by):
                     self.counts["stood_by_in_vain"] += 1
-                    return None
+                    if not stand_by.stays:
+                        return None
             wish.confirm()
             self._messenger.announce()
             commit = await self._until_committed(wish, timeout_seconds)
@@ -177,7 +178,7 @@ class Participation:
 
     async def _is_wanted(self, wish: Wish, stand_by: StandBy) -> bool:
         """Stand by until there is a plan, the epoch is due, or was committed by others; False: none of it in time."""
-        until = self._session.now() + stand_by.seconds
+        until = 0.0 if stand_by.stays else self._session.now() + stand_by.seconds
         wish.ready = msgspec.structs.replace(wish.ready, awaits=stand_by.awaits, until=until)
         self._messenger.announce()
         either: set[asyncio.Future[Any]] = {wish.wanted, wish.committed, self._session.ended}
@@ -190,6 +191,11 @@ class Participation:
         """The epoch that this peer stands by for is due."""
         if self._wish is not None:
             self._wish.confirm()
+
+    async def tell_late(self, epoch: int, weight: float) -> None:
+        """Say that this peer would be ready for an epoch now that others have made: so it is seen how late it is."""
+        session = self._session.card.session
+        await self._messenger.publish(Ready(session=session, epoch=epoch, weight=weight, token=self._lease.token))
 
     async def _until_committed(self, wish: Wish, timeout_seconds: float) -> Commit:
         ended = self._session.ended

@@ -1,7 +1,8 @@
 """When to start a round (pure): the coordinator asks, a run's mode of training answers.
 
-A trigger sees who is ready and who else trains, and names the time at which a round should start. It keeps nothing that
-a new coordinator would lack, to decide as the old one would have.
+A trigger sees who is ready and who else trains, and names the time at which a round should start. It is also told when
+a round begins and who came too late for it, so that it can learn how long waiting pays off. What it has learnt is a
+convenience: a new coordinator learns it anew.
 """
 
 from __future__ import annotations
@@ -39,6 +40,14 @@ class Trigger(Protocol):
         """When to start, given who is ready and which trainers are alive; None: not with these."""
         ...
 
+    def begun(self, epoch: int, ready: Sequence[ReadySender], now: float) -> None:
+        """A round for this epoch begins now, with these."""
+        ...
+
+    def came_late(self, epoch: int, peer: str, now: float) -> None:
+        """A peer says now that it is ready for an epoch whose round may have begun without it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quorum:
@@ -72,6 +81,12 @@ class Quorum:
             return None
         missing = trainers - {sender.peer for sender in ready}
         return reached_at + self.grace_seconds if missing else -math.inf
+
+    def begun(self, epoch: int, ready: Sequence[ReadySender], now: float) -> None:
+        """Its window is always the same."""
+
+    def came_late(self, epoch: int, peer: str, now: float) -> None:
+        """Its window is always the same."""
 
     def _reached_at(self, ready: Sequence[ReadySender]) -> float | None:
         weight = 0.0

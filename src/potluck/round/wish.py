@@ -22,8 +22,11 @@ class StandBy:
     seconds: float
     """How long to stand by."""
 
-    word_seconds: float
+    word_seconds: float = 0.0
     """How long a plan may be on its way that was made in the last moment."""
+
+    stays: bool = False
+    """Afterwards to be ready like everybody else, and not to go away."""
 
 
 @dataclass(slots=True)

@@ -76,6 +76,11 @@ def added(book: ContributionBook, commit: Commit, names: dict[str, str]) -> Cont
     return msgspec.structs.replace(book, epoch=commit.epoch, missed=missed, peers=peers, coordinators=coordinators)
 
 
+def given_by(peer: str, commit: Commit) -> float:
+    """The samples of a peer that an epoch holds, as the book and receipts count them."""
+    return sum(member.weight for member in commit.members if member.peer == peer)
+
+
 class ContributionDesk(CommitDesk):
     """Writes the book while this peer holds the coordinator's lease."""
 

@@ -72,6 +72,7 @@ class DiLoCo(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
     """Many local steps, then one exchange: for slow lines."""
 
     inner_steps: AtLeastOne = 100
+    steps_by_speed: bool = True  # slow peers take fewer of them, so that all are done at the same time
     outer_learning_rate: Positive = 0.7
     outer_momentum: Share = 0.9
     min_peers: AtLeastOne = 1

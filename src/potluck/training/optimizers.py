@@ -62,6 +62,7 @@ def options_of(manifest: Manifest) -> dict[str, Any]:
     return {
         **for_all,
         "inner_steps": training.inner_steps,
+        "steps_by_speed": training.steps_by_speed,
         "num_fragments": training.num_fragments,
         "overlap_steps": training.overlap_steps,
         "mixing": training.mixing,

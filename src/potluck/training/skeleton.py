@@ -29,6 +29,7 @@ algorithm = "sync"           # sync: one large batch of all peers' samples per u
 target_batch_size = 256      # … of so many samples. May change while the run trains.
 # algorithm = "diloco"       # many local steps, then one exchange: for slow lines
 # inner_steps = 100
+# steps_by_speed = true      # slow peers take fewer of them, so that all are ready at the same time
 
 [optimizer]        # the learning rate, weight decay and betas may change while the run trains
 name = "adamw"               # or adam, sgd

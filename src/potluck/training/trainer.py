@@ -24,9 +24,11 @@ from potluck.optim.diloco import DiLoCo
 from potluck.optim.optimizer import Optimizer
 from potluck.peer.lease import LeaseView
 from potluck.recipes.recipe import Batch, Recipe, RecipeConfig, require_downloads
+from potluck.round.plan import Commit
 from potluck.run.joined import Joined
 from potluck.state.keeper import StateConfig
 from potluck.training.batchsize import BatchSearch, find_batch_size, to_device, wait_for
+from potluck.training.contributions import given_by
 from potluck.training.curriculum import data_at
 from potluck.training.feed import AHEAD_BATCHES, Feed
 from potluck.training.helping import Desks
@@ -93,11 +95,21 @@ class TrainProgress:
 
     epoch: int
     steps: int
-    samples: int  # of this peer, since it started
+    samples: int  # that this peer has computed since it started
     loss: float  # smoothed
     samples_per_second: float
     paused: bool = False
     handed_in: int = 0  # samples that would have been lost by leaving at once
+    given: int = 0  # samples of it that epochs hold, as the run's book says
+
+    def describe_given(self) -> str:
+        """For a person who leaves: what is in the model, and what of the work is not."""
+        if self.given >= self.samples:
+            return f"You gave {self.given:,} samples, up to epoch {self.epoch}. Thank you!"
+        return (
+            f"You gave {self.given:,} samples, up to epoch {self.epoch}; {self.samples - self.given:,} more that you "
+            "computed came too late for an epoch. Thank you!"
+        )
 
 
 class Trainer:
@@ -144,6 +156,9 @@ class Trainer:
         self._seed = zlib.crc32(run.peer_id.encode())
         self.steps = 0
         self.samples = 0
+        self.given = 0.0
+        """Samples of this peer that committed epochs hold."""
+        self.optimizer.collaboration.averager.listen(self._committed)
         self.loss = float("nan")
 
     @property
@@ -189,6 +204,9 @@ class Trainer:
         if self._is_paused() or self._is_over():
             return 0
         return optimizer.method.samples if isinstance(optimizer, DiLoCo) else optimizer.samples
+
+    def _committed(self, commit: Commit) -> None:
+        self.given += given_by(self._run.peer_id, commit)
 
     def _data(self) -> RecipeConfig:
         return data_at(self._recipe, self._manifest(), self.optimizer.epoch)
@@ -331,7 +349,15 @@ class Trainer:
 
     def _progress(self, started: float, *, paused: bool = False) -> TrainProgress:
         seconds = max(time.monotonic() - started, 1e-9)
-        return TrainProgress(self.optimizer.epoch, self.steps, self.samples, self.loss, self.samples / seconds, paused)
+        return TrainProgress(
+            epoch=self.optimizer.epoch,
+            steps=self.steps,
+            samples=self.samples,
+            loss=self.loss,
+            samples_per_second=self.samples / seconds,
+            paused=paused,
+            given=round(self.given),
+        )
 
 
 async def _open_desks(run: Joined, optimizer: SharedOptimizer, manifest: Callable[[], Manifest]) -> Desks:

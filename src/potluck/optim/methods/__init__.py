@@ -2,7 +2,7 @@
 
 Outer optimizers: what becomes of the averaged change of the parameters.
     outer.py       the interface; plain SGD and Nesterov momentum, as DiLoCo uses them
-    delayed.py     delayed Nesterov, for changes that arrive one by one; inner steps by speed (DyLU)
+    delayed.py     delayed Nesterov, for changes that arrive one by one
 
 Transforms: codecs with a memory, before and after the average.
     transform.py   the interface; error feedback
@@ -15,4 +15,6 @@ Transforms: codecs with a memory, before and after the average.
 When and what:
     streaming.py   fragments of a model, each synchronised on its own, overlapped and mixed
     quorum.py      merge at a quorum plus a grace window that adapts; weights by tokens
+    dylu.py        local steps by speed (DyLU)
+    cadence.py     when the next round should be, for a peer that missed one
 """

@@ -1,5 +1,4 @@
-"""Asynchronous outer steps: changes arrive one by one, and momentum is delayed (Delayed Nesterov), and
-how many inner steps a slow peer takes (DyLU).
+"""Asynchronous outer steps: changes arrive one by one, and momentum is delayed (Delayed Nesterov).
 
 If every arriving change g took a Nesterov step, N peers would shake the momentum N times as often as it was tuned for.
 So it changes only with every N-th arrival, by the mean of the changes since, and in between changes act as plain SGD:
@@ -17,7 +16,6 @@ Nesterov.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,13 +80,3 @@ class DelayedNesterov(OuterOptimizer):
     def load_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Take over somebody's count."""
         self._arrivals = {name: int(count) for name, count in numbers.get("arrivals", {}).items()}
-
-
-def inner_steps(most_steps: int, samples_per_second: float, fastest_samples_per_second: float) -> int:
-    """DyLU: the inner steps of a peer with this speed, ⌊H·v/v_max⌋ and at least 1, so that all take equally long."""
-    if most_steps < 1:
-        raise ConfigurationError(f"{most_steps} inner steps: take 1 or more")
-    if not (samples_per_second > 0 and fastest_samples_per_second > 0):
-        return most_steps
-    ratio = min(1.0, samples_per_second / fastest_samples_per_second)
-    return max(1, math.floor(most_steps * ratio))

@@ -1,10 +1,14 @@
-"""Merging at a quorum: who is late is waited for, but only as long as waiting has paid off (pure).
+"""Merging at a quorum: who is late is waited for, as long as waiting pays off (pure).
 
 A round starts when K trainers are ready and the others have had their grace. The grace window follows the lateness that
-was seen in the rounds before: long enough for a peer that is usually a little late, and no longer. Lateness is seen
-only of those who came in time, so that by this alone the window would shrink until ordinary jitter shuts peers out, and
-who is shut out has to fetch the state. So it is never less than a quarter of the time from one round to the next: a
-peer that is out of reach costs the others that much, and one that is shut out would lose four times as much.
+was seen in the rounds before: of those who came in time, and of those whom the round began without. These say when they
+would have been ready, so that a window that is too short grows.
+
+It is measured against the *work* of a round, the time from the start of the one before until the quorum is there again:
+
+    at least a third of it    ordinary jitter shuts nobody out: who is shut out has to fetch the state
+    learnt up to all of it    who comes later than that is not waited for, since the others would stand still for longer
+                              than they work. Its work is not lost: it counts in a later round (outerloop.py)
 
 A coordinator that trains nothing, as a host's, is not told how its run was set up: it does as most trainers would.
 
@@ -13,8 +17,9 @@ A peer's contribution weighs tokens · (tokens/steps): the more it has seen, and
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Self
 
@@ -25,7 +30,8 @@ from potluck.round.specs import StartSpec
 from potluck.round.trigger import Quorum, ReadySender
 
 KEPT_ROUNDS = 16
-LEAST_SHARE = 0.25  # of the time from one round to the next
+LEAST_SHARE = 1 / 3  # of a round's work
+LEAST_REACH_SECONDS = 2.0  # where the work of a round takes milliseconds, a busy machine is late by more than all of it
 LONGEST_GRACE_SECONDS = 300.0  # that trainers can make a host wait
 
 
@@ -38,41 +44,51 @@ class AdaptiveGrace:
         self.least_seconds = least_seconds
         self.most_seconds = most_seconds
         self._margin = margin
-        self._lateness: deque[float] = deque(maxlen=KEPT_ROUNDS)
-        self._intervals: deque[float] = deque(maxlen=KEPT_ROUNDS)
+        self._latest: deque[float] = deque(maxlen=KEPT_ROUNDS)  # how late the last one was, by round
+        self._work: deque[float] = deque(maxlen=KEPT_ROUNDS)
 
     @property
     def seconds(self) -> float:
-        """The window: nine in ten of the lateness seen lately, and a margin; and a share of a round's time.
+        """The window: what would have done in nine of ten of the rounds before, and a margin; and a share of the work.
 
         Nothing is known before the second round.
         """
-        if not (self._lateness and self._intervals):
+        if not self._work:
             return max(self.most_seconds / 4, self.least_seconds)
-        ordered = sorted(self._lateness)
-        typical = ordered[(9 * (len(ordered) - 1)) // 10]
-        share = LEAST_SHARE * median(self._intervals)
+        ordered = sorted(self._latest)
+        typical = ordered[math.ceil(0.9 * len(ordered)) - 1]
+        share = LEAST_SHARE * median(self._work)
         return min(max(self._margin * typical, share, self.least_seconds), self.most_seconds)
 
-    def rounds_are_apart(self, seconds: float) -> None:
-        """So long after the one before a quorum was there again."""
-        self._intervals.append(seconds)
+    @property
+    def reach_seconds(self) -> float:
+        """Who comes later than this after the quorum is not waited for: a round's usual work."""
+        return max(median(self._work), LEAST_REACH_SECONDS) if self._work else self.most_seconds
 
-    def observe(self, lateness_seconds: Sequence[float]) -> None:
-        """A round is over: how long after the quorum each of the others was ready, as far as they came."""
-        self._lateness.extend(late for late in lateness_seconds if 0.0 <= late <= self.most_seconds)
+    def round_begins(self, work_seconds: float | None) -> None:
+        """Another round begins. Its quorum was there so long after the one before began; None: that is not known."""
+        if work_seconds is not None and work_seconds > 0:
+            self._work.append(work_seconds)
+        self._latest.append(0.0)
+
+    def observe(self, lateness_seconds: float) -> None:
+        """Of the round that began last: so long after the quorum another one was ready, in time or not."""
+        if self._latest and 0.0 <= lateness_seconds <= min(self.reach_seconds, self.most_seconds):
+            self._latest[-1] = max(self._latest[-1], lateness_seconds)
 
 
 class AdaptiveQuorum:
-    """A trigger (round/trigger.py) with such a window. Its memory is a convenience: a new coordinator learns anew."""
+    """A trigger (round/trigger.py) with such a window."""
 
     def __init__(self, *, min_senders: int = 1, grace: AdaptiveGrace | None = None) -> None:
         if min_senders < 1:
             raise ConfigurationError(f"min_senders={min_senders}: a round needs at least 1 peer that contributes")
         self.grace = grace or AdaptiveGrace()
         self._min_senders = min_senders
-        self._seen: dict[str, float] = {}
-        self._reached_at: float | None = None
+        self._epoch: int | None = None  # whose round began last
+        self._began_at = 0.0
+        self._reached_at = 0.0
+        self._came: set[str] = set()  # for it, in time or not
 
     @classmethod
     def of(cls, start: StartSpec) -> Self:
@@ -90,21 +106,31 @@ class AdaptiveQuorum:
 
     def due_at(self, ready: Sequence[ReadySender], trainers: frozenset[str]) -> float | None:
         """As Quorum, with the window as it is now."""
-        now_ready = {sender.peer: sender.since for sender in ready}
-        if any(self._seen[peer] != now_ready.get(peer) for peer in self._seen):  # another round has begun
-            self._learn(self._seen)
-        self._seen = now_ready
         quorum = Quorum(min_senders=self._min_senders, grace_seconds=self.grace.seconds)
         return quorum.due_at(ready, trainers)
 
-    def _learn(self, since: Mapping[str, float]) -> None:
-        if len(since) >= self._min_senders:
-            times = sorted(since.values())
-            reached_at, before = times[self._min_senders - 1], self._reached_at
-            self._reached_at = reached_at
-            if before is not None and reached_at > before:
-                self.grace.rounds_are_apart(reached_at - before)
-            self.grace.observe([time - reached_at for time in times[self._min_senders :]])
+    def begun(self, epoch: int, ready: Sequence[ReadySender], now: float) -> None:
+        """Learn from those who came in time. Another attempt at an epoch says nothing new of its work."""
+        times = sorted(sender.since for sender in ready)
+        if len(times) < self._min_senders:
+            return
+        if epoch != self._epoch:
+            self._reached_at = times[self._min_senders - 1]
+            self.grace.round_begins(self._reached_at - self._began_at if self._epoch is not None else None)
+            self._epoch, self._came = epoch, set()
+        self._began_at = now
+        for sender in ready:
+            self._observe(sender.peer, sender.since)
+
+    def came_late(self, epoch: int, peer: str, now: float) -> None:
+        """Learn from those who did not."""
+        if epoch == self._epoch:
+            self._observe(peer, now)
+
+    def _observe(self, peer: str, at: float) -> None:
+        if peer not in self._came:
+            self._came.add(peer)
+            self.grace.observe(max(0.0, at - self._reached_at))
 
 
 class ByMost:
@@ -134,6 +160,14 @@ class ByMost:
         if start != self._quorum.start:
             self._quorum = AdaptiveQuorum.of(start)
         return self._quorum.due_at(ready, trainers)
+
+    def begun(self, epoch: int, ready: Sequence[ReadySender], now: float) -> None:
+        """As they would."""
+        self._quorum.begun(epoch, ready, now)
+
+    def came_late(self, epoch: int, peer: str, now: float) -> None:
+        """As they would."""
+        self._quorum.came_late(epoch, peer, now)
 
     def _chosen(self, num_trainers: int) -> StartSpec:
         for start, num_votes in Counter(self._said.values()).most_common(1):

@@ -100,13 +100,21 @@ class ProgressKeeper:
     # What this peer says
 
     def report(
-        self, *, epoch: int, samples: int, samples_per_second: float, eager: bool = False, leaving: bool = False
+        self,
+        *,
+        epoch: int,
+        samples: int,
+        samples_per_second: float,
+        steps_per_second: float = 0.0,
+        eager: bool = False,
+        leaving: bool = False,
     ) -> None:
         """This peer has so many samples for the epoch after `epoch`; `eager`: say so at once; `leaving`: no more.
 
         That it is at another epoch than before it says at once too: the coordinator predicts by it.
         """
-        told = {"epoch": epoch, "samples": samples, "samples_per_second": samples_per_second, "leaving": leaving}
+        rates = {"samples_per_second": samples_per_second, "steps_per_second": steps_per_second}
+        told = {"epoch": epoch, "samples": samples, **rates, "leaving": leaving}
         self._session.update_beacon(**told, target=self._tracker.target or 0, counted_at=self._session.now())
         self._told_samples = samples
         if self._lease.token:

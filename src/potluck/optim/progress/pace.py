@@ -32,6 +32,11 @@ class Pace:
         """0 while nothing is known."""
         return self._seconds_per_step
 
+    @property
+    def steps_per_second(self) -> float:
+        """0 while nothing is known."""
+        return 1.0 / self._seconds_per_step if self._seconds_per_step > 0 else 0.0
+
     def resume(self, now: float) -> None:
         """Computing goes on from here."""
         self._since = now

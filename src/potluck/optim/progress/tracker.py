@@ -20,6 +20,7 @@ import msgspec
 from potluck.errors import ConfigurationError
 from potluck.hub.presence import Beacon
 from potluck.messages import Message
+from potluck.optim.methods.dylu import fast_rate
 
 FORGET_SECONDS = 10.0  # the guard gives up a peer that was silent for so long, and so do we
 LARGEST_COUNT = 10**12  # samples of one peer in one epoch: more is nonsense, and would start every round at once
@@ -39,7 +40,7 @@ class RunProgress(Message, frozen=True, kw_only=True):
     samples: Count = 0  # handed in by all since then
     target: Count = 0  # of them make an epoch; 0: nobody has said
     samples_per_second: Rate = 0.0
-    fastest_samples_per_second: Rate = 0.0  # of one peer
+    fast_steps_per_second: Rate = 0.0  # local steps of the fast peers (methods/dylu.py); 0: nobody has said
     num_trainers: Count = 0  # that are at this epoch
     num_behind: Count = 0  # whose state is of an earlier one
     due_in_seconds: Rate | None = None  # predicted; None: nobody can tell
@@ -61,6 +62,7 @@ class _Known:
     epoch: int
     samples: int
     samples_per_second: float
+    steps_per_second: float
     target: int
     leaving: bool
     heard_at: float
@@ -83,11 +85,12 @@ class ProgressTracker:
         """Take in a beacon, whose count is so old. What cannot be is left out: it comes from anybody."""
         if peer not in self._peers and len(self._peers) >= MAX_PEERS:
             return
-        rate = beacon.samples_per_second
+        rate, steps_rate = beacon.samples_per_second, beacon.steps_per_second
         self._peers[peer] = _Known(
             epoch=beacon.epoch,
             samples=beacon.samples if 0 <= beacon.samples <= LARGEST_COUNT else 0,
             samples_per_second=rate if 0.0 <= rate <= LARGEST_COUNT else 0.0,
+            steps_per_second=steps_rate if 0.0 <= steps_rate <= LARGEST_COUNT else 0.0,
             target=beacon.target if 0 < beacon.target <= LARGEST_COUNT else 0,
             leaving=beacon.leaving,
             heard_at=now,
@@ -122,7 +125,7 @@ class ProgressTracker:
             samples=samples,
             target=target,
             samples_per_second=rate,
-            fastest_samples_per_second=max((known.samples_per_second for known in current), default=0.0),
+            fast_steps_per_second=fast_rate(known.steps_per_second for known in self._peers.values()),
             num_trainers=sum(1 for known in current if known.samples or known.samples_per_second),
             num_behind=sum(1 for known in self._peers.values() if self._by_now(known).epoch < self.epoch),
             due_in_seconds=due_in_seconds,

@@ -8,10 +8,15 @@ is handed in (a step is done in it, and the coordinator may count on it); its sa
 as the first trainer of the run, and as a newcomer who has to load the state (300 MB with Adam's statistics) from
 another who trains on the same two cores. The baseline is a plain PyTorch process that imports torch, makes the same
 model and does one step.
+
+What the newcomer costs the other is its samples per second while the newcomer comes in, against those of the same time
+just before; once as they are, and once between rounds: a round of two takes time that a lone trainer does not spend,
+however states travel. "giver_slowdown" is 0.1 where the giver computes a tenth less.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -19,10 +24,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from harness import parser, report, say
 from potluck.testing.processes import Children, ManagedProcess
@@ -30,6 +39,7 @@ from potluck.testing.processes import Children, ManagedProcess
 POTLUCK = (sys.executable, "-m", "potluck.cli")
 PATIENCE_SECONDS = 300.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+ALONE_SECONDS = 12.0  # how long the giver trains alone before the newcomer starts
 RUN_FILE = """\
 name = "first"
 recipe = "stdlib-lm"
@@ -76,6 +86,50 @@ def until(process: ManagedProcess, is_it: Callable[[dict[str, Any]], bool]) -> t
     raise SystemExit(f"{process.name} did not do what is measured:\n{process.output()[-3000:]}")
 
 
+@dataclass(frozen=True)
+class Moment:
+    """How far a trainer was, and when that was seen."""
+
+    at: float
+    epoch: int
+    samples: int
+
+
+class Pace:
+    """Follows what a trainer says of itself."""
+
+    def __init__(self, process: ManagedProcess) -> None:
+        self._process = process
+        self._moments: list[Moment] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._follow)
+
+    def __enter__(self) -> Pace:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._is_over.wait(0.02):
+            told = [event for event in events(self._process) if event["event"] == "progress"]
+            now = time.monotonic()
+            self._moments += [Moment(now, e["epoch"], e["samples"]) for e in told[len(self._moments) :]]
+
+    def samples_per_second(self, begin: float, end: float, *, between_rounds: bool) -> float:
+        """In that time; leaving aside, where that is wanted, whatever a round was in."""
+        moments = [moment for moment in self._moments if begin <= moment.at <= end]
+        pairs = list(itertools.pairwise(moments))
+        if between_rounds:
+            pairs = [(before, after) for before, after in pairs if before.epoch == after.epoch]
+        seconds = sum(after.at - before.at for before, after in pairs)
+        if not seconds:
+            raise SystemExit(f"{self._process.name} said nothing of itself from {begin:.1f} to {end:.1f}")
+        return sum(after.samples - before.samples for before, after in pairs) / seconds
+
+
 class Volunteer:
     """One `potluck join`, and when it got how far."""
 
@@ -85,7 +139,7 @@ class Volunteer:
         self.process = children.spawn([*POTLUCK, "join", link, *key, "--json"], name=name, env=ONE_THREAD)
 
     def seconds(self) -> dict[str, float]:
-        """Until each of the moments."""
+        """Until each of the moments; and what it had used of a processor at its first sample."""
         moments = {
             "in_the_run": lambda e: e["event"] == "joined" and "name" not in e,
             "torch_imported": lambda e: e["event"] == "prepared" and e["what"] == "torch",
@@ -94,9 +148,10 @@ class Volunteer:
             "first_sample": lambda e: e["event"] == "progress" and e["samples"] > 0,
         }
         found = {name: until(self.process, is_it) for name, is_it in moments.items()}
+        used = psutil.Process(self.process.pid).cpu_times()
         first_epoch = found["first_sample"][0]["epoch"]
         found["first_epoch"] = until(self.process, lambda e: e["event"] == "progress" and e["epoch"] > first_epoch)
-        return {name: at - self.started for name, (_, at) in found.items()}
+        return {name: at - self.started for name, (_, at) in found.items()} | {"processor": used.user + used.system}
 
     def leave(self) -> None:
         """Ctrl-C."""
@@ -113,13 +168,28 @@ def measure(folder: Path) -> dict[str, dict[str, float]]:
         link = until(host, lambda e: e["event"] == "ready")[0]["link"]
         first = Volunteer(children, folder, link, "first")
         found = {"first": first.seconds()}
-        newcomer = Volunteer(children, folder, link, "newcomer")
-        found["newcomer"] = newcomer.seconds()
+        until(first.process, lambda e: e["event"] == "batch size")
+        with Pace(first.process) as pace:
+            time.sleep(ALONE_SECONDS)
+            newcomer = Volunteer(children, folder, link, "newcomer")
+            found["newcomer"] = newcomer.seconds()
+        found["giver"] = slowdown(pace, newcomer.started, found["newcomer"]["first_sample"])
         newcomer.leave()
         first.leave()
         os.kill(host.pid, signal.SIGINT)
         host.wait(PATIENCE_SECONDS)
     return found
+
+
+def slowdown(pace: Pace, came_at: float, seconds: float) -> dict[str, float]:
+    """By how much the giver was slower while somebody came in, as a share of its speed before."""
+
+    def lost(*, between_rounds: bool) -> float:
+        before = pace.samples_per_second(came_at - ALONE_SECONDS, came_at, between_rounds=between_rounds)
+        meanwhile = pace.samples_per_second(came_at, came_at + seconds, between_rounds=between_rounds)
+        return 1 - meanwhile / before
+
+    return {"slowdown": lost(between_rounds=True), "slowdown_with_rounds": lost(between_rounds=False)}
 
 
 def plain_seconds() -> float:
@@ -144,7 +214,7 @@ def main() -> None:
             runs.append(measure(Path(folder)))
         say(json.dumps(runs[-1]))
     figures: dict[str, Any] = {
-        f"{who}_{what}_seconds": statistics.median(run[who][what] for run in runs)
+        f"{who}_{what}" + ("" if who == "giver" else "_seconds"): statistics.median(run[who][what] for run in runs)
         for who, moments in runs[0].items()
         for what in moments
     }

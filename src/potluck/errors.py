@@ -17,7 +17,8 @@
     │   ├── RevisionConflictError   somebody else changed the record first
     │   ├── RoundFailedError        an epoch was not committed in time; names the phase and the peers
     │   ├── StateUnavailableError   no peer that can be believed serves the state that is wanted
-    │   └── BackupError             a backup could not be written or read
+    │   ├── BackupError             a backup could not be written or read
+    │   └── QueueFullError          a queue, or the buffer in front of it, has no room
     ├── PeerError                   one peer is at fault: go on without it
     │   ├── PeerUnreachableError    no path to it, or it left
     │   ├── NotFiniteError          its values hold NaN or infinity
@@ -105,6 +106,10 @@ class StateUnavailableError(RetryableError):
 
 class BackupError(RetryableError):
     """A backup could not be written or read. Training goes on without it."""
+
+
+class QueueFullError(RetryableError):
+    """A queue has as many items or bytes as its owner allows, or the buffer for times without a hub is full."""
 
 
 class PeerError(PotluckError):

@@ -13,7 +13,7 @@ import msgspec
 
 from potluck.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # 1: cards were not signed, relayed packets not sealed
 MAX_MESSAGE_BYTES = 256 * 1024  # a control message; tensors travel as raw frames beside it
 
 

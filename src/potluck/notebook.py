@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from potluck.errors import ConfigurationError, StoppedError
+from potluck.hub.guard.lobby import why_we_wait
 from potluck.hub.joinlink import JoinLink
 from potluck.monitor.lossplot import plot_loss
 from potluck.optim.progress.tracker import RunProgress
@@ -91,7 +92,7 @@ def _joined(link: str, name: str, screen: Screen) -> Joined:
         client_mode=True,
         websocket_only=any(place.websocket_port is not None for place in places),
         wait_seconds=WAIT_SECONDS,
-        on_waiting=lambda answer: screen.show(f"<p>Waiting for an organiser to let you in, place {answer.place} …</p>"),
+        on_waiting=lambda answer: screen.show(f"<p>{html.escape(why_we_wait(answer))} …</p>"),
     )
 
 

@@ -107,6 +107,10 @@ class LabRun:
         process.interrupt()
         assert process.wait(PATIENCE_SECONDS) == 0, process.tail()
 
+    def until_dead(self, peer: RunningPeer) -> Any:
+        """Wait until the host says that a peer is dead, and return what it says."""
+        return json.loads(self._process.wait_for_line(f'"event":"dead","peer":"{peer.id}"', 80.0).string)
+
     def doubts(self) -> list[str]:
         """What the host has said of peers that were suspect or dead."""
         lines = self._process.output().splitlines()

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import httpx
 import pytest
 from browser import Visit, open_browser
 from commandline import PATIENCE_SECONDS, POTLUCK, Terminal, events, until_event
@@ -21,6 +22,7 @@ from playwright.sync_api import Browser, Locator
 
 from potluck.hub.joinlink import JoinLink
 from potluck.monitor.dashboard import charts
+from potluck.monitor.dashboard.gate import TRIES
 from potluck.testing.faults import Faults
 from potluck.testing.polling import poll_until_sync
 from potluck.testing.processes import Children, ManagedProcess
@@ -129,6 +131,19 @@ def test_a_stranger_cannot_control(bakery: Bakery) -> None:
             urllib.request.urlopen(foreign, timeout=PATIENCE_SECONDS)
     headers, _ = _get(bakery.url + "/")
     assert "frame-ancestors 'none'" in headers["content-security-policy"]
+
+
+def test_wrong_tokens_are_limited_and_the_right_one_still_works(bakery: Bakery) -> None:
+    def log_in(token: str, **headers: str) -> int:
+        form = {"token": token, "name": "Olga"}
+        return httpx.post(f"{bakery.url}/login", data=form, headers=headers, timeout=PATIENCE_SECONDS).status_code
+
+    assert [log_in("x" * 32) for _ in range(TRIES + 1)][-1] == 429
+    for number in range(TRIES):  # no header makes a guesser somebody else, nor a plain connection a private one
+        forwarded = {"X-Forwarded-For": f"192.0.2.{number}", "X-Forwarded-Proto": "https"}
+        assert log_in(bakery.token, **forwarded) == 403
+    assert log_in("x" * 32) == 429
+    assert log_in(bakery.token) == 303
 
 
 def test_who_is_dropped_from_a_round_is_seen_at_once_and_why(bakery: Bakery) -> None:

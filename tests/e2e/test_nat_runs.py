@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from labrun import MIB, LabRun, RunningPeer, check_nothing_repeated, exchange, finish
 
+from potluck.hub.guard.presencecore import PresenceConfig
 from potluck.testing.cuts import How
 from potluck.testing.natlab import NatLab
 
@@ -63,6 +65,16 @@ def test_a_client_peer_exchanges_64_mb_directly_with_a_full_one(lab: NatLab, run
         assert report["relay_bytes"] < MIB
         check_nothing_repeated(peer)
     assert run.doubts() == []
+
+
+def test_a_machine_that_vanishes_is_not_taken_for_a_busy_one(lab: NatLab, run: LabRun) -> None:
+    home = lab.behind_nat("alice")
+    alice = run.join(home)
+    home.block(how="drop")  # a power failure: nothing closes, and nothing acknowledges
+    dead = run.until_dead(alice)
+    silent = re.search(r"not heard for ([\d.]+) s", dead["reason"])
+    assert silent is not None, dead
+    assert float(silent.group(1)) < PresenceConfig().busy_seconds
 
 
 # What TCP makes of 1% loss depends on its congestion control: BBR hardly notices, CUBIC crawls.

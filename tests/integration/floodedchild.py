@@ -11,7 +11,7 @@ import hashlib
 import sys
 import time
 
-from relaynodes import QUICK, SUBJECTS, Answer, Question, presence
+from relaynodes import QUICK, SUBJECTS, Answer, Question, keys_of, presence
 
 from potluck.clock import SystemClock
 from potluck.hub.address import HubAddress
@@ -37,7 +37,7 @@ async def suffer(url: str, seed: bytes, tolerated_bytes: int, peers: list[str]) 
     links = Links(me, "s", SystemClock())
     config = RelayConfig(manners=MannersConfig(tolerated_bytes=tolerated_bytes))
     relay = RelayCarrier(
-        links, me, SUBJECTS, SlowWire(HubAddress(servers=(url,)), seed=seed, config=QUICK), config=config
+        links, me, SUBJECTS, SlowWire(HubAddress(servers=(url,)), seed=seed, config=QUICK), keys_of(me), config=config
     )
     links.add_carrier(relay)
 

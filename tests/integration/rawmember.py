@@ -30,10 +30,10 @@ class RawMember:
         self._next_subscription = 0
 
     @classmethod
-    async def open(cls, server: str, seed: bytes, name: str) -> RawMember:
-        """Connect and prove the key."""
+    async def open(cls, server: str, seed: bytes, name: str, *, source: str = "127.0.0.1") -> RawMember:
+        """Connect, from the address `source`, and prove the key."""
         host, port = server.removeprefix("nats://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
         info = json.loads((await reader.readline()).removeprefix(b"INFO "))
         signer = Signer(seed)
         options = {
@@ -81,6 +81,13 @@ class RawMember:
                 elif kind in ("MSG", "HMSG"):
                     heard.messages.append(rest[0])
                     await self._reader.readexactly(int(rest[-1]) + 2)
+
+    async def until_cut(self) -> None:
+        """Wait until the hub hangs up."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            with suppress(ConnectionError):
+                while await self._reader.read(4096):
+                    pass
 
     async def close(self) -> None:
         """Hang up, if the hub has not."""

@@ -6,12 +6,15 @@ import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
 from potluck.hub.address import HubAddress
 from potluck.hub.bulk.wire import BulkWire, BulkWireConfig
 from potluck.hub.guard.permissions import bulk_permissions
 from potluck.hub.presence import Card, Presence
 from potluck.hub.subjects import Subjects
 from potluck.link.carrier import Carrier
+from potluck.link.direct.greeting import LinkKeys
 from potluck.link.relay.carrier import RelayCarrier, RelayConfig
 from potluck.messages import Message
 from potluck.testing.plainhub import PlainUser
@@ -36,10 +39,14 @@ def member() -> PlainUser:
     return user.with_permissions(bulk_permissions(SUBJECTS, user.peer))
 
 
+def keys_of(peer: str) -> LinkKeys:
+    """The link keys of a peer: every process that plays it in a test has the same."""
+    return LinkKeys(X25519PrivateKey.from_private_bytes(hashlib.sha256(peer.encode()).digest()))
+
+
 def presence(peer: str, session: str = "s") -> Presence:
-    return Presence(
-        peer=peer, card=Card(session=session, role="trainer"), state="alive", host="127.0.0.1", person="somebody"
-    )
+    card = Card(session=session, role="trainer", link_key=keys_of(peer).link_key)
+    return Presence(peer=peer, card=card, state="alive", host="127.0.0.1", person="somebody")
 
 
 class Recorder:
@@ -78,7 +85,12 @@ class Node:
         self.peer = user.peer
         self.events = Recorder()
         self.carrier = RelayCarrier(
-            self.events, user.peer, SUBJECTS, BulkWire(address, seed=user.seed, config=QUICK), config=config
+            self.events,
+            user.peer,
+            SUBJECTS,
+            BulkWire(address, seed=user.seed, config=QUICK),
+            keys_of(user.peer),
+            config=config,
         )
 
     def meet(self, *peers: str) -> None:

@@ -27,7 +27,9 @@ from potluck.testing.processes import Children, ManagedProcess
 
 RUN = "bakery"
 PATIENCE_SECONDS = 40.0  # for whatever should happen soon: the machine may be busy
-QUICK = PresenceConfig(suspect_after_seconds=2.0, dead_after_seconds=4.0)  # for those who wait for a death by silence
+QUICK = PresenceConfig(
+    suspect_after_seconds=2.0, dead_after_seconds=4.0, busy_seconds=4.0
+)  # for those who wait for a death by silence
 LOOPBACK = ("tcp://127.0.0.1:0",)
 
 

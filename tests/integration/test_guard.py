@@ -25,18 +25,21 @@ from rawmember import RawMember
 
 from potluck.errors import ConfigurationError, NotAdmittedError, PermissionDeniedError, ProtocolError
 from potluck.hub.connection import Delivery, Entry
+from potluck.hub.guard import lobbycrowd
+from potluck.hub.guard.door import DoorLimits
 from potluck.hub.guard.guard import Guard
 from potluck.hub.guard.lobby import Answer, Application, waiting_subject
 from potluck.hub.guard.member import Member, Policy, Scopes
 from potluck.hub.guard.organise import Organiser
 from potluck.hub.guard.presencecore import PresenceConfig
+from potluck.hub.keys import Signer, new_seed
 from potluck.hub.nats.connection import NatsConnection
-from potluck.hub.presence import Beacon, Presence
+from potluck.hub.presence import Beacon, Card, CardAnswer, Presence, with_link_proof
 from potluck.messages import decode, encode
 from potluck.testing.polling import poll_until
 from potluck.testing.processes import Children
 
-QUICK = PresenceConfig(suspect_after_seconds=1.5, dead_after_seconds=4.0)
+QUICK = PresenceConfig(suspect_after_seconds=1.5, dead_after_seconds=4.0, busy_seconds=4.0)
 
 
 @pytest.fixture
@@ -641,3 +644,102 @@ async def test_who_guesses_secrets_is_slowed_down(house: GuardHouse):
             break
     assert codes[-1] == "too_many_tries"
     assert set(codes[:-1]) == {"unknown_invite"}
+
+
+# Link keys
+
+
+async def test_a_link_key_is_its_peers_own_or_refused(house: GuardHouse):
+    ann, bob = [await house.newcomer() for _ in range(2)]
+
+    async def hand_in(person: Person, card: Card) -> CardAnswer:
+        main = await person.connect()
+        payload = encode(card)
+        return decode(CardAnswer, await main.request(SUBJECTS.card(person.peer), payload, timeout_seconds=30))
+
+    def signed(person: Person, card: Card) -> Card:
+        return with_link_proof(card, SUBJECTS.run, person.peer, Signer(person.seed).sign)
+
+    card = Card(session="s1", role="trainer", link_key="a" * 64)
+    assert "not signed" in (await hand_in(ann, card)).message
+    assert "not signed" in (await hand_in(ann, signed(bob, card))).message
+    assert (await hand_in(ann, signed(ann, card))).accepted
+    refused = await hand_in(bob, signed(bob, card))
+    assert not refused.accepted
+    assert f"the link key is that of {ann.peer}" in refused.message
+    assert bob.peer not in await house.roster()
+    assert (await hand_in(bob, signed(bob, msgspec.structs.replace(card, link_key="b" * 64)))).accepted
+    old = await hand_in(bob, msgspec.structs.replace(card, protocol=1, version="0.1.0"))
+    assert "your potluck 0.1.0 only 1: update yours" in old.message
+
+
+async def test_a_peer_of_an_older_protocol_is_told_so_at_the_lobby(house: GuardHouse):
+    answer = await Person(house).apply(Application(role="trainer", protocol=1, version="0.1.0"))
+    assert answer.code == "version_too_old"
+    assert "this run speaks protocol 2 and your potluck 0.1.0 only 1: update yours" in answer.message
+
+
+# What people write
+
+
+@pytest.mark.parametrize("text", ["a\x1b[31mred\x07\nb", "x\u202ey"])
+async def test_names_and_messages_that_command_a_terminal_are_refused(house: GuardHouse, text: str):
+    organiser = await house.organiser()
+    for wrong in (Application(role="trainer", name=text), Application(role="trainer", message=text)):
+        answer = await Person(house).apply(wrong)
+        assert answer.code == "malformed"
+        assert "has a control or bidirectional character" in answer.message
+        assert answer.message.isprintable()
+    assert await organiser.list_requests() == []
+    ann = await house.newcomer()
+    refused = await hand_in_card(await ann.connect(), ann.peer, session="s1", name=text)
+    assert (refused.accepted, "name has a control" in refused.message) == (False, True)
+    with pytest.raises(ConfigurationError, match="reason has a control or bidirectional character"):
+        await organiser.ban(ann.peer, text)
+    with pytest.raises(ConfigurationError, match="note has a control or bidirectional character"):
+        await organiser.create_invite(note=text)
+
+
+# A crowd at the door
+
+
+async def test_a_crowd_of_idle_strangers_keeps_nobody_out(tmp_path: Path):
+    async with open_house(tmp_path, limits=DoorLimits(lobby=24)) as house:
+        organiser = await house.organiser()
+        _, secret = await organiser.create_invite(uses=None)
+        server = house.hub.address().servers[0]
+        waiting = Person(house)  # who waits stays, whatever the others do
+        line = await waiting.connect("lobby")
+        decided = await listen_for_decision(line, waiting.peer)
+        assert (await knock(line, waiting.peer, Application(role="trainer", name="Wim"))).status == "waiting"
+
+        async def stand_about(number: int) -> RawMember | None:
+            try:
+                return await RawMember.open(server, new_seed("user"), "lobby", source=f"127.0.0.{2 + number % 3}")
+            except (AssertionError, ConnectionError):  # more than can be cut at once
+                return None
+
+        strangers = [await stand_about(number) for number in range(60)]
+        for raw in strangers:
+            if raw is not None:
+                house.close_later(raw.close)
+        assert (await Person(house).apply(Application(role="trainer", invite=secret))).status == "admitted"
+        assert (await Person(house).apply(Application(role="trainer"))).place == 2
+        first = next(raw for raw in strangers if raw is not None)
+        await first.until_cut()
+        await poll_until(lambda: _few_strangers(house), PATIENCE_SECONDS, "the lobby to be thinned out")
+        assert house.guard.statistics()["lobby_cuts"] >= 60 - 24
+        await organiser.approve(waiting.peer)
+        assert (await asyncio.wait_for(decided, PATIENCE_SECONDS)).status == "admitted"
+
+
+async def _few_strangers(house: GuardHouse) -> bool | None:
+    return house.guard._connections.count("lobby") <= 24 or None
+
+
+async def test_a_stranger_that_says_nothing_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lobbycrowd, "IDLE_SECONDS", 1.0)
+    async with open_house(tmp_path) as house:
+        raw = await RawMember.open(house.hub.address().servers[0], new_seed("user"), "lobby")
+        house.close_later(raw.close)
+        await raw.until_cut()

@@ -23,6 +23,7 @@ from potluck.peer.identity import Identity
 from potluck.run.host import Host, HostConfig
 from potluck.run.hostrecord import HOST_FILE, HostRecord, read_record, write_record
 from potluck.run.peer import Peer, PeerConfig
+from potluck.testing.polling import poll_until
 from potluck.testing.ports import unused_tcp_port
 
 
@@ -84,15 +85,25 @@ async def test_a_damaged_record_is_told(tmp_path: Path):
     assert read_record(tmp_path) is None
 
 
-async def test_a_hub_that_dies_is_told(tmp_path: Path):
+async def test_a_hub_that_dies_is_started_again_and_in_the_end_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("potluck.hub.server.restarts.MAX_RESTARTS", 1)
     async with open_run(tmp_path) as house:
         hub = house.host._hub
         assert hub is not None
-        failing = asyncio.create_task(house.host.failed())
+        living = asyncio.create_task(house.host.unless_failed(asyncio.Event().wait()))
+        first, address = hub.pid, hub.address()
+        os.kill(first, signal.SIGKILL)
+        await poll_until(lambda: house.host.troubles.get("hub server"), PATIENCE_SECONDS, "another server")
+        assert hub.pid != first
+        assert hub.address() == address
+        hears = house.host._guard._hears_hub
+        await poll_until(lambda: hears() and house.own_peer.session.hub.is_connected, PATIENCE_SECONDS, "all are back")
         os.kill(hub.pid, signal.SIGKILL)
-        with pytest.raises(FatalError, match="stopped by itself"):
+        with pytest.raises(FatalError, match=r"(?s)fails again and again.*code -9"):
             async with asyncio.timeout(PATIENCE_SECONDS):
-                await failing
+                await living
 
 
 async def test_a_host_may_have_no_peer_of_its_own(tmp_path: Path):

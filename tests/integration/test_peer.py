@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -30,6 +31,7 @@ from potluck.errors import (
     RetryableError,
 )
 from potluck.hub.guard.guard import Guard
+from potluck.hub.guard.presencecore import PresenceConfig
 from potluck.link.links import Incoming
 from potluck.messages import Message
 from potluck.run.peer import Peer, PeerConfig
@@ -37,6 +39,8 @@ from potluck.run.speedtest import TESTS_AT_ONCE, SpeedTest, SpeedTestAnswer
 from potluck.testing.gate import Gate
 from potluck.testing.polling import poll_until
 from potluck.testing.processes import Children
+
+BUSY_PROGRAM = Path(__file__).with_name("busychild.py")
 
 
 class Bread(Message, frozen=True, kw_only=True, tag="test.bread"):
@@ -125,6 +129,31 @@ async def test_a_frozen_peer_is_suspected_given_up_and_welcomed_back(tmp_path: P
         frozen.interrupt()
         await diary.until("Ice", "joined", "suspect", "dead", "joined", "left")
         assert await frozen.until_exit(PATIENCE_SECONDS) == 0
+
+
+@pytest.mark.parametrize("how", ["holds the interpreter lock", "is stopped"])
+async def test_a_busy_process_whose_connection_lives_is_not_dead(tmp_path: Path, children: Children, how: str):
+    presence = PresenceConfig(suspect_after_seconds=1.0, dead_after_seconds=2.0, busy_seconds=600.0)
+    async with open_run(tmp_path, presence=presence) as house:
+        ada = await house.join("Ada")
+        diary = Diary(ada)
+        command = [sys.executable, BUSY_PROGRAM, str(house.host.link), "Bea"]
+        bea = children.spawn(command, name="Bea", stdin=True, env={"POTLUCK_IDENTITY": str(tmp_path / "bea.nkey")})
+        await bea.until_line("joined", PATIENCE_SECONDS)
+        await diary.until("Bea", "joined")
+        if how == "is stopped":
+            bea.freeze()
+        else:
+            bea.send_line("")
+            await bea.until_line("holds", PATIENCE_SECONDS)
+        await diary.until("Bea", "joined", "suspect")
+        await poll_until(lambda: "busy" in diary.reasons["Bea"], PATIENCE_SECONDS, "Bea to be called busy")
+        if how == "is stopped":
+            bea.thaw()
+        else:
+            bea.send_line("")
+            await bea.until_line("free", PATIENCE_SECONDS)
+        await diary.until("Bea", "joined", "suspect", "alive")
 
 
 class WrongClock:

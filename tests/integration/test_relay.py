@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import uvloop
-from relaynodes import DEADLINE_SECONDS, QUICK, SUBJECTS, Answer, Node, Question, member, node, presence
+from relaynodes import DEADLINE_SECONDS, QUICK, SUBJECTS, Answer, Node, Question, keys_of, member, node, presence
 
 from potluck.clock import SystemClock
 from potluck.hub.address import HubAddress
@@ -240,7 +240,8 @@ async def flooded(
         name="victim",
     )
     links = Links(ALICE.peer, "s", SystemClock())
-    relay = RelayCarrier(links, ALICE.peer, SUBJECTS, BulkWire(hub.address(), seed=ALICE.seed, config=QUICK))
+    wire = BulkWire(hub.address(), seed=ALICE.seed, config=QUICK)
+    relay = RelayCarrier(links, ALICE.peer, SUBJECTS, wire, keys_of(ALICE.peer))
     links.add_carrier(relay)
     try:
         await relay.start()
@@ -296,7 +297,8 @@ async def test_links_work_over_the_relay(tls_hub: PlainHub) -> None:
         links: dict[str, Links] = {}
         for user in (ALICE, BOB):
             mine = links[user.peer] = Links(user.peer, f"session of {user.peer}", SystemClock())
-            relay = RelayCarrier(mine, user.peer, SUBJECTS, BulkWire(tls_hub.address(), seed=user.seed))
+            wire = BulkWire(tls_hub.address(), seed=user.seed)
+            relay = RelayCarrier(mine, user.peer, SUBJECTS, wire, keys_of(user.peer))
             mine.add_carrier(relay)
             stack.push_async_callback(mine.close)
             await relay.start()

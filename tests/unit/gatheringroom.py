@@ -8,7 +8,7 @@ from potluck.hub.presence import Card, Presence
 from potluck.round.chunks import Run
 from potluck.round.codecs import CodecSpec
 from potluck.round.gathering import Candidate, GatherConfig, Gathering, Proposal
-from potluck.round.plan import Plan, Ready, RoundKey
+from potluck.round.plan import Commit, CommittedMember, Plan, Ready, RoundKey
 
 KEY = RoundKey(epoch=1, token=7, attempt=0)
 RUNS = (Run(codec=CodecSpec(name="float16"), elements=1_000_000),)
@@ -24,6 +24,20 @@ def presence(peer: str, **changes: Any) -> Presence:
 def ready(peer: str, **changes: Any) -> Ready:
     values = {"session": f"{peer}1", "epoch": 1, "weight": 1.0, "layout": "l", "runs": RUNS, "token": 7}
     return Ready(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def commit_of(epoch: int, **weights: float) -> Commit:
+    """An epoch to which these have given so much."""
+    return Commit(
+        epoch=epoch,
+        key=RoundKey(epoch=epoch, token=7, attempt=0),
+        term=7,
+        coordinator="A",
+        members=tuple(CommittedMember(peer=peer, weight=weight, holds=True) for peer, weight in weights.items()),
+        digest="",
+        parent="",
+        layout="l",
+    )
 
 
 class Room:

@@ -70,6 +70,7 @@ class Epochs:
 
     lineage: Any = field(default_factory=Chain)
     lease: Any = field(default_factory=Right)
+    is_in_round: bool = False
 
 
 class Keeping:

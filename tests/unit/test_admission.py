@@ -34,6 +34,7 @@ SUBJECTS = Subjects("test")
 PEER = Identity.temporary().peer_id
 ADMITTED = Answer(status="admitted")
 WAITING = Answer(status="waiting", place=3)
+FULL = Answer(status="refused", code="lobby_full", message="200 others wait", retry_after_seconds=30.0)
 APPLICATION = Application(role="trainer", invite="secret-invite", token="hf_x", name="Ada", message="hello")
 
 Reply = Answer | bytes | None  # None: silence
@@ -157,7 +158,7 @@ async def test_each_refusal_is_its_own_error(code: RefusalCode, more: dict[str, 
 
 
 def test_every_code_of_the_lobby_has_been_thought_of() -> None:
-    assert {code for code, _, _ in REFUSALS} == set(get_args(RefusalCode))
+    assert {code for code, _, _ in REFUSALS} | {"lobby_full"} == set(get_args(RefusalCode))
 
 
 def test_when_to_try_again_is_told() -> None:
@@ -220,6 +221,39 @@ async def test_waiting_too_long(wait_seconds: float) -> None:
 
 
 @in_virtual_time
+async def test_a_full_lobby_is_told_and_tried_again() -> None:
+    answers = iter([FULL, FULL, WAITING])
+    house = await House(lambda _: next(answers, ADMITTED)).open()
+    waited: list[Answer] = []
+    assert await house.admit(wait_seconds=3600, on_waiting=waited.append) == ADMITTED
+    assert [answer.code or answer.status for answer in waited] == ["lobby_full", "waiting"]
+    assert house.lanes == ["lobby"] * 3
+    house.assert_closed()
+    await house.close()
+
+
+@pytest.mark.parametrize("wait_seconds", [0.0, 100.0])
+@in_virtual_time
+async def test_a_lobby_that_stays_full(wait_seconds: float) -> None:
+    house = await House(lambda _: FULL).open()
+    started = house.clock.monotonic()
+    with pytest.raises(HubUnavailableError, match=r"200 others wait \(again in 30 s\)"):
+        await house.admit(wait_seconds=wait_seconds)
+    assert house.clock.monotonic() - started == pytest.approx(wait_seconds, abs=0.1)
+    await house.close()
+
+
+@in_virtual_time
+async def test_a_lobby_that_lets_nobody_in_is_tried_a_few_times() -> None:
+    house = await House().open()
+    house.error = NotAdmittedError("authorization violation")
+    with pytest.raises(HubUnavailableError, match="lets nobody into its lobby: `potluck host` is not running, or more"):
+        await house.admit(wait_seconds=3600)
+    assert len(house.lanes) == admission.KNOCKS
+    await house.close()
+
+
+@in_virtual_time
 async def test_a_silent_guard() -> None:
     house = await House(lambda _: None).open()
     started = house.clock.monotonic()
@@ -235,15 +269,6 @@ async def test_no_guard_at_all() -> None:
     house = await House().open()
     assert house.guard is not None
     await house.guard.close()
-    with pytest.raises(HubUnavailableError, match="nobody answers at its lobby"):
-        await house.admit()
-    await house.close()
-
-
-@in_virtual_time
-async def test_a_hub_that_lets_nobody_into_the_lobby_has_no_guard() -> None:
-    house = await House().open()
-    house.error = NotAdmittedError("authorization violation")
     with pytest.raises(HubUnavailableError, match="nobody answers at its lobby"):
         await house.admit()
     await house.close()

@@ -10,7 +10,8 @@ import pytest
 from potluck.errors import ConfigurationError
 from potluck.hub.presence import Beacon, Card, Presence
 from potluck.monitor.alarms import AlarmConfig, Alarms
-from potluck.round.plan import Commit, Restoration, RoundKey
+from potluck.round.plan import Commit, CommittedMember, Restoration, RoundKey
+from potluck.run.hostnews import FRESH_SECONDS, HostNews
 
 
 class Scene:
@@ -147,6 +148,48 @@ def test_one_peer_dies_again_and_again() -> None:
     assert scene.kinds() == []
 
 
+@pytest.mark.parametrize(("trusted", "coordinates"), [(True, True), (True, False), (False, True)])
+def test_the_troubles_of_a_host_are_told_until_they_are_over(trusted: bool, coordinates: bool) -> None:
+    scene = Scene()
+    card = Card(session="s", role="aux", name="host")
+    standing = {"trusted": trusted, "coordinates": coordinates}
+    scene.alarms.peer_changed(
+        Presence(peer="host", card=card, state="alive", host="", person="", **standing), scene.now
+    )
+    news = HostNews(troubles={"disk": "the disk is full", "weather": "it rains"})
+    scene.alarms.host_told("host", news, scene.now)
+    scene.alarms.host_told("a stranger", news, scene.now)
+    if not (trusted and coordinates):  # anybody else could frighten everybody
+        assert scene.kinds() == []
+        return
+    assert scene.kinds() == ["disk"]
+    assert scene.text() == "the disk is full"
+    assert scene.kinds(after=FRESH_SECONDS + 0.1) == []
+    scene.alarms.host_told("host", news, scene.now)
+    assert scene.kinds() == ["disk"]
+    scene.alarms.host_told("host", HostNews(troubles={}), scene.now)
+    assert scene.kinds() == []
+
+
 def test_settings_that_cannot_be() -> None:
     with pytest.raises(ConfigurationError):
         AlarmConfig(loss_factor=1.0)
+
+
+def test_who_claims_far_more_than_counts_is_named_at_once() -> None:
+    scene = Scene("Ada", "Mallory")
+    liar = CommittedMember(peer="Mallory", weight=640.0, claimed=1e9, holds=True)
+    honest = CommittedMember(peer="Ada", weight=40.0, holds=True)
+    scene.epochs(1.0, members=(honest, liar))
+    assert "Mallory claims 1,000,000,000 samples for an epoch, and 640 count" in scene.text()
+    scene.epochs(*[1.0] * 20, members=(honest,))
+    assert scene.kinds() == []
+
+
+def test_who_claims_a_little_more_than_counts_is_named_when_it_goes_on() -> None:
+    scene = Scene("Ada", "Grace")
+    fast = CommittedMember(peer="Grace", weight=640.0, claimed=800.0, holds=True)
+    scene.epochs(*[1.0] * 4, members=(fast,))
+    assert scene.kinds() == []
+    scene.epochs(1.0, members=(fast,))
+    assert scene.kinds() == ["claims"]

@@ -12,7 +12,7 @@ import pytest
 import potluck
 
 SOURCE = Path(potluck.__file__).parent
-FOUNDATION = ("errors", "messages", "clock", "tasks", "faultpoints")
+FOUNDATION = ("errors", "messages", "plaintext", "clock", "tasks", "faultpoints")
 # In the order that data flows: a package may import itself and those before it.
 ORDER = (
     *FOUNDATION,

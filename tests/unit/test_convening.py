@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gatheringroom import presence, ready
+from gatheringroom import commit_of, presence, ready
 
 from potluck.peer.identity import Identity
 from potluck.peer.lease import LeaseView
@@ -162,7 +162,7 @@ def test_who_is_gone_or_was_ready_for_an_epoch_that_is_committed_is_ready_no_mor
     hall.convener.gone("B")
     hall.clock.advance(GRACE_SECONDS)
     assert hall.members() == ["A"]
-    hall.convener.committed(1)
+    hall.convener.committed(commit_of(1))
     hall.lineage.epoch = 0  # else nobody is ready for the next one anyway
     assert hall.step() == Wait(None)
 
@@ -192,7 +192,7 @@ def test_who_was_lost_again_and_again_is_done_without_until_an_epoch_is_committe
     proposal = hall.step()
     assert [member.peer for member in proposal.plan.members] == ["A", "C"]
     assert "attempts" in proposal.plan.left_out["B"]
-    hall.convener.committed(1)
+    hall.convener.committed(commit_of(1))
     hall.lineage.epoch = 1
     hall.is_ready("A", "B", "C", epoch=2)
     assert hall.members() == ["A", "B", "C"]

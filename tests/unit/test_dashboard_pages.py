@@ -79,10 +79,20 @@ def test_who_guesses_has_to_wait() -> None:
     for _ in range(TRIES):
         with pytest.raises(PermissionDeniedError, match="not the organiser's token"):
             gate.enter("x" * 30, "Mallory", "6.6.6.6")
-    with pytest.raises(TooManyTriesError, match="wait"):
-        gate.enter(TOKEN, "Mallory", "6.6.6.6")  # even with the right one
-    assert gate.enter(TOKEN, "Olga", "1.2.3.4")  # others are not in its way
+    with pytest.raises(TooManyTriesError, match="wait 20 seconds"):
+        gate.enter("x" * 30, "Mallory", "6.6.6.6")
+    with pytest.raises(PermissionDeniedError, match="not the organiser's token"):
+        gate.enter("x" * 30, "Mallory", "1.2.3.4")  # others are not in its way
     clock.now = SECONDS_PER_TRY + 0.1
+    with pytest.raises(PermissionDeniedError, match="not the organiser's token"):
+        gate.enter("x" * 30, "Mallory", "6.6.6.6")
+
+
+def test_wrong_tries_never_keep_out_the_right_token() -> None:
+    gate = Gate(TOKEN, FakeClock())
+    for number in range(2 * ALL_TRIES):
+        with pytest.raises(PermissionDeniedError):
+            gate.enter("x" * 30, "Mallory", f"6.6.6.{number % 10}")
     assert gate.enter(TOKEN, "Olga", "6.6.6.6")
 
 

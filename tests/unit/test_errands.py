@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from potluck.errors import DeadlineExceededError
 from potluck.hub.guard.errands import Errands
 from potluck.testing.virtualloop import in_virtual_time
 
@@ -33,3 +36,19 @@ async def test_what_is_too_much_is_dropped_and_counted() -> None:
     await errands.close()
     errands.spawn(work(3))
     assert (done, errands.counts["dropped_tasks"]) == ([1], 2)
+
+
+@in_virtual_time
+async def test_the_same_failure_is_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    errands = Errands(10)
+
+    async def work(store: str) -> None:
+        raise DeadlineExceededError(f"no answer on {store} within 5 s")
+
+    for _ in range(100):  # 95 s of a store that cannot be written
+        errands.spawn(work("lease"))
+        errands.spawn(work("lineage"))
+        await asyncio.sleep(0.95)
+    await errands.close()
+    assert errands.counts["failed_answers"] == 200
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 4

@@ -42,7 +42,7 @@ class Station:
         keeper: Any = SimpleNamespace(connections_of=lambda peer: [self.connection] if peer == MALLORY else [])
         self.watch = FloodWatch(FloodCore(LIMITS, self.clock), self, keeper, self.registry, self.clock)  # type: ignore[arg-type]
 
-    async def list_traffic(self) -> list[Traffic]:
+    async def list_traffic(self, _lane: str) -> list[Traffic]:
         self.looks_at.append(self.clock.monotonic())
         await asyncio.sleep(self.list_seconds)
         if self.is_away:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from gatheringroom import KEY, RUNS, Room, presence, ready
+from gatheringroom import KEY, RUNS, Room, commit_of, presence, ready
 
 from potluck.errors import ConfigurationError, RetryableError
 from potluck.peer.identity import Identity
@@ -72,7 +72,7 @@ def test_a_commit_forgets_those_who_were_ready_for_it_or_before() -> None:
     room = Room()
     room.add("A", epoch=1)
     room.add("B", epoch=2)
-    room.gathering.clear(1)
+    room.gathering.committed(commit_of(1))
     assert room.names() == []
     assert [c.peer for c in room.candidates(epoch=2)] == ["B"]
 
@@ -181,9 +181,9 @@ def test_without_anybody_who_contributes_there_is_no_plan() -> None:
         room.plan()
 
 
-def test_who_holds_other_tensors_is_left_out_by_weight_and_named() -> None:
+def test_who_holds_other_tensors_than_most_is_left_out_and_named() -> None:
     room = Room()
-    room.add("A", layout="other", weight=3.0)
+    room.add("A", layout="other", weight=1e9)  # no weight makes up for being alone with it
     room.add("B", weight=2.0)
     room.add("C", weight=2.0)
     plan = room.plan()
@@ -273,11 +273,34 @@ def test_who_is_barred_has_no_part_and_no_say_and_is_told_why() -> None:
     assert plan.left_out == {"B": "it lied"}
 
 
-def test_weights_are_capped_by_their_median_if_the_run_says_so() -> None:
-    room = Room(weight_cap=2.0)
-    for peer, weight in zip("ABC", (1.0, 1.0, 1e9), strict=True):
+def test_a_claim_counts_up_to_the_cap_and_stands_in_the_plan() -> None:
+    room = Room()
+    for peer, weight in zip("ABC", (1.0, 10.0, 1e9), strict=True):
         room.add(peer, weight=weight)
-    assert [member.weight for member in room.plan().members] == [1.0, 1.0, 2.0]
+    assert [(member.weight, member.claimed) for member in room.plan().members] == [(1.0, 0.0), (10.0, 0.0), (88.0, 1e9)]
+    assert [sender.weight for sender in senders(room.candidates())] == [1.0, 10.0, 88.0]
+
+
+@pytest.mark.parametrize(("config", "card"), [({"weight_cap": None}, {}), ({}, {"trusted": True})])
+def test_nobody_is_cut_where_the_run_or_an_invite_says_so(config: dict[str, Any], card: dict[str, Any]) -> None:
+    room = Room(**config)
+    for peer, weight in zip("ABC", (1.0, 1.0, 1e9), strict=True):
+        room.add(peer, weight=weight, card=card)
+    assert [(member.weight, member.claimed) for member in room.plan().members] == [(1.0, 0.0), (1.0, 0.0), (1e9, 0.0)]
+
+
+def test_a_claim_beyond_the_cap_does_not_make_those_ready_who_stand_by() -> None:
+    room = Room()
+    room.gathering.committed(commit_of(0, A=10.0, B=10.0, C=10.0))
+    room.add("A", weight=10.0, awaits=500.0, until=100.0)
+    room.add("B", weight=10.0)
+    room.add("C", weight=1e9)
+    assert room.names() == ["B", "C"]
+
+
+def test_a_cap_below_one_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="1 or more"):
+        GatherConfig(weight_cap=0.5)
 
 
 def test_faster_peers_reduce_more() -> None:

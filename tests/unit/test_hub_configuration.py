@@ -89,7 +89,7 @@ def test_access_is_the_guards_alone() -> None:
     assert text in render(config(), KEYS, CERTIFICATES, PORTS)
     assert f"issuer: {KEYS.account_public}" in text
     assert f"account: {ACCOUNT}" in text
-    assert f"auth_users: [ {KEYS.guard_public}, {KEYS.system_public} ]" in text
+    assert f"auth_users: [ {KEYS.guard_public}, {KEYS.system_public}, {KEYS.queues_public} ]" in text
     assert "system_account: SYS" in text
     for open_door in ("no_auth_user", "token:", "password", KEYS.organiser_public):
         assert open_door not in text

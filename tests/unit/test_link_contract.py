@@ -29,6 +29,7 @@ from potluck.hub.bulk.wire import BulkWire
 from potluck.hub.presence import Card, Presence, State
 from potluck.hub.subjects import Subjects
 from potluck.link.direct.carrier import DirectCarrier, DirectConfig
+from potluck.link.direct.greeting import LinkKeys
 from potluck.link.limits import KIB, MIB, STREAM_ITEM_BYTES, LinkConfig
 from potluck.link.links import Incoming, Links, Receipt, Stream
 from potluck.link.relay.carrier import RelayCarrier
@@ -113,10 +114,11 @@ class RelayStack:
         self.hub: PlainHub = request.getfixturevalue("hub")
 
     async def equip(self, links: Links, name: str, session: str) -> dict[str, Any]:
-        carrier = RelayCarrier(links, name, Subjects("test"), BulkWire(self.hub.address(), seed=USER.seed))
+        wire, keys = BulkWire(self.hub.address(), seed=USER.seed), LinkKeys.generate()
+        carrier = RelayCarrier(links, name, Subjects("test"), wire, keys)
         await carrier.start()
         links.add_carrier(carrier)
-        return {}
+        return {"link_key": keys.link_key}
 
 
 STACKS: dict[str, Callable[[pytest.FixtureRequest], Stack]] = {

@@ -104,3 +104,52 @@ async def test_who_stops_listening_has_the_method_for_itself() -> None:
     hearing = await listener(rounds)
     await hearing.close()
     assert uses == ["begins", "ends"]
+
+
+class Passing(Rounds):
+    """Rounds that pass without this peer, so many seconds each; afterwards it is in one that lasts."""
+
+    def __init__(self, *seconds: float) -> None:
+        super().__init__()
+        self._seconds = list(seconds)
+
+    async def average(self, tensors: Mapping[str, Tensor], **_: Any) -> Any:
+        if not self._seconds:
+            return await self.outcome
+        await asyncio.sleep(self._seconds.pop(0))
+        self.epoch += 1
+        return type("Result", (), {"holds": False})
+
+
+async def fetched(hearing: Listener, rounds: Rounds, seconds: float) -> tuple[int, int]:
+    """The epoch of a state that takes so long to fetch, and how often its fetch began."""
+    num_starts = 0
+
+    async def fetch() -> int:
+        nonlocal num_starts
+        num_starts, epoch = num_starts + 1, rounds.epoch
+        await asyncio.sleep(seconds)
+        return epoch
+
+    return await hearing.meanwhile(fetch), num_starts
+
+
+@in_virtual_time
+async def test_a_fetch_begins_anew_when_an_epoch_passes_unheard() -> None:
+    rounds = Passing(2.0)
+    hearing = await listener(rounds)  # takes a second
+    began = asyncio.get_running_loop().time()
+    assert await fetched(hearing, rounds, 10.0) == (5, 2)
+    assert asyncio.get_running_loop().time() - began < 12.0  # at once, not when the first was complete
+    rounds.outcome.cancel()
+    await hearing.close()
+
+
+@in_virtual_time
+async def test_a_fetch_whose_every_epoch_passes_unheard_is_let_come_in_the_end() -> None:
+    rounds = Passing(*[1.5] * 10)
+    hearing = await listener(rounds)
+    epoch, num_starts = await fetched(hearing, rounds, 3.5)
+    assert (epoch, num_starts) == (7, 4)
+    rounds.outcome.cancel()
+    await hearing.close()

@@ -197,8 +197,23 @@ def test_the_denied_are_told_so_when_they_ask_again():
 
 
 def test_the_waiting_list_is_bounded_and_may_be_closed():
-    assert refusal(Application(role="trainer"), num_waiting=5, policy=Policy(max_waiting=5)) == "closed"
+    assert refusal(Application(role="trainer"), num_waiting=5, policy=Policy(max_waiting=5)) == "lobby_full"
+    assert refusal(Application(role="trainer"), num_waiting=10, lobby_places=20) == "lobby_full"
     assert refusal(Application(role="trainer"), policy=Policy(waiting_list=False)) == "closed"
+
+
+def test_an_address_has_its_share_of_the_waiting_list():
+    assert refusal(Application(role="trainer"), num_waiting=60, num_from_address=50) == "lobby_full"
+    decision = decide(Application(role="trainer"), facts(num_waiting=60, num_from_address=49))
+    assert isinstance(decision, Wait)
+    assert (decision.place, decision.displaces) == (61, "")
+
+
+def test_who_comes_from_a_quiet_address_displaces_somebody_of_the_busiest():
+    decision = decide(Application(role="trainer"), facts(num_waiting=200, first_to_go="UMALLORY"))
+    assert isinstance(decision, Wait)
+    assert (decision.place, decision.displaces) == (200, "UMALLORY")
+    assert isinstance(decide(Application(role="aux", invite=SECRET), facts(num_waiting=200, invite=INVITE)), Admit)
 
 
 @pytest.mark.parametrize(

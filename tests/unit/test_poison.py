@@ -13,6 +13,8 @@ from potluck.optim.optimizer import Optimizer
 from potluck.recipes.digits import Config, Digits
 from potluck.round.aggregators import AggregatorSpec
 from potluck.round.gathering import GatherConfig
+from potluck.training.contributions import ContributionBook, added
+from potluck.training.receipts import receipts_of
 
 EPOCHS = 40
 HONEST_SAMPLES = 16
@@ -70,3 +72,15 @@ def test_one_poisoner_of_four_does_not_win_by_its_weight(
         work = [lambda p=program, o=poison if i == 1 else honest: p.train(**o) for i, program in enumerate(programs)]
         together(*work)
         assert programs[0].accuracy() > LEARNS
+        if claimed > samples:
+            optimizer = programs[0].optimizer
+            assert optimizer is not None
+            head = optimizer.collaboration.averager.lineage.head
+            assert head is not None
+            [liar] = [member for member in head.members if member.peer == programs[1].run.peer_id]
+            assert liar.claimed >= claimed
+            assert liar.weight <= 16 * max(member.weight for member in head.members if member is not liar) * EPOCHS
+            book = ContributionBook()
+            receipts = receipts_of(head, "run", head.coordinator, {})
+            assert added(book, head, {}).peers[liar.peer].samples == liar.weight
+            assert {receipt.peer: receipt.samples for receipt in receipts}[liar.peer] == liar.weight

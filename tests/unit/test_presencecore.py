@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ class Scene:
 
     clock: VirtualClock = field(default_factory=VirtualClock)
     roster: dict[str, Presence] = field(default_factory=dict)
+    is_answering: Callable[[ConnectionId], bool] = lambda _connection: True
 
     def __post_init__(self) -> None:
         self.core = PresenceCore(CONFIG, self.clock)
@@ -62,7 +64,7 @@ class Scene:
             if quarter % 4 == 3:
                 for peer, session in (beacons or {}).items():
                     states += self.apply(self.core.beacon(peer, session))
-            states += self.apply(self.core.tick())
+            states += self.apply(self.core.tick(self.is_answering))
         return states
 
     def state(self, peer: str = ANN) -> str | None:
@@ -108,6 +110,7 @@ def test_beacons_keep_a_peer_alive_and_write_nothing():
 def test_silence_is_suspect_then_dead():
     scene = Scene()
     scene.join()
+    scene.core.lost_track(ANN, connection(1))
     assert scene.wait(2.75) == []
     assert scene.wait(0.5) == ["suspect"]
     assert scene.wait(6.5) == []
@@ -124,10 +127,36 @@ def test_a_suspect_who_is_heard_is_alive():
     assert scene.wait(2.5) == []
 
 
+def test_who_is_silent_while_its_connection_lives_is_busy_and_not_dead():
+    scene = Scene()
+    scene.join()
+    assert scene.wait(80) == ["suspect", "suspect"]
+    assert "busy" in scene.roster[ANN].reason
+    assert scene.apply(scene.core.beacon(ANN, "s1")) == ["alive"]
+    assert scene.roster[ANN].reason == ""
+
+
+def test_who_is_busy_is_dead_at_once_when_its_connection_closes():
+    scene = Scene()
+    scene.join()
+    scene.wait(20)
+    assert scene.apply(scene.core.disconnected(ANN, connection(1), "Client Closed")) == ["dead"]
+
+
+def test_a_machine_that_acknowledges_nothing_is_not_busy():
+    scene = Scene(is_answering=lambda asked: asked != connection(1))
+    scene.join()
+    scene.join(BOB, number=2)
+    assert scene.wait(11, {BOB: "s1"}) == ["suspect", "dead"]
+    assert scene.state() == "dead"
+    assert scene.wait(20) == ["suspect", "suspect"]
+    assert scene.state(BOB) == "suspect"
+
+
 def test_a_frozen_peer_comes_back_after_death():
     scene = Scene()
     scene.join()
-    assert scene.wait(11) == ["suspect", "dead"]
+    assert scene.wait(91) == ["suspect", "suspect", "dead"]
     assert scene.apply(scene.core.beacon(ANN, "s1")) == ["alive"]
 
 
@@ -267,7 +296,7 @@ def test_the_forerunners_beacons_do_not_keep_the_new_process_alive():
     scene = Scene()
     scene.join()
     scene.join(session="s2", number=2)
-    assert scene.wait(11, {ANN: "s1"}) == ["suspect", "dead"]
+    assert scene.wait(91, {ANN: "s1"}) == ["suspect", "suspect", "dead"]
 
 
 def test_a_paused_guard_does_not_declare_everybody_dead():
@@ -397,6 +426,7 @@ def test_a_connection_that_is_lost_sight_of_kills_nobody():
 def test_impossible_timeouts_are_refused():
     for wrong in (
         {"suspect_after_seconds": 10.0},
+        {"busy_seconds": 9.0},
         {"suspect_after_seconds": 0.0},
         {"forget_after_seconds": 0.0},
         {"echo_seconds": -1.0},
@@ -508,7 +538,7 @@ class Chaos(RuleBasedStateMachine):
             if peer not in self.running and not self.bystanders.get(peer) and before[peer] == "left":
                 assert self.scene.state(peer) == "left"
 
-    @rule(seconds=st.sampled_from([0.25, 1.0, 4.0, 12.0]), beacons=st.booleans())
+    @rule(seconds=st.sampled_from([0.25, 1.0, 4.0, 12.0, 92.0]), beacons=st.booleans())
     def time_passes(self, seconds: float, beacons: bool) -> None:
         heard = {peer: process.session for peer, process in self.running.items() if not process.left}
         self.scene.wait(seconds, heard if beacons else {})
@@ -517,7 +547,11 @@ class Chaos(RuleBasedStateMachine):
                 assert self.scene.state(peer) == "alive"
         if not beacons and seconds >= 12:
             for peer in (ANN, BOB):
-                assert self.scene.state(peer) in (None, "dead", "left")
+                is_connected = bool(self.bystanders.get(peer)) or (
+                    peer in self.running and bool(self.running[peer].connections)
+                )
+                may_be_busy = is_connected and seconds < CONFIG.busy_seconds
+                assert self.scene.state(peer) in (None, "dead", "left", *(["suspect"] if may_be_busy else []))
 
     @rule(seconds=st.sampled_from([3.0, 30.0]))
     def guard_freezes(self, seconds: float) -> None:

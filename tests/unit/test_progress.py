@@ -17,7 +17,14 @@ from potluck.messages import encode
 from potluck.optim.collaboration import Collaboration
 from potluck.optim.progress.keeper import TOPIC
 from potluck.optim.progress.pace import Pace, is_worth_another_step, patience_seconds
-from potluck.optim.progress.tracker import FOLLOW_SECONDS, FORGET_SECONDS, ProgressTracker, RunProgress, predict_seconds
+from potluck.optim.progress.tracker import (
+    FOLLOW_SECONDS,
+    FORGET_SECONDS,
+    MOST_DELAY_SECONDS,
+    ProgressTracker,
+    RunProgress,
+    predict_seconds,
+)
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
 from potluck.testing.inlineworkers import InlineWorkers
@@ -42,6 +49,60 @@ def test_samples_of_all_peers_make_the_batch() -> None:
     assert progress.due_in_seconds == pytest.approx(10 / 15)
     tracker.heard("b", beacon(samples=40, rate=5), 0.5)
     assert tracker.summary(0.5).is_due
+
+
+def tracker_of_four(**trusted: bool) -> ProgressTracker:
+    """After an epoch in which all four had samples, the next of which began at 10."""
+    tracker = ProgressTracker(1000)
+    tracker.weight_cap = 16.0
+    for peer in "abcd":
+        tracker.heard(peer, beacon(samples=100, rate=10), 9.0)
+    tracker.committed(1, 10.0)
+    for peer in "abcd":
+        tracker.heard(peer, beacon(epoch=1, rate=10), 10.0, is_trusted=trusted.get(peer, False))
+    return tracker
+
+
+def test_a_claim_beyond_the_cap_does_not_make_an_epoch_due_at_once() -> None:
+    tracker = tracker_of_four()
+    tracker.heard("a", beacon(epoch=1, samples=10**9, rate=1e9), 10.5)
+    progress = tracker.summary(10.5)
+    assert not progress.is_due
+    assert progress.samples == 16 * 5, "sixteen times what the others should have by now"
+    assert progress.samples_per_second == 30 + 160
+    assert progress.due_in_seconds is not None
+    assert progress.due_in_seconds > 3.0
+    for second in range(12, 17):  # as soon as a peer sixteen times as fast could have made it so
+        for peer in "bcd":
+            tracker.heard(peer, beacon(epoch=1, samples=10 * (second - 10), rate=10), float(second))
+        assert tracker.summary(float(second)).is_due == (second >= 16)
+
+
+def test_a_claim_beyond_the_cap_holds_an_epoch_up_for_a_while_at_most() -> None:
+    tracker = tracker_of_four()
+    for second in range(1, 32):
+        now = 10.0 + second
+        tracker.heard("a", beacon(epoch=1, samples=2000, rate=1000), now)
+        for peer in "bcd":  # so slow that it would take an hour otherwise
+            tracker.heard(peer, beacon(epoch=1, samples=0, rate=0.01), now)
+        assert tracker.summary(now).is_due == (second >= MOST_DELAY_SECONDS)
+
+
+def test_a_trusted_peer_of_any_speed_makes_an_epoch_due() -> None:
+    tracker = tracker_of_four(a=True)
+    tracker.heard("a", beacon(epoch=1, samples=1000, rate=1e6), 10.1, is_trusted=True)
+    assert tracker.summary(10.1).is_due
+
+
+def test_newcomers_hold_nobody_up() -> None:
+    tracker = ProgressTracker(1000)
+    tracker.weight_cap = 16.0
+    tracker.heard("a", beacon(samples=1000, rate=100), 9.0)
+    tracker.committed(1, 10.0)
+    tracker.heard("a", beacon(epoch=1, samples=1000, rate=100), 20.0)
+    for peer in "bc":
+        tracker.heard(peer, beacon(epoch=1, samples=1, rate=0.1), 20.0)
+    assert tracker.summary(20.0).is_due
 
 
 def test_an_epoch_is_made_as_it_is_when_all_are_about_to_leave() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 
 from potluck.errors import (
@@ -18,7 +19,7 @@ from potluck.errors import (
 from potluck.hub.connection import Delivery
 from potluck.hub.guard.member import Scopes
 from potluck.hub.guard.permissions import main_permissions
-from potluck.hub.presence import Beacon, Card, CardAnswer, Presence, State
+from potluck.hub.presence import Beacon, Card, CardAnswer, Presence, State, with_link_proof
 from potluck.hub.subjects import Subjects
 from potluck.messages import decode, encode
 from potluck.peer import session as module
@@ -262,6 +263,48 @@ async def test_who_was_there_before_is_in_the_roster_at_once() -> None:
     await house.guard.store("roster").delete(other)
     await asyncio.sleep(1)
     assert {presence.peer for presence in session.roster} == {PEER}
+    await session.close()
+    await house.close()
+
+
+@in_virtual_time
+async def test_a_link_key_that_its_peer_has_not_signed_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever runs the hub writes the roster; but it cannot sign for a peer."""
+    house = await House().open()
+    bob, run = Identity.temporary(), SUBJECTS.run
+    true = with_link_proof(
+        Card(session="s1", role="trainer", name="Bob", link_key="b" * 64), run, bob.peer_id, bob.sign
+    )
+    session = house.session()
+    await session.open()
+    await house.say("alive", true, bob.peer_id)
+    await asyncio.sleep(1)
+    assert session.roster.get(bob.peer_id) == Presence(
+        peer=bob.peer_id, card=true, state="alive", host="192.0.2.1", person="p"
+    )
+    mallory = Identity.temporary()
+    swapped = msgspec.structs.replace(true, link_key="e" * 64)
+    for forged in (
+        swapped,
+        msgspec.structs.replace(true, session="s2"),
+        msgspec.structs.replace(swapped, link_proof=b""),
+        with_link_proof(swapped, run, mallory.peer_id, mallory.sign),
+        with_link_proof(swapped, run, bob.peer_id, mallory.sign),
+        with_link_proof(swapped, "another-run", bob.peer_id, bob.sign),
+    ):
+        before = session.statistics()["forged_link_keys"]
+        await house.say("alive", forged, bob.peer_id)
+        await asyncio.sleep(1)
+        shown = session.roster.get(bob.peer_id)
+        assert shown is not None
+        assert (shown.card.name, shown.card.link_key) == ("Bob", "")
+        assert session.statistics()["forged_link_keys"] == before + 1
+    assert f"a link key of {bob.peer_id} that this peer has not signed" in caplog.text
+    await house.say("alive", true, bob.peer_id)
+    await asyncio.sleep(1)
+    known = session.roster.get(bob.peer_id)
+    assert known is not None
+    assert known.card == true
     await session.close()
     await house.close()
 

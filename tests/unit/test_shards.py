@@ -15,7 +15,7 @@ from potluck.recipes.recipe import MAX_SHARDS
 from potluck.round.averager import Averager
 from potluck.run.joined import Joined
 from potluck.testing.polling import poll_until_sync
-from potluck.training.ledger import ShardBook, take
+from potluck.training.ledger import ShardBook, allowances, take
 from potluck.training.shards import BOOK, LeasedShards, ShardDesk
 
 PEERS = tuple("abcdefg")
@@ -51,6 +51,55 @@ def test_each_shard_is_with_one_peer_and_done_once_a_pass(num_shards: int, steps
             assert shard not in [other for name, other in book.leases.items() if name != peer]
         assert book.pass_number - before.pass_number in (0, 1)
     assert is_crowded or all(count == 1 for count in done.values())
+
+
+def book_of(seconds_per_shard: dict[str, float], *, until: float) -> ShardBook:
+    """What the ledger shows of peers that take a shard every so often."""
+    book = ShardBook(num_shards=1000)
+    steps = sorted(
+        (number * seconds, peer)
+        for peer, seconds in seconds_per_shard.items()
+        for number in range(int(until / seconds))
+    )
+    for now, peer in steps:
+        held = book.leases.get(peer)
+        book, _ = take(book, peer, finished=held, present=set(seconds_per_shard), now=1000.0 + now)
+    return book
+
+
+def test_the_ledger_allows_twice_what_a_peer_takes_of_it() -> None:
+    peers = {"a": 10.0, "b": 10.0, "c": 10.0, "fast": 1.0, "liar": 10.0}
+    allowed = allowances(book_of(peers, until=2000.0), set(peers), 3000.0)
+    assert 2.0 <= allowed["liar"] < 3.0, "as fast as the others, whatever it claims"
+    assert 20.0 <= allowed["fast"] < 24.0
+    assert allowances(book_of(peers, until=2000.0), {*peers, "own data"}, 3000.0)["own data"] == 2.0
+
+
+def test_the_ledger_judges_nobody_by_a_few_shards() -> None:
+    peers = {
+        "a": 100.0,
+        "b": 100.0,
+        "fast": 100.0,
+    }  # it may be ten times as fast, in shards that all are in the middle of
+    allowed = allowances(book_of(peers, until=100.0), set(peers), 1050.0)
+    assert allowed == {} or min(allowed.values()) >= 16.0
+    allowed = allowances(book_of(peers, until=300.0), set(peers), 1250.0)
+    assert min(allowed.values()) >= 8.0
+
+
+def test_the_ledger_judges_nobody_where_most_do_without_it() -> None:
+    book = book_of({"a": 1.0, "b": 1.0}, until=100.0)
+    assert allowances(book, {"a", "b", "c", "d"}, 1100.0) == {}
+
+
+def test_a_pause_does_not_make_a_peer_slow() -> None:
+    book = book_of({"a": 1.0, "b": 1.0}, until=50.0)
+    for now in range(5000, 5020):
+        for peer in "abn":
+            book, _ = take(book, peer, finished=book.leases.get(peer), present={"a", "b", "n"}, now=float(now))
+    allowed = allowances(book, {"a", "b", "n"}, 5020.0)
+    assert 2.0 <= allowed["a"] < 5.0
+    assert 2.0 <= allowed["n"] < 6.0
 
 
 def test_a_pass_takes_every_shard_once() -> None:

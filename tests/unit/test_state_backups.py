@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ from roundlab import at_point
 from test_state_snapshot import bits, some_tensor
 
 from potluck.errors import BackupError, ConfigurationError
+from potluck.hub.server.diskspace import DiskSpace
 from potluck.state.backupfile import read_info
-from potluck.state.backups import BackupConfig, Backups, superfluous
+from potluck.state.backups import SPARE_BYTES, BackupConfig, Backups, superfluous
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.inventory import ITEM_BYTES
 from potluck.state.snapshot import DTYPES, Snapshot, stage
@@ -186,7 +188,8 @@ def test_a_record_cannot_point_elsewhere(tmp_path: Path) -> None:
 
 @given(st.sets(st.integers(0, 300)), st.integers(1, 5), st.integers(0, 20))
 def test_the_last_and_every_so_many_th_stay(epochs: set[int], keep_last: int, keep_every: int) -> None:
-    gone = set(superfluous(epochs, BackupConfig(keep_last=keep_last, keep_every=keep_every)))
+    sizes = dict.fromkeys(epochs, 1)
+    gone = set(superfluous(sizes, BackupConfig(keep_last=keep_last, keep_every=keep_every, spread=0)))
     left = epochs - gone
     assert set(sorted(epochs)[-keep_last:]) <= left
     older = left - set(sorted(epochs)[-keep_last:])
@@ -194,9 +197,62 @@ def test_the_last_and_every_so_many_th_stay(epochs: set[int], keep_last: int, ke
     assert all(not keep_every or epoch % keep_every for epoch in gone)
 
 
+def kept_after(num_epochs: int, every: int, config: BackupConfig, num_bytes: int = 1) -> list[int]:
+    """The ages, in epochs, of what is left when a backup is written every so many."""
+    kept: dict[int, int] = {}
+    for epoch in range(every, num_epochs + 1, every):
+        kept[epoch] = num_bytes
+        for gone in superfluous(kept, config):
+            del kept[gone]
+    return sorted(num_epochs - epoch for epoch in kept)
+
+
+def test_a_run_can_go_back_far_by_backups_ever_wider_apart() -> None:
+    """By default it went back 30 epochs, whatever they took: 50 s in a run of short ones."""
+    ages = kept_after(20_000, 10, BackupConfig())
+    assert len(ages) == 19
+    assert ages[:3] == [0, 10, 20]
+    assert ages[-1] == 20_000 - 10, "the first of all stays"
+    factors = [later / earlier for earlier, later in pairwise(ages[2:])]
+    assert max(factors) <= 4.0, "wherever one wants to go back to, there is one not far from it"
+
+
+@settings(max_examples=60)
+@given(
+    every=st.integers(1, 7),
+    num_backups=st.integers(1, 300),
+    most_bytes=st.integers(0, 40),
+    keep_last=st.integers(1, 4),
+    spread=st.integers(0, 20),
+)
+def test_backups_stay_within_their_budget(
+    every: int, num_backups: int, most_bytes: int, keep_last: int, spread: int
+) -> None:
+    config = BackupConfig(keep_last=keep_last, spread=spread, most_bytes=most_bytes)
+    ages = kept_after(every * num_backups, every, config)
+    assert len(ages) == min(num_backups, max(keep_last, min(keep_last + spread, most_bytes)))
+    assert ages[:keep_last] == [every * number for number in range(min(keep_last, num_backups))]
+
+
+def test_the_spread_makes_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = backups(tmp_path, keep_last=2)
+    for epoch in range(1, 9):
+        there.save(state(epoch), epoch=epoch)
+    assert len(there.epochs()) == 8
+    largest = 4 * state(1).inventory.num_bytes + SPARE_BYTES
+
+    def space(folder: Path) -> DiskSpace:
+        used = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        return DiskSpace(free_bytes=max(0, largest - used), total_bytes=0)
+
+    monkeypatch.setattr("potluck.state.backups.measure", space)
+    there.save(state(9), epoch=9)
+    assert there.epochs() == [9, 8, 7], "all but the newest are gone"
+
+
 def test_old_backups_go_and_nothing_else_does(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    there = backups(tmp_path, keep_last=2, keep_every=5)
+    there = backups(tmp_path, keep_last=2, keep_every=5, spread=0)
     for epoch in range(1, 13):
         there.save(state(epoch), epoch=epoch)
     assert there.epochs() == [12, 11, 10, 5]
@@ -310,9 +366,9 @@ def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path: Path, caplo
 
 def test_a_disk_without_room_is_not_filled_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = backups(tmp_path)
-    usage = type("usage", (), {"free": 100_000})
-    monkeypatch.setattr("potluck.state.backups.shutil.disk_usage", lambda _folder: usage)
-    with pytest.raises(BackupError, match="are free"):
+    space = DiskSpace(total_bytes=100_000_000, free_bytes=1_900_000)  # of which 2 MB are for others
+    monkeypatch.setattr("potluck.state.backups.measure", lambda _folder: space)
+    with pytest.raises(BackupError, match=r"the disk is too full, 1\.9 MB of 100\.0 MB free"):
         there.save(state(1), epoch=1)
     assert list(tmp_path.iterdir()) == []
 

@@ -12,6 +12,7 @@ from roundlab import at_point
 from statelab import MIB, Keeping, model, same, state_lab
 
 from potluck.errors import ConfigurationError, StateUnavailableError
+from potluck.hub.presence import Role
 from potluck.messages import encode
 from potluck.state.announcement import Kept, KeptState
 from potluck.state.fetcher import FetchConfig
@@ -594,18 +595,24 @@ def test_the_tensors_of_the_tests_are_several() -> None:
 
 
 @in_virtual_time
-async def test_a_trainer_leaves_its_link_to_the_training_for_part_of_the_time() -> None:
-    async def seconds_from(role: str) -> float:
+async def test_a_trainer_leaves_its_line_to_the_round_for_part_of_the_time_and_rests_at_no_other() -> None:
+    async def seconds_from(role: Role, *, round_seconds: float) -> float:
         async with state_lab(fetching=FetchConfig(packing="never")) as lab:
-            keeper = await lab.join("keeper", role=role)  # type: ignore[arg-type]
+            keeper = await lab.join("keeper", role=role)
             joiner = await lab.join("joiner")
             conditions = Conditions(bytes_per_second=8 * MIB)
             lab.run.network.set_conditions(conditions, kind="direct", sender=keeper.id, receiver=joiner.id)
             lab.commit(1, keeper)
             await keeper.publish(model(1, 32), 1)
-            started = asyncio.get_running_loop().time()
+            loop = asyncio.get_running_loop()
+            started = loop.time()
+            keeper.epochs.is_in_round = round_seconds > 0
+            over = loop.call_later(round_seconds, setattr, keeper.epochs, "is_in_round", False)
             (await joiner.keeper.fetch(timeout_seconds=TIMEOUT_SECONDS)).release()
-            return asyncio.get_running_loop().time() - started
+            over.cancel()
+            return loop.time() - started
 
-    assert 4.0 <= await seconds_from("aux") <= 5.0
-    assert 7.0 <= await seconds_from("trainer") <= 10.0
+    assert 4.0 <= await seconds_from("aux", round_seconds=60.0) <= 5.0
+    assert 7.0 <= await seconds_from("trainer", round_seconds=60.0) <= 10.0
+    assert 4.0 <= await seconds_from("trainer", round_seconds=0.0) <= 5.0
+    assert 4.4 <= await seconds_from("trainer", round_seconds=1.0) <= 6.0  # the last rest ends with the round

@@ -7,17 +7,20 @@ import importlib
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.logging import RichHandler
+from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from potluck import tasks
 from potluck.hub.subjects import PEER_ID
+from potluck.plaintext import clean, clean_lines
 
 if TYPE_CHECKING:
     from potluck.peer.preflight import Check
@@ -25,8 +28,27 @@ if TYPE_CHECKING:
 
 SHOWN_CHARACTERS = 12  # of an id, in tables
 
-out = Console()
-err = Console(stderr=True)
+
+class PlainConsole(Console):
+    """Shows what others wrote without letting it command the terminal. Colours and tables are our own."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """What is printed, in whichever way, comes through here; rich itself lets escape sequences pass."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(clean_lines(segment.text), segment.style)
+
+
+class PlainFormatter(logging.Formatter):
+    """One line for what a record says, whoever's names are in it. Tracebacks stay as they are."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """The message, cleaned."""
+        record.message = clean(record.message)
+        return super().formatMessage(record)
+
+
+out = PlainConsole()
+err = PlainConsole(stderr=True)
 
 T = TypeVar("T")
 
@@ -38,7 +60,8 @@ def count(number: int, thing: str) -> str:
 
 def print_json(value: Any) -> None:
     """One JSON value on a line of its own, flushed, for a program that reads along."""
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+    # JSON has written out control characters already, and reads the others as we write them.
+    sys.stdout.write(clean(msgspec.json.encode(value).decode()) + "\n")
     sys.stdout.flush()
 
 
@@ -80,14 +103,25 @@ def show_check(check: Check) -> None:
 
 
 def show_table(rows: list[dict[str, Any]], *, empty: str) -> None:
-    """Rows as a table, its columns named by their keys; `empty` says that there are none."""
+    """Rows as a table, its columns named by their keys; `empty` says that there are none.
+
+    Where the table is wider than the terminal, a row is a line for each of its values: nothing is cut off.
+    """
     if not rows:
         out.print(empty, highlight=False)
         return
     table = Table(*(str(name) for name in rows[0]))
-    for row in rows:
-        table.add_row(*(Text(shortened(str(value))) for value in row.values()))
-    out.print(table)
+    cells = [{name: Text(clean_lines(shortened(str(value)))) for name, value in row.items()} for row in rows]
+    for row in cells:
+        table.add_row(*row.values())
+    if Measurement.get(out, out.options.update(max_width=sys.maxsize), table).maximum <= out.width:
+        out.print(table)
+        return
+    for number, row in enumerate(cells):
+        if number:
+            out.print()
+        for name, value in row.items():
+            out.print(Text.assemble((f"{name}: ", "bold"), value), soft_wrap=True)
 
 
 def shortened(text: str) -> str:
@@ -98,7 +132,8 @@ def shortened(text: str) -> str:
 def set_up_logging(verbose: bool) -> None:
     """Warnings always; our own progress with --verbose."""
     handler = RichHandler(console=err, show_path=False, rich_tracebacks=False)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
+    handler.setFormatter(PlainFormatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("potluck").setLevel(logging.DEBUG if verbose else logging.WARNING)
 
 

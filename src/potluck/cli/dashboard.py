@@ -34,6 +34,12 @@ def dashboard(
     ] = None,
     certificate: Annotated[Path | None, typer.Option(help="PEM file, to serve by https; with --key.")] = None,
     key: Annotated[Path | None, typer.Option(help="The certificate's key.")] = None,
+    trust_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Address or network of a proxy in front whose X-Forwarded headers are believed; may be repeated."
+        ),
+    ] = None,
     identity_path: Annotated[
         Path | None, typer.Option(help="File with the key of your peer, to vote with; else the usual one, if any.")
     ] = None,
@@ -57,7 +63,9 @@ def dashboard(
     parsed = None if hosted_here else parse_link(link, "potluck dashboard")  # before nicegui, which takes seconds
     from potluck.monitor.dashboard.server import ServerConfig
 
-    config = ServerConfig(host=listen, port=port, certificate=certificate, key=key)
+    config = ServerConfig(
+        host=listen, port=port, certificate=certificate, key=key, trusted_proxies=tuple(trust_proxy or ())
+    )
     patience_seconds = TAKING_OVER_SECONDS if while_read else 0.0
     if parsed is None:
 

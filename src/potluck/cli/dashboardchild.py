@@ -33,6 +33,8 @@ class DashboardOptions:
     """The organiser's own recipe, if it is not a built-in one."""
     shown_host: str = ""
     """By which others know this machine, if it is served to them."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Whose X-Forwarded headers are believed."""
 
 
 class DashboardChild:
@@ -65,9 +67,10 @@ class DashboardChild:
         options = self._options
         port = ("--port", str(options.port)) if options.port is not None else ()
         recipe = ("--recipe", str(options.recipe)) if options.recipe is not None else ()
+        proxies = tuple(f"--trust-proxy={proxy}" for proxy in options.trusted_proxies)
         where = ("--run", options.run, "--folder", str(options.folder), *recipe)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "potluck.cli", "dashboard", *where, "--listen", options.listen, *port,
+            sys.executable, "-m", "potluck.cli", "dashboard", *where, "--listen", options.listen, *port, *proxies,
             "--while-read", "--json", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         reading = asyncio.create_task(self._read(process), name="reads the dashboard")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -23,7 +25,12 @@ if TYPE_CHECKING:
     from potluck.training.notice import NoticeBoard
 
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 ALARMS_EVERY_SECONDS = 5.0
+RETRY_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +41,7 @@ class Backing:
     keep_last: int
     keep_every: int
     upload_to: str
+    most_bytes: int = 10 * 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +107,15 @@ def host(
         typer.Option("--organisation", help="Hugging Face organisation to let in; may be repeated."),
     ] = None,
     backup_every: Annotated[int, typer.Option(min=1, help="Save the run's state every so many epochs.")] = 10,
-    keep_last: Annotated[int, typer.Option(min=1, help="The newest so many backups stay.")] = 3,
+    keep_last: Annotated[int, typer.Option(min=1, help="The newest so many backups stay in any case.")] = 3,
     keep_every: Annotated[
         int,
         typer.Option(min=0, help="Of those before, each of such a multiple of epochs stays for good; 0: none does."),
     ] = 0,
+    backup_space: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Backups further back stay, ever wider apart, as long as all take less."),
+    ] = "10GB",
     upload_to: Annotated[
         str,
         typer.Option(metavar="TARGET", help="Upload each backup: hf://USER/REPOSITORY, or what fsspec knows (s3://…)."),
@@ -116,6 +128,10 @@ def host(
     dashboard_listen: Annotated[
         str, typer.Option(help="Its address, if not that of the hub: 127.0.0.1 shows it to this machine alone.")
     ] = "",
+    dashboard_trust_proxy: Annotated[
+        list[str] | None,
+        typer.Option(help="Address or network of a proxy in front of it whose X-Forwarded headers are believed."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a line.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
 ) -> None:
@@ -125,6 +141,7 @@ def host(
     """
     from potluck.cli import console
     from potluck.cli.folders import run_folder
+    from potluck.cli.options import bytes_of
     from potluck.hub.guard.guard import GuardConfig
     from potluck.hub.guard.member import Policy
     from potluck.hub.keys import HubKeys
@@ -175,13 +192,23 @@ def host(
     )
     work = Work(
         run_file=file,
-        backups=Backing(every_epochs=backup_every, keep_last=keep_last, keep_every=keep_every, upload_to=upload_to),
-        dashboard=_dashboard_options(config, dashboard, dashboard_listen or listen, dashboard_port),
+        backups=Backing(
+            every_epochs=backup_every,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            upload_to=upload_to,
+            most_bytes=int(bytes_of(backup_space, "--backup-space") or 0),
+        ),
+        dashboard=_dashboard_options(
+            config, dashboard, dashboard_listen or listen, dashboard_port, tuple(dashboard_trust_proxy or ())
+        ),
     )
     console.run(console.until_interrupted(lambda stop: _serve(Host(config), work, stop, as_json)))
 
 
-def _dashboard_options(config: HostConfig, wanted: bool, listen: str, port: int | None) -> DashboardOptions | None:
+def _dashboard_options(
+    config: HostConfig, wanted: bool, listen: str, port: int | None, trusted_proxies: tuple[str, ...]
+) -> DashboardOptions | None:
     """How to serve the dashboard; None where it is not wanted or not installed."""
     from potluck.cli.dashboard import is_installed
     from potluck.cli.dashboardchild import DashboardOptions
@@ -196,6 +223,7 @@ def _dashboard_options(config: HostConfig, wanted: bool, listen: str, port: int 
         listen=listen,
         port=port,
         shown_host=hosts[0] if hosts and listen in ("0.0.0.0", "::") else "",
+        trusted_proxies=trusted_proxies,
     )
 
 
@@ -243,18 +271,22 @@ async def _watch(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> 
     roster = host.peer.session.roster
     async with AsyncExitStack() as parts:  # closed here, where nobody cancels: the dashboard has to be waited for
         parts.callback(roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json)))
-        await console.unless_stopped(_help(host, work, parts, as_json), stop)
+        await console.unless_stopped(host.unless_failed(_help(host, work, parts, as_json)), stop)
 
 
 async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) -> None:
-    """Say what to train; have the host's own peer reduce and coordinate; raises when the hub has died."""
+    """Say what to train; have the host's own peer reduce and coordinate, for ever."""
     from potluck.cli import console
     from potluck.cli.dashboardchild import DashboardChild
 
     module = await console.import_slowly("potluck.training.helping")
     assert host.peer is not None
-    recipe = await _put_up(work.run_file, host) if work.run_file is not None else None
-    helper: AuxiliaryWork = await module.AuxiliaryWork.start(host.peer, _state_config(host, work.backups))
+    recipe = None
+    if work.run_file is not None:
+        run_file = work.run_file
+        recipe = await _persist(lambda: _put_up(run_file, host))
+    peer, states = host.peer, _state_config(host, work.backups)
+    helper: AuxiliaryWork = await _persist(lambda: module.AuxiliaryWork.start(peer, states))
     parts.push_async_callback(helper.close)
     if work.run_file is not None:
         _check_data(helper.board, recipe)
@@ -271,7 +303,19 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
         )
         previewer.start()
         parts.push_async_callback(previewer.close)
-    await host.failed()
+    await asyncio.Event().wait()
+
+
+async def _persist(step: Callable[[], Awaitable[T]]) -> T:
+    """Take a step that needs the hub, again and again while that is away: its server may be starting again just now."""
+    from potluck.errors import RetryableError
+
+    while True:
+        try:
+            return await step()
+        except RetryableError as error:
+            logger.warning("the hub is away just now, trying on: %s", error)
+        await asyncio.sleep(RETRY_SECONDS)
 
 
 async def _try_out(run_file: Path) -> bool:
@@ -316,7 +360,12 @@ def _state_config(host: Host, backups: Backing) -> StateConfig:
     from potluck.state.backups import BackupConfig
     from potluck.state.keeper import StateConfig
 
-    config = BackupConfig(every_epochs=backups.every_epochs, keep_last=backups.keep_last, keep_every=backups.keep_every)
+    config = BackupConfig(
+        every_epochs=backups.every_epochs,
+        keep_last=backups.keep_last,
+        keep_every=backups.keep_every,
+        most_bytes=backups.most_bytes,
+    )
     return StateConfig(folder=host.config.hub.folder / "states", backups=config, upload_to=backups.upload_to or None)
 
 

@@ -41,6 +41,7 @@ async def seated(
 ) -> None:
     """Join, do the work, leave. While an organiser has to let us in, say so and wait."""
     from potluck.cli import console
+    from potluck.hub.guard.lobby import why_we_wait
     from potluck.hub.joinlink import fetch_address
     from potluck.run.peer import Peer
 
@@ -52,9 +53,10 @@ async def seated(
 
     def waiting(answer: Answer) -> None:
         if as_json:
-            console.print_json({"event": "waiting", "place": answer.place, "peer": peer.peer_id})
+            event = "lobby full" if answer.code == "lobby_full" else "waiting"
+            console.print_json({"event": event, "place": answer.place, "peer": peer.peer_id})
         else:
-            console.out.print(f"Waiting for an organiser to let you in (place {answer.place}). Ctrl-C gives up.")
+            console.out.print(f"{why_we_wait(answer)}. Ctrl-C gives up.", markup=False)
 
     async def start() -> bool:
         await peer.start(waiting)

@@ -37,6 +37,7 @@ class RoleName(enum.StrEnum):
     TRAINER = "trainer"
     AUX = "aux"
     OBSERVER = "observer"
+    WORKER = "worker"
 
 
 @app.command("invite")
@@ -51,6 +52,10 @@ def invite(
     ] = None,
     coordinates: Annotated[bool, typer.Option("--coordinates", help="Those who come in by it may coordinate.")] = False,
     trusted: Annotated[bool, typer.Option("--trusted", help="They may reduce where only trusted peers do.")] = False,
+    queues: Annotated[
+        list[str] | None,
+        typer.Option("--queue", help="A queue or topic they may use: NAME=put,take, or * for all; may be repeated."),
+    ] = None,
     person: Annotated[str, typer.Option(help="Whose invite it is; seats are counted by person.")] = "",
     note: Annotated[str, typer.Option(help="For yourself.")] = "",
     as_json: AsJson = False,
@@ -58,6 +63,8 @@ def invite(
     """Make an invite and print its join link.
 
     Example: [bold]potluck members invite --uses 20 --days 3 --note "the Discord"[/bold]
+
+    For a fleet: [bold]potluck members invite --queue experience=put --queue weights=take[/bold]
     """
     from dataclasses import replace
 
@@ -67,12 +74,15 @@ def invite(
     from potluck.hub.guard.member import Scopes
     from potluck.hub.joinlink import JoinLink
     from potluck.hub.presence import Role
+    from potluck.hub.queues import parse_rights
 
     async def work(organiser: Organiser, record: HostRecord) -> None:
-        wanted = roles or (RoleName.TRAINER, RoleName.OBSERVER)
+        rights = parse_rights(queues or [])
+        usual = (RoleName.WORKER,) if rights else (RoleName.TRAINER, RoleName.OBSERVER)
+        wanted = roles or usual
         allowed = msgspec.convert([role.value for role in wanted], tuple[Role, ...])
         made, secret = await organiser.create_invite(
-            scopes=Scopes(roles=allowed, coordinates=coordinates, trusted=trusted),
+            scopes=Scopes(roles=allowed, coordinates=coordinates, trusted=trusted, queues=rights),
             uses=uses or None,
             lifetime_seconds=days * 86400 or None,
             person=f"guest:{person}" if person and ":" not in person else person,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,6 +129,18 @@ class HubKeys:
     def system_public(self) -> str:
         """The user of the system account."""
         return public_key(self.system_seed)
+
+    @property
+    def queues_seed(self) -> bytes:
+        """The guard's connection in the account of the queues; made from the guard's own seed."""
+        raw = hashlib.sha256(b"potluck queues\0" + self.guard_seed).digest()
+        encoded: bytes = nkeys.encode_seed(raw, _PREFIXES["user"])
+        return encoded
+
+    @property
+    def queues_public(self) -> str:
+        """The user of the account of the queues."""
+        return public_key(self.queues_seed)
 
     @property
     def organiser_public(self) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
+import msgspec
+
+from potluck.hub.keys import verify
 from potluck.messages import PROTOCOL_VERSION, Message
 
-Role = Literal["trainer", "aux", "observer"]
+Role = Literal["trainer", "aux", "observer", "worker"]  # a worker uses queues, and takes part in no round
 State = Literal["alive", "suspect", "dead", "left"]
 
 
@@ -20,10 +24,26 @@ class Card(Message, frozen=True, kw_only=True):
     version: str = ""
     protocol: int = PROTOCOL_VERSION
     link_key: str = ""  # X25519 public key of this session, hexadecimal
+    link_proof: bytes = b""  # the peer's signature of run, session and link key: the hub cannot make it
     addresses: tuple[str, ...] = ()  # tcp://HOST:PORT where it accepts links; empty for a client peer
     lan_addresses: tuple[str, ...] = ()  # more of them, worth dialling only from the same LAN; also of a client peer
     upload_bytes_per_second: float | None = None  # as measured; None: not known yet
     download_bytes_per_second: float | None = None
+
+
+def with_link_proof(card: Card, run: str, peer: str, sign: Callable[[bytes], bytes]) -> Card:
+    """The card with its link key signed by the identity of `peer`."""
+    return msgspec.structs.replace(card, link_proof=sign(_link_claim(card, run, peer)))
+
+
+def is_link_proven(card: Card, run: str, peer: str) -> bool:
+    """Whether the link key is the peer's own, by its word and nobody else's; so is none at all."""
+    return not card.link_key or verify(peer, _link_claim(card, run, peer), card.link_proof)
+
+
+def _link_claim(card: Card, run: str, peer: str) -> bytes:
+    # None of these can contain a line break.
+    return f"potluck link key {PROTOCOL_VERSION}\n{run}\n{peer}\n{card.session}\n{card.link_key}".encode()
 
 
 class Beacon(Message, frozen=True, kw_only=True):

@@ -61,6 +61,7 @@ STORES: tuple[StoreDefinition, ...] = (
     StoreDefinition(name="invites", description="invites and how often they were used", expires=True),
     StoreDefinition(name="requests", description="requests for access that wait for an organiser", expires=True),
     StoreDefinition(name="policy", description="whom the run lets in without an invite", expires=True),
+    StoreDefinition(name="queues", description="queues and topics, and their limits", expires=True),
     StoreDefinition(name="roster", description="who is present; the guard's word", readers="all", expires=True),
     StoreDefinition(name="manifest", description="what the run trains and how", readers="all"),
     StoreDefinition(

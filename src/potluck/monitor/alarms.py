@@ -15,9 +15,11 @@ from typing import Literal
 
 from potluck.errors import ConfigurationError
 from potluck.hub.presence import Beacon, Presence
-from potluck.round.plan import Commit
+from potluck.round.plan import Commit, CommittedMember
+from potluck.run.hostnews import FRESH_SECONDS, HostNews
 
-Kind = Literal["standstill", "loss not finite", "loss rising", "all clients", "dropped"]
+Kind = Literal["standstill", "loss not finite", "loss rising", "all clients", "dropped", "claims", "disk", "hub server"]
+HOST_KINDS: tuple[Kind, ...] = ("disk", "hub server")
 
 SILENT_SECONDS = 10.0  # a beacon older than that says nothing any more
 LONGEST_NAME = 40
@@ -59,6 +61,7 @@ class AlarmConfig:
 
 RECENT_EPOCHS = 20
 DEATH_SECONDS = 600.0
+FAR_MORE = 4.0  # times what counts: no honest peer is so far beyond the cap by chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class Alarms:
     _since: dict[tuple[str, str], float] = field(default_factory=dict)
     _moved_at: float | None = None  # when an epoch came last, or training became possible
     _clients_since: float | None = None
+    _hosts: dict[str, tuple[float, HostNews]] = field(default_factory=dict)
 
     # What happens
 
@@ -132,6 +136,12 @@ class Alarms:
         if known:
             self._losses.append(sum(known) / len(known))
 
+    def host_told(self, peer: str, news: HostNews, now: float) -> None:
+        """A host's word on itself. Believed of those who keep the run for everybody: trusted, and may coordinate."""
+        known = self._peers.get(peer)
+        if known is not None and known.presence.trusted and known.presence.coordinates:
+            self._hosts[peer] = (now, news)
+
     # What follows from it
 
     def look(self, now: float, *, is_paused: bool = False, coordinator: str = "") -> list[Alarm]:
@@ -144,6 +154,8 @@ class Alarms:
             *self._rising_loss(),
             *self._all_clients(now),
             *self._dropped(now),
+            *self._claims(),
+            *self._host_troubles(now),
         ]
         self._since = {key: self._since.get(key, now) for key, _ in found}
         return [Alarm(kind, text, self._since[kind, peer], peer) for (kind, peer), text in found]
@@ -220,6 +232,32 @@ class Alarms:
             elif died[peer] >= self.config.deaths:
                 text = f"{name} was lost {died[peer]} times in ten minutes: have its person look at its log"
                 yield ("dropped", peer), text
+
+    def _claims(self) -> Iterator[tuple[tuple[Kind, str], str]]:
+        """Who says to have made more samples than can be: once is enough where it is far more."""
+        cut: dict[str, list[CommittedMember]] = {}
+        for _, commit in self._commits:
+            for member in commit.members:
+                if member.claimed:
+                    cut.setdefault(member.peer, []).append(member)
+        for peer, members in sorted(cut.items()):
+            last = members[-1]
+            if len(members) < self.config.dropped_epochs and all(m.claimed < FAR_MORE * m.weight for m in members):
+                continue
+            name = self._names.get(peer, peer[:12])
+            text = (
+                f"{name} claims {last.claimed:,.0f} samples for an epoch, and {last.weight:,.0f} count: more than the "
+                "others' speed makes plausible. Ban it (potluck members ban), or, if it really is so fast, invite it "
+                "as trusted, or raise weight_cap in run.toml and start the host again"
+            )
+            yield ("claims", peer), text
+
+    def _host_troubles(self, now: float) -> Iterator[tuple[tuple[Kind, str], str]]:
+        self._hosts = {peer: told for peer, told in self._hosts.items() if now - told[0] <= FRESH_SECONDS}
+        for peer, (_, news) in self._hosts.items():
+            for kind in HOST_KINDS:
+                if text := news.troubles.get(kind):
+                    yield (kind, peer), text
 
     # What it looks at
 

@@ -15,6 +15,7 @@ from potluck.messages import Message, decode
 from potluck.monitor.past import Past
 from potluck.monitor.watcher import Watcher
 from potluck.peer.session import Session
+from potluck.plaintext import clean_all
 from potluck.training import ballot, contributions
 from potluck.training.ballot import Ballot
 from potluck.training.contributions import ContributionBook
@@ -129,14 +130,14 @@ class RunFollower:
         if entry.value is None:
             return
         try:
-            put(decode(kind, entry.value))
+            put(clean_all(decode(kind, entry.value)))
         except ProtocolError:
             self.counts[bad] += 1
 
     def _book_changed(self, entry: Entry) -> None:
         if entry.key == contributions.KEY and entry.value is not None:
             try:
-                self.book = decode(ContributionBook, entry.value)
+                self.book = clean_all(decode(ContributionBook, entry.value))
             except ProtocolError:
                 self.counts["bad_books"] += 1
 

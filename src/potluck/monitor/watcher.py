@@ -19,6 +19,9 @@ from potluck.peer.roster import RosterEvent
 from potluck.peer.session import Session
 from potluck.round.lineage import Lineage
 from potluck.round.plan import Commit
+from potluck.run.hostnews import MAX_NEWS_BYTES as MAX_HOST_NEWS_BYTES
+from potluck.run.hostnews import TOPIC as HOST_NEWS
+from potluck.run.hostnews import HostNews
 from potluck.run.linknews import MAX_NEWS_BYTES, LinkNews
 from potluck.run.linknews import TOPIC as LINK_NEWS
 from potluck.training.notice import NoticeBoard
@@ -68,6 +71,7 @@ class Watcher:
         follow(await hub.store("lease").watch(self._lease_changed))
         follow(await hub.subscribe(subjects.beacon("*"), self._beacon_came))
         follow(await hub.subscribe(subjects.news("*", LINK_NEWS), self._links_told))
+        follow(await hub.subscribe(subjects.news("*", HOST_NEWS), self._host_told))
         await self._lineage.start()
         await self.board.start()
 
@@ -124,3 +128,12 @@ class Watcher:
             self.counts["bad_link_news"] += 1
             return
         self.view.links_told(delivery.subject.rsplit(".", 2)[-2], news)
+
+    def _host_told(self, delivery: Delivery) -> None:
+        try:
+            news = decode(HostNews, delivery.payload, limit_bytes=MAX_HOST_NEWS_BYTES)
+        except ProtocolError:
+            self.counts["bad_host_news"] += 1
+            return
+        peer = delivery.subject.rsplit(".", 2)[-2]
+        self._alarms.host_told(peer, news, self._session.clock.monotonic())

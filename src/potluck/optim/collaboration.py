@@ -77,9 +77,15 @@ class Collaboration:
         config = AveragerConfig(codecs=codecs, roles=ROLES, coordinator=coordinator, num_threads=num_threads)
         self.averager = Averager(peer, config, workers=workers)
         self.progress = ProgressKeeper(peer.session, self.averager.lease, lambda: self.averager.epoch, target)
+        self.progress.weight_cap = coordinator.gather.weight_cap
         self.keeper: StateKeeper | None = None
         """Of this peer's states, where it has one: whoever starts it says so."""
         self.averager.listen(self._committed)
+
+    def coordinate_by(self, config: CoordinatorConfig) -> None:
+        """Where this peer coordinates, start and plan the next rounds by this."""
+        self.averager.coordinate_by(config)
+        self.progress.weight_cap = config.gather.weight_cap
 
     async def start(self) -> None:
         """Follow the run."""

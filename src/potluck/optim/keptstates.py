@@ -49,11 +49,11 @@ class KeptStates:
     async def resume(self, *, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
         """What the run goes on from, be it in somebody's memory or on somebody's disk."""
         fetched = await self._keeper.resume(base=base, timeout_seconds=timeout_seconds)
-        return self._taken(fetched) if fetched is not None else None
+        return await self._taken(fetched) if fetched is not None else None
 
     async def fetch(self, *, at_least_epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot:
         """The newest state that can be believed."""
-        return self._taken(
+        return await self._taken(
             await self._keeper.fetch(at_least_epoch=at_least_epoch, base=base, timeout_seconds=timeout_seconds)
         )
 
@@ -64,7 +64,7 @@ class KeptStates:
     async def repair(self, *, epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
         """What most of the keepers hold."""
         fetched = await self._keeper.repair(base, epoch=epoch, timeout_seconds=timeout_seconds)
-        return self._taken(fetched, base) if fetched is not None else None
+        return await self._taken(fetched, base) if fetched is not None else None
 
     def statistics(self) -> dict[str, int]:
         """Counters."""
@@ -73,9 +73,10 @@ class KeptStates:
         uploaded = {f"uploads_{name}": count for name, count in self._keeper.upload_counts.items()}
         return {**{f"states_{name}": count for name, count in self.counts.items()}, **saved, **uploaded}
 
-    def _taken(self, fetched: FetchedState, base: Mapping[str, Tensor] | None = None) -> Snapshot:
+    async def _taken(self, fetched: FetchedState, base: Mapping[str, Tensor] | None = None) -> Snapshot:
         with fetched:
-            tensors, own = fetched.tensors(), fetched.snapshot.inventory.own_names
+            tensors = await self._keeper.work(fetched.tensors)  # a large copy: the event loop goes on meanwhile
+            own = fetched.snapshot.inventory.own_names
             num_moved_chunks = sum(fetched.report.given.values())
             self.counts["fetched"] += 1
             self.counts["fetched_chunks"] += num_moved_chunks

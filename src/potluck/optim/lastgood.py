@@ -17,15 +17,24 @@ class LastGood:
 
     def __init__(self) -> None:
         self._state: Snapshot | None = None
+        self._is_copy = False  # made here, so that its memory can be used again
         self._published: Published | None = None
 
     def keep(self, live: Snapshot, published: Published | None) -> None:
         """This state is good. `published` holds a copy of it, or will; None: nobody does."""
         before, self._published = self._published, published
         if published is None:
-            self._state = _copied(live, self._state)
+            self._state = _copied(live, self._state if self._is_copy else None)
         else:
             self._state = dataclasses.replace(live, tensors={})
+        self._is_copy = published is None
+        if before is not None:
+            before.release()
+
+    def take(self, fetched: Snapshot) -> None:
+        """This state was fetched, and is good. Nobody changes its tensors, so there is nothing to copy."""
+        before, self._published = self._published, None
+        self._state, self._is_copy = fetched, False
         if before is not None:
             before.release()
 

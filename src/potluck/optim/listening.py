@@ -6,7 +6,9 @@ nobody, and the averages that it hears are put on the state when that is here (`
 have done, to the same bits. Averages are much smaller than states: with Adam and float16 a sixth.
 
 It listens until it can train: a round that began while the state is loaded, or earlier ones are put on it, would be
-missed otherwise, and a whole state more be fetched for it.
+missed otherwise, and a whole state more be fetched for it. An epoch that passes all the same without its being heard,
+as one does whose round had begun before this peer came, makes every state from before it useless: then the fetch begins
+anew at once, and not when all of the useless state has come.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -28,6 +32,9 @@ LOOK_EVERY_SECONDS = 0.1
 ROUND_SECONDS = 600.0  # how long to be ready for one epoch before saying so anew
 # A line on which rounds take half of the time, with Adam and float16, brings a state within six epochs.
 MOST_EPOCHS = 16
+MOST_STARTS = 4  # of one fetch: whoever hears nothing at all may be lucky after all when a state has come
+
+T = TypeVar("T")
 
 
 class Listener:
@@ -43,11 +50,27 @@ class Listener:
         self._epoch = 0  # that is listened for
         self._tensors: dict[str, Tensor] = {}  # for its averages
         self._is_last = False
+        self._has_missed = asyncio.Event()
         self._listening: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen from now on."""
         self._listening = asyncio.create_task(self._listen(), name="optimizer: listening")
+
+    async def meanwhile(self, fetch: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What is fetched; begun anew when an epoch passes that this peer does not hear."""
+        for _ in range(MOST_STARTS - 1):
+            self._has_missed.clear()
+            fetching = asyncio.create_task(fetch(), name="optimizer: fetch")
+            missing = asyncio.create_task(self._has_missed.wait(), name="optimizer: epochs missed")
+            try:
+                await asyncio.wait([fetching, missing], return_when=asyncio.FIRST_COMPLETED)
+                if fetching.done():
+                    return fetching.result()
+            finally:
+                await tasks.end(missing, *([] if fetching.done() else [fetching]))
+            logger.info("epoch %d passed before this peer could hear it: the fetch begins anew", self._epoch - 1)
+        return await fetch()
 
     async def finish(self) -> None:
         """Listen to no more rounds; one that counts on this peer by now is heard to its end."""
@@ -70,6 +93,8 @@ class Listener:
 
     async def _listen(self) -> None:
         while not self._is_last:
+            if self._epoch not in self.averages and 0 < self._epoch <= self._collaboration.epoch:
+                self._has_missed.set()
             epoch = self._epoch = self._collaboration.epoch + 1
             await tasks.finish([self._make_room(epoch)])  # whoever stops listening has the method for itself
             tensors, self._tensors = self._tensors, {}

@@ -109,7 +109,7 @@ class StateSource(Protocol):
     async def fetch(self, *, at_least_epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot:
         """A state of that epoch or a later one; RetryableError when nobody has one now. Called on the event loop.
 
-        `base` is what this peer has; it does not change meanwhile.
+        `base` is what this peer has; it does not change meanwhile. Nor do, from then on, the tensors that are returned.
         """
         ...
 

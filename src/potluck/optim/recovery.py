@@ -17,7 +17,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -104,8 +104,10 @@ class Recovery:
         """Go on from the state that the run has, if any."""
         patience = self._config.load_state_timeout_seconds
         with self._listening() as listener:
-            resuming = source.resume(base=self._method.tensors(), timeout_seconds=patience)
-            snapshot = self._run.call_unless_leaving(resuming)
+            base = self._method.tensors()
+            snapshot = self._run.call_unless_leaving(
+                listener.meanwhile(lambda: source.resume(base=base, timeout_seconds=patience))
+            )
             if snapshot is not None:
                 self.counts["resumed"] += 1
                 self._take_up(snapshot, listener)
@@ -118,7 +120,7 @@ class Recovery:
         logger.info("this peer is at epoch %d and the run at %d: fetching its state", self.epoch, head)
         num_restored = self._collaboration.num_restored
         with self._listening() as listener:
-            snapshot = self._fetch(head)
+            snapshot = self._fetch(head, listener)
             if num_restored > self._num_restored:
                 self._num_restored = num_restored
                 self.counts["went_back"] += 1
@@ -142,7 +144,8 @@ class Recovery:
         """Stand on a state, and do what the others have done since. What comes out is to be kept."""
         with listener.turn:
             self._load(snapshot)
-            self._remember()
+            if self._config.keep_last_good:
+                self._good.take(snapshot)
         self._replay(listener)
         self._run.call_unless_leaving(listener.finish())
         self._replay(listener)
@@ -176,7 +179,7 @@ class Recovery:
         self._method.land()
         return True
 
-    def _fetch(self, at_least_epoch: int) -> Snapshot:
+    def _fetch(self, at_least_epoch: int, listener: Listener) -> Snapshot:
         source = self._source
         if source is None:
             raise FatalError(
@@ -185,10 +188,9 @@ class Recovery:
             )
         deadline = time.monotonic() + self._config.load_state_timeout_seconds
         while (left := deadline - time.monotonic()) > 0:
-            wanted = max(at_least_epoch, self._collaboration.epoch)
-            fetching = source.fetch(at_least_epoch=wanted, base=self._method.tensors(), timeout_seconds=left)
+            fetch = self._fetching(source, at_least_epoch, left)
             try:
-                return self._run.call_unless_leaving(fetching)
+                return self._run.call_unless_leaving(listener.meanwhile(fetch))
             except RetryableError as error:
                 self.counts["failed_fetches"] += 1
                 logger.info("the run's state was not to be had yet: %s", error)
@@ -197,6 +199,14 @@ class Recovery:
         raise DeadlineExceededError(
             f"nobody gave this peer the state of epoch {at_least_epoch} within "
             f"{self._config.load_state_timeout_seconds:g} s: see whether a keeper of the run is there, and start again"
+        )
+
+    def _fetching(
+        self, source: StateSource, at_least_epoch: int, timeout_seconds: float
+    ) -> Callable[[], Coroutine[Any, Any, Snapshot]]:
+        base = self._method.tensors()
+        return lambda: source.fetch(
+            at_least_epoch=max(at_least_epoch, self._collaboration.epoch), base=base, timeout_seconds=timeout_seconds
         )
 
     def _load(self, snapshot: Snapshot) -> None:

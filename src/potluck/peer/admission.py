@@ -16,6 +16,7 @@ from potluck.errors import (
     AccessError,
     BannedError,
     ConfigurationError,
+    DeadlineExceededError,
     HubUnavailableError,
     NotAdmittedError,
     PermissionDeniedError,
@@ -36,7 +37,23 @@ logger = logging.getLogger(__name__)
 ANSWER_TIMEOUT_SECONDS = 15.0  # a Hugging Face token may have to be checked on the way
 ASK_AGAIN_SECONDS = 20.0  # in case the word that we were let in got lost
 KNOCK_AGAIN_SECONDS = 5.0  # while the hub is away and we wait in its list
+KNOCKS = 4  # before we give up at a lobby that lets nobody in
+FIRST_PAUSE_SECONDS = 0.5  # then twice as long each time
 NOBODY_THERE = "the hub is there, but nobody answers at its lobby: is `potluck host` running? Try again in a minute"
+
+
+NOT_LET_IN = (
+    "the hub is there, but lets nobody into its lobby: `potluck host` is not running, or more strangers knock than it "
+    "can deal with. Try again in a minute"
+)
+
+
+class LobbyFullError(HubUnavailableError):
+    """The lobby is full; come again later."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(f"{answer.message} (again in {answer.retry_after_seconds or KNOCK_AGAIN_SECONDS:.0f} s)")
+        self.answer = answer
 
 
 async def be_admitted(
@@ -50,19 +67,29 @@ async def be_admitted(
 ) -> Answer:
     """Apply and return the answer that lets us in.
 
-    Where an organiser has to decide, waits up to `wait_seconds` for it, also through restarts of the hub, and calls
-    `on_waiting` when it starts. A refusal is raised: BannedError, SeatsTakenError, ConfigurationError (wrong version or
-    role), HubUnavailableError (it cannot be decided now), NotAdmittedError (all else).
+    Where an organiser has to decide, waits up to `wait_seconds` for it, also through restarts of the hub and while the
+    lobby is full, and calls `on_waiting` when it starts. A refusal is raised: BannedError, SeatsTakenError,
+    ConfigurationError (wrong version or role), HubUnavailableError (it cannot be decided now), NotAdmittedError (all
+    else).
     """
     line = _WaitingLine(subjects, peer_id, application, wait_seconds, on_waiting or (lambda _answer: None))
+    num_failures = 0
     while True:
         try:
             return await line.stand(connect)
+        except LobbyFullError as error:
+            line.wait_outside(error)
+            await line.pause(error.answer.retry_after_seconds or KNOCK_AGAIN_SECONDS)
         except RetryableError as error:
-            if not line.is_waiting:
+            if line.is_waiting:
+                logger.info("the hub went away while we waited for an organiser: %s", error)
+                await line.pause(KNOCK_AGAIN_SECONDS)
+                continue
+            num_failures += 1
+            if num_failures == KNOCKS or not line.got_through or isinstance(error.__cause__, DeadlineExceededError):
                 raise
-            logger.info("the hub went away while we waited for an organiser: %s", error)
-        await line.pause()
+            # Cut while we asked, or not let in: a crowded lobby has room again in a moment.
+            await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (num_failures - 1))
 
 
 async def why_refused(
@@ -73,7 +100,7 @@ async def why_refused(
     question = msgspec.structs.replace(application, invite="", token="", message="")
     try:
         async with asyncio.timeout(ANSWER_TIMEOUT_SECONDS):
-            hub = await _knock(connect)
+            hub = await connect("lobby")
             try:
                 answer = await _ask(hub, subjects, peer_id, question)
             finally:
@@ -109,6 +136,9 @@ class _WaitingLine:
         self._deadline = asyncio.get_running_loop().time() + wait_seconds
         self._on_waiting = on_waiting
         self._waiting: Answer | None = None
+        self._full: LobbyFullError | None = None
+        self.got_through = False
+        """Whether the hub answered at the last try, if only by not letting us in."""
 
     @property
     def is_waiting(self) -> bool:
@@ -116,21 +146,35 @@ class _WaitingLine:
         return self._waiting is not None
 
     def check_patience(self) -> None:
-        """NotAdmittedError when we have waited long enough."""
+        """NotAdmittedError when we have waited long enough; LobbyFullError where it was for a place to wait."""
+        if self._full is not None and self._left_seconds() <= 0:
+            raise self._full
         if self._waiting is not None and self._left_seconds() <= 0:
             raise NotAdmittedError(
                 f"an organiser has not let you in yet (place {self._waiting.place} in the list): "
                 "your request stays there, so join again later"
             )
 
-    async def pause(self) -> None:
+    def wait_outside(self, full: LobbyFullError) -> None:
+        """The lobby is full."""
+        if self._full is None and self._left_seconds() > 0:
+            self._on_waiting(full.answer)
+        self._full = full
+
+    async def pause(self, seconds: float) -> None:
         """Wait before the next try, but not beyond our patience."""
         self.check_patience()
-        await asyncio.sleep(min(KNOCK_AGAIN_SECONDS, self._left_seconds()))
+        await asyncio.sleep(min(seconds, self._left_seconds()))
 
     async def stand(self, connect: Connector) -> Answer:
         """Connect, apply, and wait for the decision."""
-        hub = await _knock(connect)
+        self.got_through = False
+        try:
+            hub = await connect("lobby")
+        except NotAdmittedError as error:  # it is open to everybody: there is no guard, or a crowd
+            self.got_through = True
+            raise HubUnavailableError(NOT_LET_IN) from error
+        self.got_through = True
         try:
             return await self._apply(hub)
         finally:
@@ -158,20 +202,13 @@ class _WaitingLine:
         return answer
 
     def _wait_begins(self, answer: Answer) -> None:
+        self._full = None
         if self._waiting is None:
             self._on_waiting(answer)
         self._waiting = answer
 
     def _left_seconds(self) -> float:
         return self._deadline - asyncio.get_running_loop().time()
-
-
-async def _knock(connect: Connector) -> HubConnection:
-    """A connection to the lobby, which is open to everybody: who is refused there found no guard, or a full lobby."""
-    try:
-        return await connect("lobby")
-    except NotAdmittedError as error:
-        raise HubUnavailableError(NOBODY_THERE) from error
 
 
 async def _ask(hub: HubConnection, subjects: Subjects, peer_id: str, application: Application) -> Answer:
@@ -195,6 +232,8 @@ async def _ask(hub: HubConnection, subjects: Subjects, peer_id: str, application
 
 def refusal(answer: Answer) -> AccessError | ConfigurationError | HubUnavailableError:
     """The error that a refusal is told by."""
+    if answer.code == "lobby_full":
+        return LobbyFullError(answer)
     if answer.code == "banned":
         return BannedError(answer.message)
     if answer.code == "seats":

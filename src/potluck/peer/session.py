@@ -31,12 +31,13 @@ from potluck.errors import (
     RetryableError,
 )
 from potluck.hub.connection import Entry, HubConnection, Subscription
-from potluck.hub.presence import Beacon, Card, CardAnswer, Presence
+from potluck.hub.presence import Beacon, Card, CardAnswer, Presence, is_link_proven, with_link_proof
 from potluck.hub.subjects import Subjects
 from potluck.messages import decode, encode
 from potluck.peer.hubtime import HubTime
 from potluck.peer.identity import Identity
 from potluck.peer.roster import Roster
+from potluck.plaintext import clean_all
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class Session:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the session is over: with the reason, or with None once `close` was called."""
         self._connect = connect
-        self._card = card
+        self._card = with_link_proof(card, subjects.run, identity.peer_id, identity.sign)
         self._beacon = Beacon(session=card.session)
         self._hub: HubConnection | None = None
         self._watch: Subscription | None = None
@@ -105,7 +106,13 @@ class Session:
         self._time_wanted = asyncio.Event()
         self._is_away = False
         self._listeners: list[Callable[[HubChange], None]] = []
-        self._counts: dict[str, int] = {"beacons": 0, "cards": 0, "reconnects": 0, "bad_presences": 0}
+        self._counts: dict[str, int] = {
+            "beacons": 0,
+            "cards": 0,
+            "reconnects": 0,
+            "bad_presences": 0,
+            "forged_link_keys": 0,
+        }
 
     @property
     def hub(self) -> HubConnection:
@@ -213,18 +220,35 @@ class Session:
             self.roster.forget(entry.key)
             return
         try:
-            presence = decode(Presence, entry.value)
+            presence = clean_all(decode(Presence, entry.value))
         except ProtocolError as error:
             self._counts["bad_presences"] += 1
             logger.warning("the roster's entry %s was passed over: %s", entry.key, error)
             return
-        self.roster.apply(presence)
+        self.roster.apply(self._believed(presence))
         if presence.peer == self.peer_id and (
             presence.state in ("dead", "left") or presence.card.session != self._card.session
         ):
             # A pause made the guard give us up, and we are still here; or a newer process has our place, and the guard
             # will say so.
             self._card_wanted.set()
+
+    def _believed(self, presence: Presence) -> Presence:
+        """What the hub says of a peer, less a link key that the peer has not signed: nothing may be sent by that."""
+        peer, card = presence.peer, presence.card
+        known = self.roster.get(peer)
+        claim = (card.session, card.link_key, card.link_proof)
+        if known is not None and claim == (known.card.session, known.card.link_key, known.card.link_proof):
+            return presence
+        if is_link_proven(card, self.subjects.run, peer):
+            return presence
+        self._counts["forged_link_keys"] += 1
+        logger.warning(
+            "the hub shows a link key of %s that this peer has not signed: nothing is exchanged with it. It may run an "
+            "older version; or whoever runs the hub wants to listen in",
+            peer,
+        )
+        return msgspec.structs.replace(presence, card=msgspec.structs.replace(card, link_key="", link_proof=b""))
 
     def _went_away(self) -> None:
         self._is_away = True

@@ -12,6 +12,7 @@ Decisions (pure):
     plan.py, specs.py   the messages of a round         trigger.py, gathering.py   when to start, and with whom
     exchange.py    one member's book-keeping            director.py     the coordinator's side of one round
     attendance.py, reach.py, reassignment.py            what members say; who reduces when links break; what again
+    weights.py     how much of a claimed weight counts
     adoption.py, commitment.py                          what a coordinator left complete; the record of an epoch
     audit.py, testimony.py, disputes.py, exclusions.py  who is found out, by what witnesses show, and for how long
     merkle.py, seals.py                                 what binds members to what they sent and hold

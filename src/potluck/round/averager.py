@@ -202,6 +202,10 @@ class Averager:
         """Where this peer coordinates, start and plan the next rounds by this."""
         self._coordinator.configure(config)
 
+    def measured(self, allowances: Mapping[str, float]) -> None:
+        """Where this peer coordinates: how many medians each peer may give to an epoch over time (weights.py)."""
+        self._coordinator.measured(allowances)
+
     async def restore(self, restored: Restoration) -> Commit:
         """Make an earlier state that of the next epoch. RetryableError unless this peer coordinates, and is first."""
         return await self._coordinator.restore(restored)

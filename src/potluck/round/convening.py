@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from potluck.errors import PotluckError
@@ -28,7 +28,7 @@ from potluck.round.gathering import (
     senders,
 )
 from potluck.round.lineage import Lineage
-from potluck.round.plan import Ready, RoundKey
+from potluck.round.plan import Commit, Ready, RoundKey
 from potluck.round.trigger import ReadySender, Trigger
 
 logger = logging.getLogger(__name__)
@@ -112,10 +112,14 @@ class Convener:
         """An attempt came to nothing, in which these were lost."""
         self._absences.note(lost)
 
-    def committed(self, epoch: int) -> None:
+    def committed(self, commit: Commit) -> None:
         """The head of the lineage has moved."""
-        self._gathering.clear(epoch)
+        self._gathering.committed(commit)
         self._absences.clear()
+
+    def measured(self, allowances: Mapping[str, float]) -> None:
+        """How many medians each peer may give to an epoch over time, by its measured speed (weights.py)."""
+        self._gathering.weights.allowances = allowances
 
     def hub_came_back(self) -> None:
         """The hub was away, for the others too."""

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from potluck import tasks
@@ -45,6 +45,7 @@ TICK_SECONDS = 0.1  # while a round is under way
 IDLE_SECONDS = 0.5
 LONGEST_RETRY_SECONDS = 2.0
 COMPLAIN_EVERY_SECONDS = 2.0
+NAME_EVERY_SECONDS = 60.0  # whoever claims too much, each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,7 @@ class Coordinator:
         self._last_term: Term | None = None
         self._director: Director | None = None
         self._complained_at = -math.inf
+        self._named_at: dict[str, float] = {}  # whose claims were told last when
         self._decisions: list[Decision] = []
         self._wake = asyncio.Event()
         self._subscriptions: list[Subscription] = []
@@ -118,6 +120,10 @@ class Coordinator:
         self._config = config
         self._convener.configure(config.gather, config.trigger)
 
+    def measured(self, allowances: Mapping[str, float]) -> None:
+        """How many medians each peer may give to an epoch over time, by its measured speed (weights.py)."""
+        self._convener.measured(allowances)
+
     # What happens
 
     def lease_changed(self) -> None:
@@ -126,7 +132,7 @@ class Coordinator:
 
     def committed(self, commit: Commit) -> None:
         """The head of the lineage has moved."""
-        self._convener.committed(commit.epoch)
+        self._convener.committed(commit)
         if self._director is not None and self._director.plan.key.epoch <= commit.epoch:
             self._end_round()
         if self._term is not None:
@@ -258,7 +264,27 @@ class Coordinator:
         now, myself = self._clock.monotonic(), self._session.peer_id
         self._director = Director(plan, self._patience(proposal), now, coordinator=myself)
         logger.debug("%s begins with %d members and %d parts", plan.key, len(plan.members), len(plan.parts))
+        self._name_claims(plan, now)
         await self._registrar.publish(plan, "round.plan_published")
+
+    def _name_claims(self, plan: Plan, now: float) -> None:
+        """Tell whoever reads the log who says to have more than can be."""
+        self._named_at = {peer: at for peer, at in self._named_at.items() if now - at < NAME_EVERY_SECONDS}
+        for member in plan.members:
+            if member.claimed and member.peer not in self._named_at:
+                self._named_at[member.peer] = now
+                self.counts["claims_cut"] += 1
+                presence = self._session.roster.get(member.peer)
+                logger.warning(
+                    "%s (%s) claims %.6g samples for epoch %d, and %.6g count: more than others' speed and its own "
+                    "make plausible. If it really is so fast, invite it as trusted, or raise weight_cap in [exchange] "
+                    "of run.toml and start the host again; if not, ban it",
+                    presence.card.name if presence is not None else "a peer",
+                    member.peer,
+                    member.claimed,
+                    plan.key.epoch,
+                    member.weight,
+                )
 
     def _patience(self, proposal: Proposal) -> Patience:
         patience = self._config.patience

@@ -17,14 +17,15 @@ from functools import lru_cache
 
 from potluck.errors import ConfigurationError, RetryableError
 from potluck.hub.presence import Presence
-from potluck.round.aggregators import AggregatorSpec, cap_weights
+from potluck.round.aggregators import AggregatorSpec
 from potluck.round.audit import AuditConfig
 from potluck.round.chunks import ChunkGrid, fitting_chunk_bytes, largest_reply_bytes, traffic_bytes
 from potluck.round.partition import Partition, PartitionConfig, partition, predicted_seconds, round_shares
-from potluck.round.plan import MAX_MEMBERS, MEAN, Part, Participant, Plan, Ready, RoundKey
+from potluck.round.plan import MAX_MEMBERS, MEAN, Commit, Part, Participant, Plan, Ready, RoundKey
 from potluck.round.shares import Member, known_speeds, levelled
 from potluck.round.specs import Run
 from potluck.round.trigger import ReadySender
+from potluck.round.weights import DEFAULT_CAP, WeightBook, check_cap
 
 READY_SECONDS = 3.5  # members repeat it each second; who has not for so long is not ready any more
 
@@ -42,8 +43,9 @@ class GatherConfig:
     audit: AuditConfig = field(default_factory=AuditConfig)
     """How rounds are audited in which others may reduce too."""
 
-    weight_cap: float | None = None
-    """No weight counts for more than so many times the median; None: as the peers say."""
+    weight_cap: float | None = DEFAULT_CAP
+    """Nobody's weight counts for more than so many times what others usually give, but of trusted peers; None: as all
+    say. Robust aggregators do not look at weights; the books do."""
 
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     """How parts are cut."""
@@ -57,6 +59,7 @@ class GatherConfig:
     def __post_init__(self) -> None:
         if not 0 < self.least_round_seconds <= self.most_round_seconds:
             raise ConfigurationError("a round needs a deadline: 0 < least_round_seconds ≤ most_round_seconds")
+        check_cap(self.weight_cap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,8 @@ class Candidate:
     presence: Presence
     ready: Ready
     since: float
+    weight: float
+    """Of what it says, how much counts."""
 
     @property
     def peer(self) -> str:
@@ -103,6 +108,7 @@ class Gathering:
 
     def __init__(self, config: GatherConfig) -> None:
         self.config = config
+        self.weights = WeightBook()
         self._waiting: dict[str, _Waiting] = {}
 
     def take(self, peer: str, ready: Ready, now: float) -> None:
@@ -120,9 +126,10 @@ class Gathering:
         """A peer is gone."""
         self._waiting.pop(peer, None)
 
-    def clear(self, epoch: int) -> None:
-        """An epoch is committed: who was ready for it is not ready for the next."""
-        self._waiting = {peer: waiting for peer, waiting in self._waiting.items() if waiting.ready.epoch > epoch}
+    def committed(self, commit: Commit) -> None:
+        """An epoch is final: who was ready for it is not ready for the next."""
+        self._waiting = {peer: waiting for peer, waiting in self._waiting.items() if waiting.ready.epoch > commit.epoch}
+        self.weights.committed(commit, self.config.weight_cap)
 
     def candidates(
         self, roster: Iterable[Presence], *, epoch: int, token: int, now: float, hub_now: float
@@ -135,14 +142,23 @@ class Gathering:
                 waiting is not None
                 and presence.state == "alive"
                 and presence.card.session == waiting.ready.session
-                and presence.card.role != "observer"
+                and presence.card.role in ("trainer", "aux")
                 and waiting.ready.epoch == epoch
                 and waiting.ready.token == token
                 and now - waiting.heard_at <= READY_SECONDS
                 and (not waiting.ready.until or hub_now <= waiting.ready.until)
             ):
-                found.append(Candidate(presence, waiting.ready, waiting.since))
-        return _without_those_who_await_more(found)
+                found.append(Candidate(presence, waiting.ready, waiting.since, waiting.ready.weight))
+        return _without_those_who_await_more(self._weighed(found))
+
+    def _weighed(self, found: list[Candidate]) -> list[Candidate]:
+        """With as much of their weights as counts."""
+        counted = self.weights.counted(
+            {candidate.peer: candidate.ready.weight for candidate in found if candidate.sends},
+            cap=self.config.weight_cap,
+            exempt={candidate.peer for candidate in found if candidate.presence.trusted},
+        )
+        return [replace(candidate, weight=counted.get(candidate.peer, 0.0)) for candidate in found]
 
     def propose(
         self, candidates: Sequence[Candidate], key: RoundKey, *, hub_now: float, barred: Mapping[str, str] | None = None
@@ -221,16 +237,13 @@ class Gathering:
         return strangers and len(members) > 1 and self.config.audit.chunks_per_reducer > 0
 
     def _participants(self, candidates: list[Candidate], members: list[Member]) -> Iterable[Participant]:
-        weights = cap_weights(
-            {candidate.peer: candidate.ready.weight for candidate in candidates if candidate.sends},
-            self.config.weight_cap,
-        )
         alone = len(candidates) == 1
         for candidate, member in zip(candidates, members, strict=True):
             yield Participant(
                 peer=candidate.peer,
                 session=candidate.ready.session,
-                weight=weights.get(candidate.peer, 0.0),
+                weight=candidate.weight,
+                claimed=candidate.ready.weight if candidate.weight < candidate.ready.weight else 0.0,
                 sends=candidate.sends,
                 reduces=member.reduces or alone,
             )
@@ -277,7 +290,7 @@ def _without_those_who_await_more(found: list[Candidate]) -> list[Candidate]:
     """Who stands by is ready since all together had the weight that it awaits, and not before."""
     weight, reached = 0.0, []
     for candidate in sorted(found, key=lambda candidate: candidate.since):
-        weight += candidate.ready.weight if candidate.sends else 0.0
+        weight += candidate.weight
         reached.append((weight, candidate.since))
     ready = []
     for candidate in found:
@@ -295,9 +308,7 @@ def _wait_of(ready: Ready) -> tuple[int, str, int]:
 def senders(candidates: Iterable[Candidate]) -> list[ReadySender]:
     """What a trigger wants to know of them."""
     return [
-        ReadySender(
-            peer=candidate.peer, weight=candidate.ready.weight, since=candidate.since, start=candidate.ready.start
-        )
+        ReadySender(peer=candidate.peer, weight=candidate.weight, since=candidate.since, start=candidate.ready.start)
         for candidate in candidates
         if candidate.sends
     ]
@@ -319,11 +330,11 @@ def _shares(members: tuple[Member, ...], contribution_bytes: int, config: Partit
 
 
 def _common_layout(candidates: Iterable[Candidate]) -> tuple[str, tuple[Run, ...]]:
-    """The layout with most weight behind it."""
-    weights: defaultdict[tuple[str, tuple[Run, ...]], float] = defaultdict(float)
+    """The layout that most of those have who contribute; of two, the one with more weight behind it."""
+    found: defaultdict[tuple[str, tuple[Run, ...]], list[float]] = defaultdict(list)
     for candidate in candidates:
         if candidate.sends:
-            weights[candidate.ready.layout, candidate.ready.runs] += candidate.ready.weight
-    if not weights:
+            found[candidate.ready.layout, candidate.ready.runs].append(candidate.weight)
+    if not found:
         raise RetryableError("nobody is ready to contribute: a round needs at least one trainer with values")
-    return min(weights, key=lambda layout: (-weights[layout], layout[0]))
+    return min(found, key=lambda layout: (-len(found[layout]), -sum(found[layout]), layout[0]))

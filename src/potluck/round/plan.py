@@ -47,6 +47,7 @@ class Participant(Message, frozen=True, kw_only=True):
     peer: Name
     session: Name
     weight: Weight = 0.0  # of its contribution: samples
+    claimed: Weight = 0.0  # what it said, where less than that counts; 0: all of it does
     sends: bool = True  # contributes tensors
     reduces: bool = True  # may be given parts
     receives: bool = True  # gets the averages; False once it is out of the round
@@ -182,6 +183,7 @@ class CommittedMember(Message, frozen=True, kw_only=True):
 
     peer: Name
     weight: Weight
+    claimed: Weight = 0.0  # what it said, where less than that counted; 0: all of it did
     holds: bool  # has the averages; otherwise it must fetch the state
     seconds: Seconds = 0.0  # from the plan until it had them
     sent_bytes: Counter = 0

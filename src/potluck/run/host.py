@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from potluck import tasks
 from potluck.errors import ConfigurationError, DeadlineExceededError, FatalError, HubUnavailableError
 from potluck.hub.address import HubAddress
 from potluck.hub.guard.guard import Guard, GuardConfig
@@ -27,10 +30,12 @@ from potluck.hub.server.certificate import ca_hash
 from potluck.hub.server.configuration import HubConfig
 from potluck.hub.server.embedded import EmbeddedHub
 from potluck.hub.server.ports import hold
+from potluck.hub.server.supervisor import Supervisor
 from potluck.hub.subjects import Subjects
 from potluck.hub.wheelpin import WheelPin
 from potluck.link.direct.addresses import local_interfaces
 from potluck.peer.identity import Identity
+from potluck.run.hostnews import tell_troubles
 from potluck.run.hostrecord import HostRecord, read_record, write_record
 from potluck.run.peer import Peer, PeerConfig
 from potluck.run.wheel import pack_wheel
@@ -40,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 VOLUNTEERS = Scopes(roles=("trainer", "aux", "observer"))
 DEFAULT_PORT = 4222  # nats-server's
+T = TypeVar("T")
 OWN_PEER = Scopes(roles=("aux",), coordinates=True, trusted=True)
 
 
@@ -94,6 +100,9 @@ class Host:
         self.config = config
         self.peer: Peer | None = None
         self._hub: EmbeddedHub | None = None
+        self._supervisor: Supervisor | None = None
+        self._supervision: asyncio.Task[str] | None = None
+        self._telling: asyncio.Task[None] | None = None
         self._guard: Guard | None = None
         self._wheels: WheelServer | None = None
         self._record: HostRecord | None = None
@@ -140,22 +149,37 @@ class Host:
         """Stop everything, the hub last. Idempotent."""
         peer, guard, hub, wheels = self.peer, self._guard, self._hub, self._wheels
         self.peer = self._guard = self._hub = self._wheels = None
+        supervision, self._supervision = self._supervision, None
+        telling, self._telling = self._telling, None
         async with AsyncExitStack() as last_to_first:  # whatever fails, the rest is released
             if hub is not None:
                 last_to_first.push_async_callback(hub.stop)
+            last_to_first.push_async_callback(tasks.end, supervision)
             if guard is not None:
                 last_to_first.push_async_callback(guard.stop)
             if wheels is not None:
                 last_to_first.push_async_callback(wheels.stop)
             if peer is not None:
                 last_to_first.push_async_callback(peer.close)
+            last_to_first.push_async_callback(tasks.end, telling)
 
-    async def failed(self) -> None:
-        """Return never; raise when the hub has died."""
-        if self._hub is None:
-            await asyncio.Event().wait()
-        else:
-            raise FatalError(f"the hub has stopped by itself: {await self._hub.died}")
+    async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
+        """The work's result; FatalError, at once, when the hub's server has died too often to be started again."""
+        task, supervision = asyncio.create_task(work), self._supervision
+        either: set[asyncio.Task[Any]] = {task} if supervision is None else {task, supervision}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if supervision is not None and supervision.done() and not task.done():
+                raise FatalError(supervision.result())
+            return task.result()
+        finally:
+            if not task.done():
+                await tasks.end(task)
+
+    @property
+    def troubles(self) -> dict[str, str]:
+        """What is wrong with the hub on this machine, and what to do about it; empty for a hub elsewhere."""
+        return self._supervisor.troubles if self._supervisor is not None else {}
 
     async def _start_hub(self) -> tuple[HubKeys, HubAddress, JoinLink]:
         """The hub's keys, where this machine reaches it, and the link by which others do."""
@@ -171,6 +195,8 @@ class Host:
             return HubKeys.load_or_create(config.hub.folder / "identity"), self._existing_address(), link
         self._hub = EmbeddedHub(config.hub)
         await self._hub.start()
+        self._supervisor = Supervisor(self._hub, config.hub.folder)
+        self._supervision = asyncio.create_task(self._supervisor.run(), name="supervision of the hub")
         local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.hub.host, config.hub.host)
         return self._hub.keys, self._hub.address(local), self._hub.join_link()
 
@@ -301,3 +327,5 @@ class Host:
             identity.close()
             raise
         await self.peer.start()
+        telling = tell_troubles(self.peer.session, lambda: self.troubles)
+        self._telling = asyncio.create_task(telling, name="news of the host")

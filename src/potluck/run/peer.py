@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import potluck
 from potluck import tasks
 from potluck.clock import Clock, SystemClock
-from potluck.errors import AccessError, ConfigurationError, RetryableError
+from potluck.errors import AccessError, ConfigurationError, ProtocolError, RetryableError
 from potluck.hub.address import HubAddress
 from potluck.hub.bulk.wire import BulkWire, BulkWireConfig
 from potluck.hub.guard.lobby import Answer, Application
@@ -41,6 +41,7 @@ from potluck.peer.identity import Identity
 from potluck.peer.organisers import checking
 from potluck.peer.roster import RosterEvent
 from potluck.peer.session import Session, new_session_id
+from potluck.plaintext import check_plain
 from potluck.run.linknews import TOPIC as LINK_NEWS
 from potluck.run.linknews import link_news
 from potluck.run.reachable import ReachabilityKeeper
@@ -116,9 +117,11 @@ class PeerConfig:
             )
         self.reachability()
         try:
-            self.application()
+            check_plain(self.application())
         except ValueError as error:
             raise ConfigurationError(f"the hub would not take this: {error}. Shorten it") from error
+        except ProtocolError as error:
+            raise ConfigurationError(f"the hub would not take this: {error}") from error
 
     def reachability(self) -> ReachabilityConfig:
         """What it says about being reachable; ConfigurationError where that cannot be."""
@@ -162,7 +165,9 @@ class Peer:
             clock=self.clock,
         )
         self._wire = BulkWire(address, seed=identity.seed, config=WIRE)
-        self.relay = RelayCarrier(self.links, identity.peer_id, self._subjects, self._wire, clock=self.clock)
+        self.relay = RelayCarrier(
+            self.links, identity.peer_id, self._subjects, self._wire, self.direct.keys, clock=self.clock
+        )
         if not config.relay_only:
             self.links.add_carrier(self.direct)
         self.links.add_carrier(self.relay)

@@ -1,6 +1,6 @@
 """Backups in a folder: written now and then, kept by a rule, restored at start.
 
-    backups = Backups(folder, BackupConfig(every_epochs=10, keep_last=3, keep_every=100), run="my-first-run")
+    backups = Backups(folder, BackupConfig(every_epochs=10, keep_last=3), run="my-first-run")
     backups.save(snapshot, epoch=120, made_at=120)      # blocking: for a thread
     restored = backups.restore()                        # the newest that is whole, whatever became of those after it
 
@@ -13,16 +13,16 @@ import contextlib
 import itertools
 import logging
 import re
-import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from potluck.errors import BackupError, ConfigurationError
 from potluck.faultpoints import reach
+from potluck.hub.server.diskspace import measure
 from potluck.state.announcement import MAX_SAVED, KeptState
 from potluck.state.backupfile import BackupInfo, read_info, read_snapshot, record_path, write_backup
 
@@ -51,17 +51,39 @@ class BackupConfig:
     keep_every: int = 0
     """Of those before, each whose epoch is a multiple of this stays for good; 0: none does."""
 
+    spread: int = 16
+    """Of the others, so many stay, the further back the wider apart: a run can go back far; 0: none does."""
+
+    most_bytes: int = 10 * 10**9
+    """All of them take no more of the disk than this; the spread makes room. The newest stay in any case."""
+
     def __post_init__(self) -> None:
-        if self.every_epochs < 1 or self.keep_last < 1 or self.keep_every < 0:
+        if self.every_epochs < 1 or self.keep_last < 1 or min(self.keep_every, self.spread, self.most_bytes) < 0:
             raise ConfigurationError(
-                f"{self}: every_epochs and keep_last must be at least 1, keep_every at least 0 (0 keeps none for good)"
+                f"{self}: every_epochs and keep_last must be at least 1, keep_every, spread and most_bytes at least 0"
             )
 
 
-def superfluous(epochs: Iterable[int], config: BackupConfig) -> list[int]:
-    """Which backups may go (pure)."""
-    ordered = sorted(set(epochs))
-    return [epoch for epoch in ordered[: -config.keep_last] if not config.keep_every or epoch % config.keep_every != 0]
+def superfluous(sizes: Mapping[int, int], config: BackupConfig) -> list[int]:
+    """Which backups may go (pure), of the epochs that there are, each with its bytes.
+
+    One after the other of the spread goes where it leaves the smallest gap for its age. So ages grow by about the same
+    factor from one to the next, however often backups are written; the oldest goes last.
+    """
+    ordered = sorted(sizes)
+    newest, older = ordered[-config.keep_last :], ordered[: -config.keep_last]
+    spread = [epoch for epoch in older if not config.keep_every or epoch % config.keep_every != 0]
+    num_bytes, gone = sum(sizes.values()), []
+    while len(spread) > config.spread or (spread and num_bytes > config.most_bytes):
+        gone.append(spread.pop(_most_crowded([*spread, newest[0]], newest[-1])))
+        num_bytes -= sizes[gone[-1]]
+    return sorted(gone)
+
+
+def _most_crowded(epochs: list[int], now: int) -> int:
+    """The place of the epoch, but for the last, without which the gap is smallest for its age."""
+    gaps = [(after - before) / (now - before) for before, after in zip(epochs, epochs[2:], strict=False)]
+    return gaps.index(min(gaps)) + 1 if gaps else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +118,7 @@ class Backups:
         self._last_epoch = epoch  # also if it fails: the next attempt is as far off as the next backup
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._check_room(snapshot.inventory.num_bytes)
+            self._make_room(snapshot.inventory.num_bytes)
             info = write_backup(
                 self.folder,
                 snapshot,
@@ -107,7 +129,7 @@ class Backups:
             )
             reach("state.backup_saved", epoch=epoch)
             self._put_aside(epoch)
-            self._clear_away()
+            self._clear_away(self.config)
         except OSError as error:
             self.counts["failed"] += 1
             self.last_error = (
@@ -118,10 +140,15 @@ class Backups:
         self.last_error = ""
         return info
 
-    def _check_room(self, num_bytes: int) -> None:
-        free_bytes = shutil.disk_usage(self.folder).free
-        if free_bytes < num_bytes + SPARE_BYTES:  # rather than fill up the disk that others write to as well
-            raise OSError(f"{num_bytes / 1e6:.0f} MB are needed, and {free_bytes / 1e6:.0f} MB are free")
+    def _make_room(self, num_bytes: int) -> None:
+        space = measure(self.folder)
+        spare_bytes = max(SPARE_BYTES, space.reserve_bytes)  # others write to that disk too: on a host, the hub
+        if space.free_bytes < num_bytes + spare_bytes:
+            self._clear_away(replace(self.config, spread=0))  # the newest state is worth more than all of the spread
+            space = measure(self.folder)
+        if space.free_bytes < num_bytes + spare_bytes:
+            needed = f"{num_bytes / 1e6:.1f} MB are needed, {spare_bytes / 1e6:.1f} MB are to stay free for others"
+            raise OSError(f"the disk is too full, {space}: {needed}")
 
     def epochs(self) -> list[int]:
         """The epochs that there are records of, the newest first; they may be broken."""
@@ -219,8 +246,8 @@ class Backups:
                         path.rename(path.with_name(path.name + suffix))
                 logger.warning("the run went on from epoch %d: the backup of epoch %d is put aside", epoch, later)
 
-    def _clear_away(self) -> None:
-        for epoch in superfluous(self.epochs(), self.config):
+    def _clear_away(self, config: BackupConfig) -> None:
+        for epoch in superfluous(self._sizes(), config):
             record_path(self.folder, epoch).unlink(missing_ok=True)
         kept = set(self.epochs())
         named = {self._tensors_of(epoch) for epoch in kept}
@@ -228,6 +255,16 @@ class Backups:
             match = _TENSORS.fullmatch(path.name)
             if match and path.name not in named and self._is_nobodys(path, match[1], kept):
                 path.unlink(missing_ok=True)
+
+    def _sizes(self) -> dict[int, int]:
+        """The bytes of the tensors of each epoch that there is a record of."""
+        sizes = dict.fromkeys(self.epochs(), 0)
+        for path in self.folder.iterdir():
+            match = _TENSORS.fullmatch(path.name)
+            if match and match[1] and int(match[1]) in sizes:
+                with contextlib.suppress(FileNotFoundError):  # another process has cleared it away
+                    sizes[int(match[1])] += path.stat().st_size
+        return sizes
 
     def _tensors_of(self, epoch: int) -> str:
         try:

@@ -66,8 +66,12 @@ class ChunkLog:
                 self._file.write(data)
                 self._file.flush()
             except OSError as error:
-                self._is_broken = True
-                logger.warning("chunks cannot be noted in %s, so a restart would fetch anew: %s", self._path, error)
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        if not self._is_broken:
+            logger.warning("chunks cannot be noted in %s, so a restart would fetch anew: %s", self._path, error)
+        self._is_broken = True
 
     def _open(self) -> BinaryIO:
         file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
@@ -93,6 +97,9 @@ class ChunkLog:
             self._close()
 
     def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()  # writes what is left in its buffer
+            except OSError as error:
+                self._give_up(error)

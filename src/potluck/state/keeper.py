@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
@@ -39,6 +39,8 @@ from potluck.state.uploads import Uploads
 from potluck.state.uploadtargets import UploadTarget, target_of
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RETRY_SECONDS = 0.5  # after a state that was not what it was said to be
 SETTLE_SECONDS = 2.0  # how long a repair waits for the last of the others to speak
@@ -120,6 +122,7 @@ class StateKeeper:
             self._workers,
             peer_id=session.peer_id,
             is_trainer=session.card.role == "trainer",
+            is_in_round=lambda: averager.is_in_round,
         )
         self._publisher = Publisher(self._pool, self._workers, newest=self._newest, take=self._published)
         self.backups: Backups | None = None
@@ -420,6 +423,10 @@ class StateKeeper:
         """This is the peer's state from now on, whatever it had before."""
         self._comparison.start_anew()
         await self._put(held, keeps=keeps)
+
+    async def work(self, on_tensors: Callable[[], T]) -> T:
+        """Have work on tensors done by one of the workers."""
+        return await self._workers.run(on_tensors)
 
     def statistics(self) -> dict[str, int | str]:
         """Counters."""

@@ -32,6 +32,11 @@ class EpochSource(Protocol):
     lineage: Lineage
     lease: Lease
 
+    @property
+    def is_in_round(self) -> bool:
+        """Whether others count on this peer now."""
+        ...
+
 
 class StateTaker(Protocol):
     """What going on needs of the keeper."""

@@ -3,16 +3,18 @@
 A joiner asks for the inventory of a state by its digest, then opens a stream and sends the numbers of the chunks that
 it wants; they come back in that order, packed where it asks for that and it makes them smaller. A stream's own credit
 sees to it that nothing piles up for a joiner that does not read. All streams together stay within a rate if one is set,
-and take turns; and a trainer leaves its link to the training for part of the time, so that no joiner starves another or
-the training. A snapshot that is being served stays in memory until the last of its bytes has arrived.
+and take turns; and while a round exchanges, a trainer leaves its line to that for part of the time: so no joiner
+starves another or the training. A snapshot that is being served stays in memory until its last byte has arrived.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import struct
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from potluck.clock import Clock
@@ -35,8 +37,9 @@ PACKED = b"packed"  # stands beside numbers of chunks that may come packed, and 
 SEND_SECONDS = 60.0  # a joiner that takes nothing for so long is given up
 IDLE_SECONDS = 60.0  # … or asks nothing
 STREAMS_PER_PEER = 2
-BURST_BYTES = 4 * MIB  # what a trainer sends to a joiner before it rests: enough for a long way
+BURST_BYTES = 4 * MIB  # what a trainer sends to a joiner in a round before it rests: enough for a long way
 LONGEST_REST_SECONDS = 5.0
+LOOK_EVERY_SECONDS = 0.05  # whether the round is over
 
 
 class AskInventory(Message, frozen=True, kw_only=True, tag="state.inventory"):
@@ -69,7 +72,7 @@ class ServingConfig:
     """For all joiners together; None: no limit but `trainer_share`."""
 
     trainer_share: float = 0.5
-    """How much of the time a trainer's link may be busy with this; an aux peer, or one with a rate, needs no rest."""
+    """How much of a round a trainer's line may be busy with this; an aux peer, or one with a rate, needs no rest."""
 
     def __post_init__(self) -> None:
         if self.max_streams < 1 or self.max_snapshots < 1:
@@ -146,13 +149,16 @@ class Serving:
         *,
         peer_id: str,
         is_trainer: bool,
+        is_in_round: Callable[[], bool],
     ) -> None:
+        """`is_in_round` tells whether others wait for what this peer exchanges with them."""
         self.counts: Counter[str] = Counter()
         self._links = links
         self._shelf = shelf
         self._config = config
         self._peer_id = peer_id
         self._share = config.trainer_share if is_trainer and config.bytes_per_second is None else 1.0
+        self._is_in_round = is_in_round
         self._services: list[_Service] = []  # the oldest first
         self._turnstile = Turnstile(config.bytes_per_second, clock)
         self._clock = clock
@@ -219,8 +225,9 @@ class Serving:
                     await service.stream.cancel("the state is too old to be served: fetch the newest")
 
     async def _give(self, service: _Service, number: int, may_pack: bool) -> None:
-        if self._share < 1 and service.burst_bytes >= BURST_BYTES:
+        if service.burst_bytes >= BURST_BYTES:
             await self._rest(service)
+            service.burst_bytes = 0
         packed = await self._packed(service.snapshot, number) if may_pack else None
         data = service.snapshot.view(number) if packed is None else packed
         num_bytes = len(data)
@@ -241,19 +248,26 @@ class Serving:
         return packed
 
     async def _rest(self, service: _Service) -> None:
-        """Leave the link to the training for a while, in proportion to how long it was busy with this joiner.
+        """In a round, leave the line to it for a while, in proportion to how long it was busy with this joiner.
 
-        That needs no measured speed, which would in turn depend on how fast we send.
+        That needs no measured speed, which would in turn depend on how fast we send. Between rounds nobody waits for
+        this line, and the joiner gets all of it.
         """
+        if self._share == 1 or not self._is_in_round():
+            return
         try:
             async with asyncio.timeout(SEND_SECONDS):
                 await service.arrived.wait()
         except TimeoutError:
             raise DeadlineExceededError(f"nothing arrived at {service.stream.peer} for {SEND_SECONDS:g} s") from None
-        busy_seconds = self._clock.monotonic() - service.burst_began
+        now = self._clock.monotonic()
         share = self._share / len(self._services)
-        await asyncio.sleep(min(busy_seconds * (1 - share) / share, LONGEST_REST_SECONDS))
-        service.burst_bytes = 0
+        rest_seconds = min((now - service.burst_began) * (1 - share) / share, LONGEST_REST_SECONDS)
+        self.counts["rests"] += 1
+        for _ in range(math.ceil(rest_seconds / LOOK_EVERY_SECONDS)):
+            if not self._is_in_round():
+                break
+            await asyncio.sleep(LOOK_EVERY_SECONDS)
 
 
 def _read_asks(frames: list[memoryview], num_chunks: int) -> tuple[list[int], bool]:

@@ -23,6 +23,7 @@ from potluck.hub.keys import Signer, verify
 from potluck.hub.presence import Presence
 from potluck.messages import Message, decode, encode
 from potluck.peer.session import Session
+from potluck.plaintext import clean_all
 
 if TYPE_CHECKING:
     from potluck.round.averager import Averager
@@ -118,7 +119,7 @@ def read_ballot(data: bytes | None) -> Ballot:
     if data is None:
         return Ballot()
     try:
-        return decode(Ballot, data)
+        return clean_all(decode(Ballot, data))
     except ProtocolError as error:
         logger.warning("the ballot cannot be read and is begun anew: %s", error)
         return Ballot()

@@ -16,6 +16,7 @@ import msgspec
 from potluck.errors import ProtocolError, RetryableError
 from potluck.messages import Message, decode, encode
 from potluck.peer.session import Session
+from potluck.plaintext import clean_all
 from potluck.round.plan import Commit
 from potluck.training.commitdesk import CommitDesk
 
@@ -117,7 +118,7 @@ async def read_book(session: Session) -> tuple[ContributionBook, int]:
     if entry is None or entry.value is None:
         return ContributionBook(), 0
     try:
-        return decode(ContributionBook, entry.value), entry.revision
+        return clean_all(decode(ContributionBook, entry.value)), entry.revision
     except ProtocolError as error:
         logger.warning("the book of contributions cannot be read and is begun anew: %s", error)
         return ContributionBook(), entry.revision

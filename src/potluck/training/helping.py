@@ -26,7 +26,7 @@ class Desks:
     def __init__(self, peer: RoundPeer, collaboration: Collaboration, manifest: Callable[[], Manifest | None]) -> None:
         """`manifest` returns the newest one."""
         averager, keeper = collaboration.averager, collaboration.keeper
-        self.shards = ShardDesk(peer, averager.lease)
+        self.shards = ShardDesk(peer, averager.lease, averager.measured)
         self.contributions = ContributionDesk(peer.session, averager)
         self.receipts = ReceiptDesk(peer, averager)
         self.restorations = RestorationDesk(averager, keeper.restoring, manifest) if keeper is not None else None
@@ -70,9 +70,9 @@ class AuxiliaryWork:
         except BaseException:
             await board.close()
             raise
-        averager = helper.collaboration.averager
-        board.listen(lambda newest: averager.coordinate_by(coordinating(newest)))
-        return cls(board, helper, Desks(peer, helper.collaboration, lambda: board.manifest))
+        collaboration = helper.collaboration
+        board.listen(lambda newest: collaboration.coordinate_by(coordinating(newest)))
+        return cls(board, helper, Desks(peer, collaboration, lambda: board.manifest))
 
     async def close(self) -> None:
         """Leave the round that is under way. Calling it twice does no harm."""

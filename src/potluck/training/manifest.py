@@ -18,6 +18,7 @@ from potluck.errors import ConfigurationError
 from potluck.messages import PROTOCOL_VERSION, Message
 from potluck.recipes.reference import RecipeRef
 from potluck.round.specs import AggregatorSpec, CodecSpec
+from potluck.round.weights import check_cap
 
 Positive = Annotated[float, msgspec.Meta(gt=0.0, le=sys.float_info.max)]  # so neither is infinity
 NotNegative = Annotated[float, msgspec.Meta(ge=0.0, le=sys.float_info.max)]
@@ -88,10 +89,12 @@ class Exchange(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     codec: str = "float16"
     aggregator: str = "mean"
     reducers: Literal["everybody", "trusted"] = "everybody"
+    weight_cap: NotNegative = 16.0  # nobody counts for more than so many times what others give; 0: as they say
 
     def __post_init__(self) -> None:
         CodecSpec(name=self.codec)  # they say what is wrong with a name
         AggregatorSpec(name=self.aggregator)
+        check_cap(self.weight_cap or None)
 
 
 class Settings(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -83,6 +83,7 @@ def gathering(manifest: Manifest) -> GatherConfig:
     return GatherConfig(
         aggregator=AggregatorSpec(name=manifest.exchange.aggregator),
         trusted_reducers=manifest.exchange.reducers == "trusted",
+        weight_cap=manifest.exchange.weight_cap or None,
     )
 
 

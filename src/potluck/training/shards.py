@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import msgspec
@@ -17,7 +18,7 @@ from potluck.recipes.recipe import MAX_SHARDS
 from potluck.round.averager import RoundPeer
 from potluck.run.joined import Joined
 from potluck.training.feed import RandomShards
-from potluck.training.ledger import ShardBook, check_same_data, take
+from potluck.training.ledger import ShardBook, allowances, check_same_data, take
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,12 @@ class ShardTaken(Message, frozen=True, kw_only=True, tag="shards.taken"):
 class ShardDesk:
     """Gives out shards while this peer holds the coordinator's lease. Lives on the event loop."""
 
-    def __init__(self, peer: RoundPeer, lease: Lease) -> None:
+    def __init__(
+        self, peer: RoundPeer, lease: Lease, measured: Callable[[Mapping[str, float]], None] = lambda _: None
+    ) -> None:
+        """`measured` is told how many times the median each trainer may give over time, by the shards it takes."""
         self.counts: Counter[str] = Counter()
+        self._measured = measured
         self._session = peer.session
         self._store = peer.session.hub.store("shards")
         self._lease = lease
@@ -72,8 +77,11 @@ class ShardDesk:
             book, revision = decode(ShardBook, entry.value), entry.revision
         check_same_data(book, asked.num_shards)
         present = {presence.peer for presence in self._session.roster if presence.state in ("alive", "suspect")}
-        book, shard = take(book, peer, finished=asked.finished, present=present, reader=asked.reader)
+        now = self._session.now()
+        book, shard = take(book, peer, finished=asked.finished, present=present, reader=asked.reader, now=now)
         await self._store.put(BOOK, encode(book), expected=revision)
+        trainers = {presence.peer for presence in self._session.roster if presence.card.role == "trainer"}
+        self._measured(allowances(book, trainers & present, now))
         self.counts["given"] += 1
         return ShardTaken(shard=shard, pass_number=book.pass_number)
 

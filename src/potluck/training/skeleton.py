@@ -45,6 +45,7 @@ warmup_epochs = 10
 codec = "float16"            # how values travel: float32, float16, bfloat16, uniform8, blockwise8, e3m0 …
 aggregator = "mean"          # with strangers: median, trimmed_mean, centered_clipping …
 reducers = "everybody"       # or trusted: only peers whose invite says so add up what others send
+weight_cap = 16              # nobody but trusted peers counts for more than so many times what others give; 0: no cap
 
 # A curriculum: stages that are planned beforehand. Each changes what it names, from its epoch on, for all peers alike:
 # data, learning rate, schedule, target_batch_size; names as `potluck run show` lists them. As many stages as you like.

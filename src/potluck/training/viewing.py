@@ -21,6 +21,8 @@ from potluck.state.keeper import StateConfig, StateKeeper
 class StateViewer:
     """Fetches states, and keeps none. Lives on the event loop."""
 
+    is_in_round = False  # it only looks
+
     def __init__(self, peer: RoundPeer) -> None:
         session = peer.session
         self.lineage = Lineage(session.hub.store("lineage"), session.subjects.run, self._committed)

@@ -151,6 +151,13 @@ class BulkWire:
         if self._connection is not None:
             self._connection.listen(self._subjects)
 
+    def is_writable(self) -> bool:
+        """Whether `publish` would take a message now."""
+        if self._connection is not None and self._connection.is_congested:
+            self._counts["congested"] += 1
+            return False
+        return self._connection is not None
+
     def publish(self, subject: str, parts: Sequence[Buffer], *, urgent: bool = False) -> bool:
         """Hand over one message, whose payload is the parts one after another; the last may be large.
 

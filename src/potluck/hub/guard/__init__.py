@@ -6,12 +6,14 @@
 
 Decisions (pure):
     lobby.py, invite.py, member.py, permissions.py   who gets in, with which rights
+    lobbycrowd.py                                    which strangers have to leave the lobby
     presencecore.py, connections.py                  who is there
     floodcore.py, ratelimit.py                       who publishes too much; how often somebody may try
 
 How they are carried out:
     callout.py, jwt.py                 the server's question about a connection, and the answer
     hubsystem.py                       who is connected; cutting a connection
+    acknowledgements.py                whose machine still answers, though its process does not
     leaders.py                         which servers of a cluster lead the stores
     huggingface.py                     whose token it is
     registry.py, rosterwriter.py       the records, in the hub's stores

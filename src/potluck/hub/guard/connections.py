@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from potluck.hub.guard.presencecore import ConnectionId
 from potluck.hub.subjects import PEER_ID
 
-Lane = Literal["lobby", "main", "bulk"]
+Lane = Literal["lobby", "main", "bulk", "queue"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 REMEMBER_CLOSED_SECONDS = 60.0
@@ -31,6 +31,7 @@ class Connection:
     lane: Lane
     session: str = ""  # which process of the peer, where it told
     host: str = ""
+    port: int = 0  # that it comes from; 0: only the hub's lists tell, and none was read since it opened
     opened_at: float = 0.0  # the server's wall clock
     seen_at: float = 0.0  # monotonic: when we learnt of it
 
@@ -73,12 +74,18 @@ class Connections:
 
     def opened(self, connection: Connection) -> bool:
         """Take in a connection; False when it is known already, or known to have closed."""
-        if connection.id in self._open or connection.id in self._closed:
+        known = self._open.get(connection.id)
+        if known is not None and connection.port and not known.port:
+            self._keep(replace(known, port=connection.port))
+        if known is not None or connection.id in self._closed:
             return False
-        self._open[connection.id] = connection
-        self._by_peer.setdefault(connection.peer, {})[connection.id] = connection
+        self._keep(connection)
         self._num_by_lane[connection.lane] += 1
         return True
+
+    def get(self, connection_id: ConnectionId) -> Connection | None:
+        """The open connection of that id, if there is one."""
+        return self._open.get(connection_id)
 
     def closed(self, connection_id: ConnectionId, now: float) -> Connection | None:
         """Take in that a connection closed; the connection, if it was known."""
@@ -119,10 +126,18 @@ class Connections:
         """How many connections a lane has."""
         return self._num_by_lane[lane]
 
+    def in_lane(self, lane: Lane) -> list[Connection]:
+        """The connections of a lane."""
+        return [connection for connection in self._open.values() if connection.lane == lane]
+
     def host_of(self, peer: str) -> str:
         """Where the hub sees a peer come from: its newest main connection, else its newest of any kind."""
         connections = self.of_peer(peer, "main") or self.of_peer(peer)
         return connections[-1].host if connections else ""
+
+    def _keep(self, connection: Connection) -> None:
+        self._open[connection.id] = connection
+        self._by_peer.setdefault(connection.peer, {})[connection.id] = connection
 
     def _drop(self, connection_id: ConnectionId) -> Connection | None:
         connection = self._open.pop(connection_id, None)

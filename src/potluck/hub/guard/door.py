@@ -20,6 +20,7 @@ from potluck.hub.guard.member import Member, Scopes, Service, seats_for
 from potluck.hub.guard.permissions import permissions_for
 from potluck.hub.guard.registry import Registry
 from potluck.hub.keys import Signer
+from potluck.hub.queues import FLEET_ACCOUNT
 from potluck.hub.subjects import Subjects
 
 logger = logging.getLogger(__name__)
@@ -34,10 +35,18 @@ class DoorLimits:
     """How many connections there may be."""
 
     lobby: int = 500
-    """Strangers at once, over all hubs: they must not use up the connections of members."""
+    """Strangers at once, over all hubs: they must not use up the connections of members. Beyond it some are cut
+    (lobbycrowd.py); twice as many may be there until that is done."""
 
     per_peer: int = 4
     """Of one peer on one lane: one that is in use, and leftovers of a bad network. The oldest are cut."""
+
+    per_stranger: int = 2
+    """The same in the lobby."""
+
+    def of_lane(self, lane: Lane) -> int:
+        """How many connections one peer may have on a lane."""
+        return self.per_stranger if lane == "lobby" else self.per_peer
 
 
 class Refused(Exception):  # noqa: N818 - it is an answer, not an error
@@ -82,10 +91,9 @@ class Door:
             self.counts["refused"] += 1
             return callout.refuse(request, str(refusal), signer=self._signer, now=self._clock.wall())
         self.counts[f"admitted_{lane}"] += 1
-        permissions = permissions_for(lane, self._subjects, request.peer, scopes)
-        return callout.allow(
-            request, lane, permissions, account=self._account, signer=self._signer, now=self._clock.wall()
-        )
+        permissions = permissions_for(lane, self._subjects, request.peer, scopes, self._registry.queues)
+        account = FLEET_ACCOUNT if lane == "queue" else self._account
+        return callout.allow(request, lane, permissions, account=account, signer=self._signer, now=self._clock.wall())
 
     def seen(self, peer: str) -> None:
         """A main connection of this peer is in the table now."""
@@ -114,10 +122,10 @@ class Door:
             raise Refused("the signature does not prove the key")
         lane = request.lane
         if lane is None or (request.session and not SESSION.fullmatch(request.session)):
-            raise Refused("the connection's name must be lobby, main or bulk")
+            raise Refused("the connection's name must be lobby, main, bulk or queue")
         if lane == "lobby":
-            if self._connections.count("lobby") >= self._limits.lobby:
-                raise Refused("the lobby is full: try again later")
+            if self._connections.count("lobby") >= 2 * self._limits.lobby:
+                raise Refused("more strangers come than can be cut: try again later")
             return lane, Scopes()
         member = await self._look_up(request.peer)
         if member is None:

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 Work = Coroutine[Any, Any, None]
 AGAIN_SECONDS = 1.0
+SILENT_SECONDS = 60.0
+MAX_TOLD = 64
 
 
 class Errands:
@@ -25,6 +27,7 @@ class Errands:
         self._running: set[asyncio.Task[None]] = set()
         self._loops: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._told: dict[str, float] = {}
         self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -56,10 +59,20 @@ class Errands:
             await work
         except PotluckError as error:
             self.counts["failed_answers"] += 1
-            logger.warning("a question went unanswered: %s", error)
+            self._tell(str(error))
         except Exception:  # a question's journey ends here: the next one must still be answered
             self.counts["task_errors"] += 1
             logger.exception("a question went unanswered because of a bug")
+
+    def _tell(self, why: str) -> None:
+        """Say why a question went unanswered; the same again only after a while, since whoever asked asks again."""
+        now = asyncio.get_running_loop().time()
+        self._told = {text: at for text, at in self._told.items() if now - at < SILENT_SECONDS}
+        if why in self._told:
+            logger.debug("a question went unanswered: %s", why)
+        elif len(self._told) < MAX_TOLD:
+            self._told[why] = now
+            logger.warning("a question went unanswered: %s", why)
 
     async def _repeat(self, loop: Callable[[], Work]) -> None:
         while True:

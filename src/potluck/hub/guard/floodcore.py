@@ -58,11 +58,18 @@ class FloodLimits:
             raise ConfigurationError(f"longest_seconds is {self.longest_seconds}: less than first_seconds")
 
 
+# A queue's items go to one taker, and streams have bounds of their own: what is left to guard is the server's time.
+QUEUE_LIMITS = FloodLimits(
+    messages_per_second=10_000.0, burst_messages=300_000, bytes_per_second=128.0 * MIB, burst_bytes=4096 * MIB
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
     """What one connection has published since it was opened, by the hub's count."""
 
     id: ConnectionId
+    lane: str = "main"
     peer: str
     num_messages: int
     num_bytes: int

@@ -13,6 +13,7 @@ from collections import Counter
 
 from potluck.clock import Clock
 from potluck.errors import ProtocolError, RetryableError
+from potluck.hub.guard.connections import Lane
 from potluck.hub.guard.floodcore import Flood, FloodCore, Traffic
 from potluck.hub.guard.hubsystem import HubSystem
 from potluck.hub.guard.member import Ban, ban_key
@@ -22,6 +23,7 @@ from potluck.hub.guard.registry import Registry
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.25  # on a gigabit line 30 MB are published meanwhile
+QUEUE_PAUSE_SECONDS = 1.0  # nobody but one taker hears what goes into a queue
 LONGEST_PAUSE_SECONDS = 2.0
 PAUSES_PER_LIST = 50  # a long list takes servers and guard their time: no more than a fiftieth of it
 BANNED_BY = "guard"
@@ -31,8 +33,15 @@ class FloodWatch:
     """The guard's part that concerns those who publish too much."""
 
     def __init__(
-        self, core: FloodCore, system: HubSystem, keeper: PresenceKeeper, registry: Registry, clock: Clock
+        self,
+        core: FloodCore,
+        system: HubSystem,
+        keeper: PresenceKeeper,
+        registry: Registry,
+        clock: Clock,
+        lane: Lane = "main",
     ) -> None:
+        self._lane = lane
         self._core = core
         self._system = system
         self._keeper = keeper
@@ -43,7 +52,9 @@ class FloodWatch:
         self.counts: Counter[str] = Counter()
 
     def closed(self, traffic: Traffic) -> None:
-        """A main connection has closed: whoever comes and goes faster than we look is judged by this."""
+        """A connection has closed: a peer that comes and goes faster than we look is judged by this."""
+        if traffic.lane != self._lane:
+            return
         flood = self._core.closed(traffic)
         if flood is not None:
             self._found[flood.peer] = flood
@@ -51,17 +62,24 @@ class FloodWatch:
 
     async def watch_forever(self) -> None:
         """Look at what is published, for as long as the guard lives."""
+        is_failing = False
         while True:
             began = self._clock.monotonic()
             try:
-                self._found |= {flood.peer: flood for flood in self._core.listed(await self._system.list_traffic())}
+                self._found |= {
+                    flood.peer: flood for flood in self._core.listed(await self._system.list_traffic(self._lane))
+                }
                 while self._found:
                     await self._stop(next(iter(self._found.values())))
+                is_failing = False
             except (RetryableError, ProtocolError) as error:
                 self.counts["flood_checks_failed"] += 1
-                logger.warning("who floods the run could not be found out, or kept out; trying again soon: %s", error)
+                level = logging.DEBUG if is_failing else logging.WARNING  # a hub that is away is told once
+                logger.log(level, "who floods the run could not be found out, or kept out; trying again: %s", error)
+                is_failing = True
             took_seconds = self._clock.monotonic() - began
-            await self._pause(min(max(PAUSE_SECONDS, PAUSES_PER_LIST * took_seconds), LONGEST_PAUSE_SECONDS))
+            least_seconds = QUEUE_PAUSE_SECONDS if self._lane == "queue" else PAUSE_SECONDS
+            await self._pause(min(max(least_seconds, PAUSES_PER_LIST * took_seconds), LONGEST_PAUSE_SECONDS))
 
     async def _stop(self, flood: Flood) -> None:
         """Cut its connections, and then write the ban: of the two, that is what the flood may hold up."""

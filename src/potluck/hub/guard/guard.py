@@ -4,6 +4,7 @@
     lobbydesk.py       applications: invites, tokens, waiting
     organiserdesk.py   what organisers ask for
     storedesk.py       stores that members read and coordinators write
+    queuedesk.py       queues and topics: made, listed, purged
     presencekeeper.py  who is there: cards, beacons and connections in, the roster out
     floodwatch.py      who publishes so much that it has to go
     registry.py        the records that all of this is decided by
@@ -24,23 +25,25 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from potluck.clock import Clock, SystemClock
-from potluck.errors import ConfigurationError
+from potluck.errors import ConfigurationError, NotAdmittedError
 from potluck.hub.address import HubAddress
 from potluck.hub.connection import Delivery, Subscription
 from potluck.hub.guard import callout, huggingface
-from potluck.hub.guard.connections import Connection, Connections
+from potluck.hub.guard.connections import Connection, Connections, Lane
 from potluck.hub.guard.door import Door, DoorLimits
 from potluck.hub.guard.errands import Errands
-from potluck.hub.guard.floodcore import FloodCore, FloodLimits
+from potluck.hub.guard.floodcore import QUEUE_LIMITS, FloodCore, FloodLimits, Traffic
 from potluck.hub.guard.floodwatch import FloodWatch
 from potluck.hub.guard.hubsystem import HubSystem
 from potluck.hub.guard.leaders import LeaderKeeper
 from potluck.hub.guard.lobby import MAX_APPLICATION_BYTES, Answer, waiting_subject
+from potluck.hub.guard.lobbycrowd import LobbyCrowd, share_of_address
 from potluck.hub.guard.lobbydesk import LobbyDesk
 from potluck.hub.guard.member import ROLES, Member, Policy, Scopes, person_of_key
 from potluck.hub.guard.organiserdesk import OrganiserDesk
 from potluck.hub.guard.presencecore import PresenceConfig, PresenceCore
 from potluck.hub.guard.presencekeeper import PresenceKeeper
+from potluck.hub.guard.queuedesk import QueueDesk
 from potluck.hub.guard.ratelimit import RateLimit
 from potluck.hub.guard.registry import Registry
 from potluck.hub.guard.rosterwriter import RosterWriter
@@ -48,6 +51,7 @@ from potluck.hub.guard.storedesk import StoreDesk
 from potluck.hub.keys import HubKeys, Signer
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.presence import Presence
+from potluck.hub.queues import QueueSubjects
 from potluck.hub.server.configuration import ACCOUNT
 from potluck.hub.stores import ensure_stores
 from potluck.hub.subjects import PEER_ID, Subjects, check_run_name
@@ -57,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 QUEUE = "guard"
 MAX_TASKS = 1024  # questions worked on at once; past it they go unanswered, and whoever asked asks again
+LOBBY_EVERY_SECONDS = 1.0  # how often it is looked at who has to leave the lobby
 LOBBY_BURST = 20  # messages of one stranger at once, and then one a second; who sends more is cut off
 
 
@@ -111,6 +116,7 @@ class Guard:
         self._subjects = Subjects(config.run)
         self._lobby_rate = RateLimit(burst=LOBBY_BURST, per_second=1.0, clock=self._clock)
         self._connections = Connections()
+        self._crowd = LobbyCrowd(config.limits.lobby)
         self._core = PresenceCore(config.presence, self._clock)
         self._compare_wanted = asyncio.Event()
         self._subscriptions: list[Subscription] = []
@@ -118,6 +124,7 @@ class Guard:
         self._counts: Counter[str] = Counter()
         self._hub: NatsConnection | None = None
         self._system_hub: NatsConnection | None = None
+        self._queues_hub: NatsConnection | None = None
         self._registry: Registry | None = None
         self._writer: RosterWriter | None = None
         self._leaders: LeaderKeeper | None = None
@@ -144,7 +151,7 @@ class Guard:
             await self._writer.stop()
         if self._registry is not None:
             await self._registry.stop()
-        for connection in (self._system_hub, self._hub):
+        for connection in (self._queues_hub, self._system_hub, self._hub):
             if connection is not None:
                 await connection.close()
 
@@ -159,8 +166,9 @@ class Guard:
             **{f"lobby_{name}": count for name, count in self._lobby.counts.items()},
             **{f"organise_{name}": count for name, count in self._organisers.counts.items()},
             **self._keeper.counts,
-            **self._floods.counts,
+            **sum((watch.counts for watch in self._floods), Counter()),
             **self._stores.counts,
+            **(self._queues.counts if self._queues_hub is not None else {}),
             "stray_beacons": self._core.num_stray_beacons,
             "roster_writes": self._writer.num_writes,
             "roster_conflicts": self._writer.num_conflicts,
@@ -183,6 +191,7 @@ class Guard:
         self._system_hub = await NatsConnection.connect(
             self._address, seed=self._keys.system_seed, run=config.run, name="guard", on_connected=self._came_back
         )
+        self._queues_hub = await self._connect_queues()
         await ensure_stores(self._hub, self._subjects, config.replicas)
         self._registry = registry = Registry(self._hub, self._errands.spawn)
         self._writer = RosterWriter(self._hub.store("roster"), self._core)
@@ -196,7 +205,7 @@ class Guard:
             limits=config.limits,
             clock=clock,
         )
-        self._lobby = LobbyDesk(registry, self._connections, self._door, self._check_token, clock)
+        self._lobby = LobbyDesk(registry, self._connections, self._door, self._check_token, clock, config.limits)
         self._keeper = PresenceKeeper(
             self._core,
             self._writer,
@@ -204,13 +213,32 @@ class Guard:
             self._connections,
             self._system,
             self._door,
+            run=config.run,
             limits=config.limits,
             clock=clock,
             spawn=self._errands.spawn,
         )
-        self._floods = FloodWatch(FloodCore(config.flood, clock), self._system, self._keeper, registry, clock)
+        self._floods = [
+            FloodWatch(FloodCore(limits, clock), self._system, self._keeper, registry, clock, lane)
+            for lane, limits in _limited_lanes(config.flood)
+        ]
         self._organisers = OrganiserDesk(registry, self, clock)
         self._stores = StoreDesk(self._hub, self._subjects)
+        if self._queues_hub is not None:
+            self._queues = QueueDesk(self._queues_hub, registry, config.run, config.replicas)
+
+    async def _connect_queues(self) -> NatsConnection | None:
+        """Our connection in the queues' account; None on a server of somebody else's that has no such account."""
+        try:
+            return await NatsConnection.connect(
+                self._address, seed=self._keys.queues_seed, run=self._config.run, name="guard"
+            )
+        except NotAdmittedError:
+            logger.warning(
+                "this hub's server has no account for queues, so there are none: add what its administrator was given "
+                "for this run anew (`potluck host --help`, --hub)"
+            )
+            return None
 
     async def _begin(self) -> None:
         if self._hub is None or self._registry is None or self._writer is None:
@@ -218,7 +246,7 @@ class Guard:
         await self._registry.start(self._config.policy)
         await self._registry.members.create(self._keys.organiser_public, self._organiser_record())
         await self._writer.start()
-        await self._system.follow(self._connection_opened, self._keeper.closed, self._floods.closed)
+        await self._system.follow(self._connection_opened, self._keeper.closed, self._connection_counted)
         await self._keeper.compare_connections()
         self._core.was_deaf()
         every = self._subjects.every_peer
@@ -231,10 +259,15 @@ class Guard:
         await self._listen(every("organise") + ".*", self._on_organise, QUEUE)
         await self._listen(every("lobby"), self._on_lobby, QUEUE)
         await self._listen(callout.SUBJECT, self._on_callout, QUEUE)
+        if self._queues_hub is not None:
+            requests = f"{QueueSubjects(self._config.run).root}.ask.*.*"
+            self._subscriptions.append(await self._queues_hub.subscribe(requests, self._on_queues, queue=QUEUE))
         keeper = self._keeper
         self._errands.keep_running(lambda: keeper.tick_forever(self._hears_hub), "presence ticks")
         self._errands.keep_running(lambda: keeper.compare_forever(self._compare_wanted), "connection lists")
-        self._errands.keep_running(self._floods.watch_forever, "floods")
+        for watch in self._floods:
+            self._errands.keep_running(watch.watch_forever, "floods")
+        self._errands.keep_running(self._watch_lobby_forever, "lobby")
         if self._config.replicas > 1:
             self._leaders = leaders = LeaderKeeper(self._hub, self._system, self._connections, self._subjects)
             await leaders.start()
@@ -259,8 +292,27 @@ class Guard:
 
     def _connection_opened(self, connection: Connection) -> None:
         self._keeper.opened(connection)
+        if connection.lane == "lobby" and self._connections.count("lobby") > share_of_address(
+            self._config.limits.lobby
+        ):
+            self._thin_out_lobby()
         if connection.lane == "main" and self._leaders is not None:
             self._leaders.opened(connection.peer)
+
+    def _connection_counted(self, traffic: Traffic) -> None:
+        for watch in self._floods:
+            watch.closed(traffic)
+
+    def _thin_out_lobby(self) -> None:
+        strangers = self._connections.in_lane("lobby")
+        for connection, reason in self._crowd.to_cut(strangers, self._lobby.may_stay, self._clock.monotonic()):
+            self._counts["lobby_cuts"] += 1
+            self._keeper.cut([connection], reason)
+
+    async def _watch_lobby_forever(self) -> None:
+        while True:
+            await asyncio.sleep(LOBBY_EVERY_SECONDS)
+            self._thin_out_lobby()
 
     def _came_back(self) -> None:
         """One of our connections was away: what was not heard meanwhile counts for nothing."""
@@ -333,6 +385,9 @@ class Guard:
         if peer is not None and self._is_own_inbox(delivery, peer):
             self._errands.spawn(self._stores.write(delivery))
 
+    def _on_queues(self, delivery: Delivery) -> None:
+        self._errands.spawn(self._queues.answer(delivery))
+
     def _on_organise(self, delivery: Delivery) -> None:
         if (peer := self._sender(delivery)) is not None:
             self._errands.spawn(self._answer_organiser(delivery, peer))
@@ -391,3 +446,8 @@ class Guard:
         return await huggingface.whoami(
             token, base_url=self._config.huggingface_url, timeout_seconds=self._config.huggingface_timeout_seconds
         )
+
+
+def _limited_lanes(main: FloodLimits) -> list[tuple[Lane, FloodLimits]]:
+    """How much may be published on which lane."""
+    return [("main", main), ("queue", QUEUE_LIMITS)]

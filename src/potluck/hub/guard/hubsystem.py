@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import TypeVar
 
@@ -16,9 +16,10 @@ import msgspec
 from potluck.clock import Clock
 from potluck.errors import PotluckError, ProtocolError, RetryableError
 from potluck.hub.connection import Delivery, HubConnection, Subscription
-from potluck.hub.guard.connections import Connection, read_user_name
+from potluck.hub.guard.connections import Connection, Lane, read_user_name
 from potluck.hub.guard.floodcore import Traffic
 from potluck.hub.guard.presencecore import ConnectionId
+from potluck.hub.queues import FLEET_ACCOUNT
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ MAX_PAGES = 100
 MAX_SERVERS = 1024
 MAX_EVENT_BYTES = 64 * 1024
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
+COUNTED_LANES: tuple[Lane, ...] = ("main", "queue")
 
 
 class _Server(msgspec.Struct):
@@ -59,6 +61,7 @@ class _Listed(msgspec.Struct):
     cid: int
     authorized_user: str = ""
     ip: str = ""
+    port: int = 0
     start: str = ""
     in_msgs: int = 0
     in_bytes: int = 0
@@ -96,7 +99,7 @@ class HubSystem:
 
     def __init__(self, connection: HubConnection, account: str, clock: Clock) -> None:
         self._connection = connection
-        self._account = account
+        self._accounts = (account, FLEET_ACCOUNT)
         self._clock = clock
         self._subscriptions: list[Subscription] = []
         self._names: dict[str, str] = {}  # of servers, by id
@@ -114,7 +117,7 @@ class HubSystem:
     ) -> None:
         """Call `opened` and `closed` (with the server's reason) as peers connect and disconnect.
 
-        `counted` is told what a main connection had published when it closed.
+        `counted` is told what a connection had published when it closed, on a lane whose traffic is limited.
         """
 
         def connect_event(delivery: Delivery) -> None:
@@ -127,25 +130,26 @@ class HubSystem:
             if event is None or (connection := self._connection_of(event)) is None:
                 return
             closed(connection.id, event.reason)
-            if connection.lane == "main":
+            if connection.lane in COUNTED_LANES:
                 open_seconds = _seconds(event.client.stop) - connection.opened_at
                 counted(_traffic(connection, event.sent.msgs, event.sent.bytes, open_seconds))
 
-        prefix = f"$SYS.ACCOUNT.{self._account}"
-        self._subscriptions = [
-            await self._connection.subscribe(f"{prefix}.CONNECT", connect_event),
-            await self._connection.subscribe(f"{prefix}.DISCONNECT", disconnect_event),
-        ]
+        for account in self._accounts:
+            prefix = f"$SYS.ACCOUNT.{account}"
+            self._subscriptions += [
+                await self._connection.subscribe(f"{prefix}.CONNECT", connect_event),
+                await self._connection.subscribe(f"{prefix}.DISCONNECT", disconnect_event),
+            ]
 
     async def list_connections(self) -> tuple[list[Connection], set[str]]:
         """All connections of peers, and which servers answered. RetryableError when none did."""
-        lists = await self._lists()
+        lists = await self._lists(self._accounts)
         return [connection for listed in lists.values() for connection, _ in listed], set(lists)
 
-    async def list_traffic(self) -> list[Traffic]:
-        """What all main connections have published, as far as servers answer. RetryableError when none did."""
-        lists = await self._lists()
-        return [traffic for listed in lists.values() for connection, traffic in listed if connection.lane == "main"]
+    async def list_traffic(self, lane: Lane) -> list[Traffic]:
+        """What all connections of a lane have published, as far as servers answer. RetryableError when none did."""
+        lists = await self._lists((FLEET_ACCOUNT,) if lane == "queue" else self._accounts[:1])
+        return [traffic for listed in lists.values() for connection, traffic in listed if connection.lane == lane]
 
     async def kick(self, connection_id: ConnectionId) -> bool:
         """Cut a connection; False when the server did not say that it did."""
@@ -173,10 +177,10 @@ class HubSystem:
         routes = answer.data.routes if answer.data is not None else []
         return list(dict.fromkeys([answer.server.id, *(route.remote_id for route in routes if route.remote_id)]))
 
-    async def _lists(self) -> dict[str, list[tuple[Connection, Traffic]]]:
-        """The connections of peers, by the servers that answered."""
+    async def _lists(self, accounts: Sequence[str]) -> dict[str, list[tuple[Connection, Traffic]]]:
+        """The connections of peers in some accounts, by the servers that answered."""
         servers = await self._servers()
-        lists = await asyncio.gather(*(self._list(server) for server in servers), return_exceptions=True)
+        lists = await asyncio.gather(*(self._list(server, accounts) for server in servers), return_exceptions=True)
         answered: dict[str, list[tuple[Connection, Traffic]]] = {}
         for server, listed in zip(servers, lists, strict=True):
             if isinstance(listed, PotluckError):
@@ -187,11 +191,14 @@ class HubSystem:
                 answered[server] = listed
         return answered
 
-    async def _list(self, server: str) -> list[tuple[Connection, Traffic]]:
-        """The connections of one server, page by page."""
+    async def _list(self, server: str, accounts: Sequence[str]) -> list[tuple[Connection, Traffic]]:
+        return [each for account in accounts for each in await self._list_account(server, account)]
+
+    async def _list_account(self, server: str, account: str) -> list[tuple[Connection, Traffic]]:
+        """The connections of one server in one account, page by page."""
         found: list[tuple[Connection, Traffic]] = []
         for page in range(MAX_PAGES):
-            options = {"auth": True, "acc": self._account, "limit": PAGE_LENGTH, "offset": page * PAGE_LENGTH}
+            options = {"auth": True, "acc": account, "limit": PAGE_LENGTH, "offset": page * PAGE_LENGTH}
             data = await self._connection.request(
                 f"$SYS.REQ.SERVER.{server}.CONNZ", msgspec.json.encode(options), timeout_seconds=TIMEOUT_SECONDS
             )
@@ -200,7 +207,7 @@ class HubSystem:
                 raise ProtocolError(f"server {server} sent a list of connections that cannot be read")
             self._learn_name(answer.server)
             for each in answer.data.connections:
-                connection = self._make(server, each.cid, each.authorized_user, each.ip, each.start)
+                connection = self._make(server, each.cid, each.authorized_user, each.ip, each.start, port=each.port)
                 if connection is not None:
                     open_seconds = _seconds(answer.data.now) - connection.opened_at
                     found.append((connection, _traffic(connection, each.in_msgs, each.in_bytes, open_seconds)))
@@ -219,7 +226,7 @@ class HubSystem:
         while len(self._names) > MAX_SERVERS:  # each start of a server has an id of its own
             del self._names[next(iter(self._names))]
 
-    def _make(self, server: str, number: int, user: str, host: str, start: str) -> Connection | None:
+    def _make(self, server: str, number: int, user: str, host: str, start: str, *, port: int = 0) -> Connection | None:
         """A connection of a peer; None for those of the guard itself."""
         named = read_user_name(user)
         if named is None:
@@ -231,6 +238,7 @@ class HubSystem:
             lane=lane,
             session=session,
             host=host,
+            port=port,
             opened_at=_seconds(start),
             seen_at=self._clock.monotonic(),
         )
@@ -248,6 +256,7 @@ class HubSystem:
 def _traffic(connection: Connection, num_messages: int, num_bytes: int, open_seconds: float) -> Traffic:
     return Traffic(
         id=connection.id,
+        lane=connection.lane,
         peer=connection.peer,
         num_messages=num_messages,
         num_bytes=num_bytes,

@@ -17,6 +17,7 @@ import msgspec
 from potluck.hub.guard import invite as invites
 from potluck.hub.guard.huggingface import TokenAnswer, TokenOwner
 from potluck.hub.guard.invite import MAX_SECRET_CHARACTERS, Invite
+from potluck.hub.guard.lobbycrowd import share_of_address
 from potluck.hub.guard.member import (
     MAX_NAME_CHARACTERS,
     MAX_NOTE_CHARACTERS,
@@ -31,11 +32,13 @@ from potluck.hub.guard.member import (
     seats_for,
 )
 from potluck.hub.presence import Role
+from potluck.hub.queues import merged_rights
 from potluck.hub.subjects import Subjects
 from potluck.messages import PROTOCOL_VERSION, Message
 
 MAX_APPLICATION_BYTES = 4096
 MAX_TOKEN_CHARACTERS = 512
+FULL_RETRY_SECONDS = 30.0
 
 RefusalCode = Literal[
     "unknown_invite",
@@ -54,12 +57,13 @@ RefusalCode = Literal[
     "token_service_down",
     "too_many_tries",
     "hub_busy",
+    "lobby_full",
     "closed",
     "malformed",
 ]
 
 TRY_LATER: frozenset[str] = frozenset(
-    {"kept_out", "seats", "token_service_down", "too_many_tries", "hub_busy", "closed"}
+    {"kept_out", "seats", "token_service_down", "too_many_tries", "hub_busy", "lobby_full", "closed"}
 )
 
 
@@ -122,6 +126,9 @@ class Facts:
     request: AccessRequest | None = None  # its own, if it has asked before
     place: int = 0  # of its own request
     num_waiting: int = 0
+    num_from_address: int = 0  # of those who wait: from the applicant's address
+    first_to_go: str = ""  # of those who wait: who makes room for the applicant if the list is full
+    lobby_places: int = 500  # connections that the lobby holds
     seats_taken: int = 0  # live peers of the same person and service, this one not counted
 
 
@@ -140,6 +147,7 @@ class Wait:
     request: AccessRequest
     place: int
     is_new: bool
+    displaces: str = ""  # whose request makes room for this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +219,15 @@ def waiting(place: int) -> Answer:
     return Answer(status="waiting", place=place, message="an organiser has to let you in; stay connected")
 
 
+def why_we_wait(answer: Answer) -> str:
+    """To tell the applicant's person: what it waits for."""
+    if answer.code == "lobby_full":
+        return (
+            f"{answer.message[:1].upper()}{answer.message[1:]}. Trying again every {answer.retry_after_seconds:.0f} s"
+        )
+    return f"Waiting for an organiser to let you in (place {answer.place})"
+
+
 def refused(refusal: Refuse) -> Answer:
     """The answer to somebody who does not get in."""
     return Answer(
@@ -225,6 +242,12 @@ def refused(refusal: Refuse) -> Answer:
 def denied(reason: str) -> Refuse:
     """What an organiser's no means to the peer."""
     return Refuse(code="denied", message=f"an organiser has turned the request down{_because(reason)}")
+
+
+def lobby_full(why: str) -> Refuse:
+    """What a full lobby means to the peer."""
+    message = f"the lobby is full: {why}. Somebody with an invite gets in all the same: ask an organiser for one"
+    return Refuse(code="lobby_full", message=message, retry_after_seconds=FULL_RETRY_SECONDS)
 
 
 def banned(bans: Sequence[Ban], now: float) -> Refuse:
@@ -252,19 +275,29 @@ def invite_refused(verdict: invites.Verdict, role: Role, scopes: Scopes) -> Refu
 
 
 def _check_version(application: Application, policy: Policy) -> Refuse | None:
-    if application.protocol < PROTOCOL_VERSION or _is_older(application.version, policy.minimum_version):
-        wanted = policy.minimum_version or f"one with protocol {PROTOCOL_VERSION}"
+    if application.protocol != PROTOCOL_VERSION:
+        code: RefusalCode = "version_too_old" if application.protocol < PROTOCOL_VERSION else "version_too_new"
+        return Refuse(code=code, message=other_version(application.protocol, application.version))
+    if _is_older(application.version, policy.minimum_version):
         return Refuse(
             code="version_too_old",
-            message=f"this run needs potluck {wanted} or newer, yours is {application.version or 'older'}: update it",
-        )
-    if application.protocol > PROTOCOL_VERSION:
-        return Refuse(
-            code="version_too_new",
-            message=f"the hub speaks protocol {PROTOCOL_VERSION} and you speak {application.protocol}: "
-            "ask an organiser to update the host, or install an older potluck",
+            message=f"this run needs potluck {policy.minimum_version} or newer, "
+            f"yours is {application.version or 'older'}: update it",
         )
     return None
+
+
+def other_version(protocol: int, version: str) -> str:
+    """What to do where a peer and the hub do not speak the same protocol."""
+    if protocol < PROTOCOL_VERSION:
+        return (
+            f"this run speaks protocol {PROTOCOL_VERSION} and your potluck{version and ' '}{version} only {protocol}: "
+            "update yours"
+        )
+    return (
+        f"the hub speaks protocol {PROTOCOL_VERSION} and you speak {protocol}: "
+        "ask an organiser to update the host, or install an older potluck"
+    )
 
 
 def _is_older(version: str, minimum: str) -> bool:
@@ -336,9 +369,13 @@ def _wait(application: Application, facts: Facts, *, otherwise: Refuse | None) -
     if not policy.waiting_list or not application.asks:
         closed = "this run lets in only those with an invite: ask an organiser for a link that has one"
         return otherwise or Refuse(code="closed", message=closed)
-    if facts.num_waiting >= policy.max_waiting:
-        full = f"{facts.num_waiting} others are waiting to be let in and the list is full: try again later"
-        return Refuse(code="closed", message=full, retry_after_seconds=300.0)
+    # Those who wait stay connected, some of them twice for a moment.
+    places = min(policy.max_waiting, facts.lobby_places // 2)
+    if facts.num_from_address >= share_of_address(places):
+        return lobby_full(f"{facts.num_from_address} from your address are waiting to be let in, which is its share")
+    displaced = facts.first_to_go if facts.num_waiting >= places else ""
+    if facts.num_waiting >= places and not displaced:
+        return lobby_full(f"{facts.num_waiting} others are waiting to be let in")
     new = AccessRequest(
         peer=facts.peer,
         person=person_for(application, facts),
@@ -350,7 +387,8 @@ def _wait(application: Application, facts: Facts, *, otherwise: Refuse | None) -
         version=application.version,
         asked_at=facts.now,
     )
-    return Wait(request=new, place=facts.num_waiting + 1, is_new=True)
+    place = facts.num_waiting + (0 if displaced else 1)
+    return Wait(request=new, place=place, is_new=True, displaces=displaced)
 
 
 def _new_member(application: Application, facts: Facts, *, scopes: Scopes, admitted_by: str) -> Member:
@@ -379,6 +417,7 @@ def merged(first: Scopes, second: Scopes) -> Scopes:
         trusted=first.trusted or second.trusted,
         organiser=first.organiser or second.organiser,
         seats=first.seats | second.seats,
+        queues=merged_rights(first.queues, second.queues),
     )
 
 

@@ -17,13 +17,15 @@ from potluck.clock import Clock
 from potluck.errors import ProtocolError, RetryableError
 from potluck.hub.guard import lobby
 from potluck.hub.guard.connections import Connections
-from potluck.hub.guard.door import Door
+from potluck.hub.guard.door import Door, DoorLimits
 from potluck.hub.guard.huggingface import TokenAnswer
 from potluck.hub.guard.lobby import MAX_APPLICATION_BYTES, Admit, Answer, Application, Facts, Refuse, Wait
+from potluck.hub.guard.lobbycrowd import first_to_go, num_from_address
 from potluck.hub.guard.member import known_service
 from potluck.hub.guard.ratelimit import RateLimit
 from potluck.hub.guard.registry import Registry
 from potluck.messages import decode
+from potluck.plaintext import check_plain
 
 logger = logging.getLogger(__name__)
 
@@ -56,24 +58,37 @@ class LobbyDesk:
     """Answers applications."""
 
     def __init__(
-        self, registry: Registry, connections: Connections, door: Door, check_token: CheckToken, clock: Clock
+        self,
+        registry: Registry,
+        connections: Connections,
+        door: Door,
+        check_token: CheckToken,
+        clock: Clock,
+        limits: DoorLimits,
     ) -> None:
         self._registry = registry
         self._connections = connections
         self._door = door
         self._check_token = check_token
         self._clock = clock
+        self._limits = limits
         self._under_way: set[str] = set()
         self._tries = RateLimit(burst=FAILED_TRIES_BURST, per_second=FAILED_TRIES_PER_SECOND, clock=clock)
         self.counts: Counter[str] = Counter()
+
+    def may_stay(self, peer: str) -> bool:
+        """Whether a stranger has a reason to stay: its application is being decided, or it is on the waiting list."""
+        request = self._registry.requests.get(peer)
+        return peer in self._under_way or (request is not None and not request.denied)
 
     async def answer(self, peer: str, payload: bytes) -> Answer:
         """The answer to one application."""
         try:
             application = decode(Application, payload, limit_bytes=MAX_APPLICATION_BYTES)
+            check_plain(application)
         except ProtocolError as error:
             self.counts["malformed"] += 1
-            return lobby.refused(Refuse(code="malformed", message=f"the application cannot be read: {error}"))
+            return lobby.refused(Refuse(code="malformed", message=f"the hub does not take this application: {error}"))
         host = self._connections.host_of(peer)
         source = host or peer  # the hub may not have told us yet where it comes from
         if peer in self._under_way or len(self._under_way) >= MAX_UNDER_WAY:
@@ -123,7 +138,8 @@ class LobbyDesk:
         banned_already = registry.bans_of(peer, member.person if member is not None else "")
         if not banned_already and lobby.needs_token_check(application, member, policy):
             token = await self._check_token(application.token)
-        waiting = [request.peer for request in registry.waiting()]
+        requests = registry.waiting()
+        waiting = [request.peer for request in requests]
         facts = Facts(
             peer=peer,
             host=host,
@@ -135,6 +151,9 @@ class LobbyDesk:
             request=registry.requests.get(peer),
             place=waiting.index(peer) + 1 if peer in waiting else 0,
             num_waiting=len(waiting),
+            num_from_address=num_from_address(requests, host),
+            first_to_go=first_to_go(requests, host),
+            lobby_places=self._limits.lobby,
         )
         person = lobby.person_for(application, facts)
         return lobby.with_person(
@@ -168,6 +187,9 @@ class LobbyDesk:
     async def _wait(self, decision: Wait, host: str) -> Answer:
         request = decision.request
         if decision.is_new:
+            if decision.displaces:
+                await self._registry.requests.remove(decision.displaces)
+                logger.info("the waiting list is full: %s makes room for %s", decision.displaces, request.peer)
             self._tries.take(host or request.peer)
             await self._registry.requests.put(request.peer, request, ttl_seconds=REQUEST_TTL_SECONDS)
             logger.info("%s of %s asks for access as %s", request.peer, request.person, request.role)

@@ -14,6 +14,7 @@ import msgspec
 
 from potluck.errors import ConfigurationError
 from potluck.hub.presence import Role
+from potluck.hub.queues import EVERY, Rights, check_rights
 from potluck.hub.subjects import PEER_ID
 from potluck.messages import Message
 
@@ -34,10 +35,17 @@ class Scopes(Message, frozen=True, kw_only=True):
     trusted: bool = False  # may reduce where a run lets only trusted peers do so
     organiser: bool = False  # may invite, approve and ban
     seats: dict[Service, int] = {}  # live peers per service, where it differs from the run's policy
+    queues: Rights = {}  # what it may do with which queues and topics
 
     def __post_init__(self) -> None:
         check_roles(self.roles)
+        check_rights(self.queues)
         check_seats(self.seats)
+
+    @property
+    def queue_rights(self) -> Rights:
+        """What it may do with queues: an organiser everything."""
+        return {EVERY: ("put", "take")} if self.organiser else self.queues
 
 
 class Member(Message, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from potluck.hub.guard.member import AccessRequest, Ban, Member, Policy, Scopes
 from potluck.hub.presence import State
 from potluck.hub.subjects import Subjects
 from potluck.messages import Message, decode, encode
+from potluck.plaintext import clean_all
 
 TIMEOUT_SECONDS = 10.0
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
@@ -261,7 +262,7 @@ class Organiser:
 
 def read_answer(data: bytes, kind: type[A]) -> A:
     """The answer, or the error that a Failure stands for."""
-    failed: Failure | A = decode(Failure | kind, data, limit_bytes=MAX_ANSWER_BYTES)  # type: ignore[arg-type]
+    failed: Failure | A = clean_all(decode(Failure | kind, data, limit_bytes=MAX_ANSWER_BYTES))  # type: ignore[arg-type]
     if isinstance(failed, Failure):
         raise _error(failed)
     return failed

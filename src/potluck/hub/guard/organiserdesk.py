@@ -30,6 +30,7 @@ from potluck.hub.presence import Presence
 from potluck.hub.stores import MANIFEST_KEY
 from potluck.hub.subjects import PEER_ID
 from potluck.messages import Message, decode
+from potluck.plaintext import check_plain
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,9 @@ class OrganiserDesk:
                     "input", f"there is no request {verb[:40]!r}: this hub may be older than your potluck"
                 )
             kind, handle = self._verbs[verb]
-            answer = await handle(organiser, decode(kind, payload, limit_bytes=MAX_REQUEST_BYTES))
+            order = decode(kind, payload, limit_bytes=MAX_REQUEST_BYTES)
+            check_plain(order)
+            answer = await handle(organiser, order)
         except (ProtocolError, ConfigurationError) as error:
             return self._fail("input", str(error))
         except RetryableError as error:

@@ -8,11 +8,13 @@ the guard, which sees to it that the answer goes to their own inbox.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from potluck.hub.guard.connections import Lane
 from potluck.hub.guard.member import Scopes
+from potluck.hub.queues import QueueDefinition, QueueSubjects, queue_permissions
 from potluck.hub.stores import readable_stores, writable_stores
 from potluck.hub.subjects import Subjects
 
@@ -66,9 +68,22 @@ def main_permissions(subjects: Subjects, peer: str, scopes: Scopes) -> Permissio
     return Permissions(publish=tuple(publish), subscribe=tuple(subscribe))
 
 
-def permissions_for(lane: Lane, subjects: Subjects, peer: str, scopes: Scopes) -> Permissions:
+def queue_lane_permissions(
+    subjects: Subjects, peer: str, scopes: Scopes, queues: Iterable[QueueDefinition]
+) -> Permissions:
+    """A member's connection in the account of the fleet, by the queues that there are now."""
+    by_name = {queue.name: queue for queue in queues}
+    publish, subscribe = queue_permissions(QueueSubjects(subjects.run), peer, scopes.queue_rights, by_name)
+    return Permissions(publish=publish, subscribe=subscribe)
+
+
+def permissions_for(
+    lane: Lane, subjects: Subjects, peer: str, scopes: Scopes, queues: Iterable[QueueDefinition] = ()
+) -> Permissions:
     """What a member may do on a lane."""
     match lane:
+        case "queue":
+            return queue_lane_permissions(subjects, peer, scopes, queues)
         case "lobby":
             return lobby_permissions(subjects, peer)
         case "bulk":

@@ -4,6 +4,11 @@ A process that dies closes its TCP connection, and the hub says so at once: that
 process that freezes, or whose network goes away, keeps its connection; then the silence of its beacons tells: first
 *suspect*, later *dead*. A dead peer that is heard again is alive again.
 
+Silence alone is no death while the connection lives. A process may be *busy*: an import, a compiler or a tokenizer can
+hold Python's interpreter lock for a minute, and no thread of ours runs meanwhile. Its operating system still
+acknowledges what the hub sends, and that is what tells it from a machine that has vanished. A busy peer is suspect:
+nothing new is begun with it, and it is back with its next beacon.
+
 Three things make this harder than it sounds:
 
 *Events overtake each other.* Beacons come on one connection of the guard, the hub's events on another. The last
@@ -23,7 +28,7 @@ which its own evidence may then change: nothing here needs them to agree on a le
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,6 +39,7 @@ from potluck.errors import ConfigurationError
 from potluck.hub.presence import Card, Presence, State
 
 KEPT_OLD_SESSIONS = 8
+BUSY = "busy: it says nothing, and its connection lives"
 TOO_SLOW = "Slow Consumer"  # how the server's reasons begin when it gave up a connection whose reader lagged behind
 
 
@@ -52,7 +58,10 @@ class PresenceConfig:
     """Without a beacon for so long, a peer is under suspicion. Beacons come each second."""
 
     dead_after_seconds: float = 10.0
-    """Without a beacon for so long, it is dead, even if its connection is still open."""
+    """Without a beacon for so long, it is dead, unless its connection lives."""
+
+    busy_seconds: float = 90.0
+    """Without a beacon for so long, it is dead, even if its connection lives."""
 
     forget_after_seconds: float = 600.0
     """The dead and those who left stay in the roster for so long, for newcomers to see."""
@@ -64,10 +73,10 @@ class PresenceConfig:
     """Two ticks further apart than this mean that the guard itself was not running."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.suspect_after_seconds < self.dead_after_seconds:
+        if not 0 < self.suspect_after_seconds < self.dead_after_seconds <= self.busy_seconds:
             raise ConfigurationError(
-                f"a peer cannot be suspect after {self.suspect_after_seconds:g} s and dead after "
-                f"{self.dead_after_seconds:g} s: name two growing times above 0"
+                f"a peer cannot be suspect after {self.suspect_after_seconds:g} s, dead after "
+                f"{self.dead_after_seconds:g} s and busy for {self.busy_seconds:g} s: name growing times above 0"
             )
         if min(self.forget_after_seconds, self.echo_seconds, self.pause_seconds) <= 0:
             raise ConfigurationError("forget_after_seconds, echo_seconds and pause_seconds must be above 0")
@@ -122,6 +131,11 @@ class PresenceCore:
     def all(self) -> list[Presence]:
         """What the roster says of everybody."""
         return [known.presence for known in self._peers.values()]
+
+    def user_of_link_key(self, link_key: str) -> str:
+        """Who of those present has this link key; empty when nobody has."""
+        present = (known.presence for known in self._peers.values() if known.presence.state in ("alive", "suspect"))
+        return next((presence.peer for presence in present if presence.card.link_key == link_key), "")
 
     def is_old_session(self, peer: str, session: str) -> bool:
         """Whether this session is known to have been replaced by a newer one."""
@@ -263,7 +277,7 @@ class PresenceCore:
         known = self._peers.get(peer)
         if session is None or known is None:
             return []
-        if (session and session != known.presence.card.session) or self._has_connection(peer, known):
+        if (session and session != known.presence.card.session) or self._has_connection(known):
             return []
         known.gone_at = self._clock.monotonic()
         if known.presence.state not in ("alive", "suspect"):
@@ -281,8 +295,12 @@ class PresenceCore:
 
     # Time
 
-    def tick(self) -> list[RosterChange]:
-        """Judge by the time that has passed; to be called several times a second while the guard can judge."""
+    def tick(self, is_answering: Callable[[ConnectionId], bool] = lambda _connection: True) -> list[RosterChange]:
+        """Judge by the time that has passed; to be called several times a second while the guard can judge.
+
+        `is_answering` tells of an open connection whether the other end still acknowledges what it is sent; it is asked
+        about those who are silent alone.
+        """
         now = self._clock.monotonic()
         if now - self._ticked_at > self._config.pause_seconds:
             self._judge_from = now
@@ -290,7 +308,7 @@ class PresenceCore:
         changes: list[RosterChange] = []
         for peer, known in list(self._peers.items()):
             if known.presence.state in ("alive", "suspect"):
-                changes += self._judge(known, now)
+                changes += self._judge(known, now, is_answering)
             elif now - known.changed_at > self._config.forget_after_seconds:
                 del self._peers[peer]
                 changes.append(RosterChange(peer=peer, presence=None))
@@ -300,11 +318,16 @@ class PresenceCore:
         """The guard could not hear the hub for a while: nobody's silence until now counts."""
         self._judge_from = self._clock.monotonic()
 
-    def _judge(self, known: _Peer, now: float) -> Iterable[RosterChange]:
+    def _judge(self, known: _Peer, now: float, is_answering: Callable[[ConnectionId], bool]) -> Iterable[RosterChange]:
         silent_seconds = now - max(known.heard_at, self._judge_from)
+        is_suspect = known.presence.state == "suspect"
         if silent_seconds >= self._config.dead_after_seconds:
-            return self._change(known, "dead", f"not heard for {silent_seconds:.1f} s")
-        if silent_seconds >= self._config.suspect_after_seconds and known.presence.state == "alive":
+            is_busy = any(map(is_answering, self._connections_of(known)))
+            if not is_busy or silent_seconds >= self._config.busy_seconds:
+                return self._change(known, "dead", f"not heard for {silent_seconds:.1f} s")
+            if not is_suspect or known.presence.reason != BUSY:
+                return self._change(known, "suspect", BUSY)
+        elif silent_seconds >= self._config.suspect_after_seconds and not is_suspect:
             return self._change(known, "suspect", f"not heard for {silent_seconds:.1f} s")
         return ()
 
@@ -318,13 +341,18 @@ class PresenceCore:
         return [RosterChange(peer=known.presence.peer, presence=known.presence)]
 
     def _is_echo(self, peer: str, known: _Peer, now: float) -> bool:
-        if known.gone_at is None or self._has_connection(peer, known):
+        if known.gone_at is None or self._has_connection(known):
             return False
         return now - known.gone_at < self._config.echo_seconds
 
-    def _has_connection(self, peer: str, known: _Peer) -> bool:
-        sessions = self._connections.get(peer, {}).values()
-        return any(session in ("", known.presence.card.session) for session in sessions)
+    def _has_connection(self, known: _Peer) -> bool:
+        return any(True for _ in self._connections_of(known))
+
+    def _connections_of(self, known: _Peer) -> Iterator[ConnectionId]:
+        """The open connections of the process that holds the peer's place."""
+        of_process = ("", known.presence.card.session)
+        connections = self._connections.get(known.presence.peer, {})
+        return (connection for connection, session in connections.items() if session in of_process)
 
     def _drop_connection(self, peer: str, connection: ConnectionId) -> str | None:
         """The session of a connection that is dropped; None when it is not a known one."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from potluck.clock import Clock
 from potluck.errors import ProtocolError, RetryableError
 from potluck.hub.guard import lobby
+from potluck.hub.guard.acknowledgements import Endpoint, unacknowledged
 from potluck.hub.guard.connections import SESSION, Connection, Connections, Lane
 from potluck.hub.guard.door import Door, DoorLimits
 from potluck.hub.guard.hubsystem import HubSystem
@@ -22,9 +23,10 @@ from potluck.hub.guard.member import MAX_NAME_CHARACTERS, Ban, Member
 from potluck.hub.guard.presencecore import ConnectionId, PresenceCore, Standing
 from potluck.hub.guard.registry import Registry, Spawn
 from potluck.hub.guard.rosterwriter import RosterWriter
-from potluck.hub.presence import Beacon, Card, CardAnswer
+from potluck.hub.presence import Beacon, Card, CardAnswer, is_link_proven
 from potluck.hub.subjects import PEER_ID
-from potluck.messages import decode
+from potluck.messages import PROTOCOL_VERSION, decode
+from potluck.plaintext import check_plain
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ MAX_CARD_BYTES = 4096
 MAX_BEACON_BYTES = 1024
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARACTERS = 128
-MEMBER_LANES: tuple[Lane, ...] = ("main", "bulk")
+MEMBER_LANES: tuple[Lane, ...] = ("main", "bulk", "queue")
 
 
 class PresenceKeeper:
@@ -49,10 +51,12 @@ class PresenceKeeper:
         system: HubSystem,
         door: Door,
         *,
+        run: str,
         limits: DoorLimits,
         clock: Clock,
         spawn: Spawn,
     ) -> None:
+        self._run = run
         self._core = core
         self._writer = writer
         self._registry = registry
@@ -74,9 +78,12 @@ class PresenceKeeper:
         try:
             card = decode(Card, payload, limit_bytes=MAX_CARD_BYTES)
             check_card(card)
+            check_plain(card)
         except ProtocolError as error:
             self.counts["invalid_cards"] += 1
             return CardAnswer(accepted=False, message=str(error))
+        if card.protocol != PROTOCOL_VERSION:
+            return CardAnswer(accepted=False, message=lobby.other_version(card.protocol, card.version))
         member = await self._registry.member(peer)
         if member is None:
             return CardAnswer(accepted=False, message="not a member of this run")
@@ -85,6 +92,9 @@ class PresenceKeeper:
             return CardAnswer(accepted=False, banned=refusal.code == "banned", message=refusal.message)
         if card.role not in member.scopes.roles:
             return CardAnswer(accepted=False, message=f"you may take part only as {', '.join(member.scopes.roles)}")
+        if refusal_of_key := self._check_link_key(peer, card):
+            self.counts["refused_link_keys"] += 1
+            return CardAnswer(accepted=False, message=refusal_of_key)
         host = self._connections.host_of(peer) or self._known_host(peer)
         changes = self._core.card(peer, card, host=host, standing=standing_of(member))
         if changes is None:
@@ -124,7 +134,7 @@ class PresenceKeeper:
         if not self._connections.opened(connection):
             return
         peer = connection.peer
-        leftovers = self._connections.of_peer(peer, connection.lane)[: -self._limits.per_peer]
+        leftovers = self._connections.of_peer(peer, connection.lane)[: -self._limits.of_lane(connection.lane)]
         self.cut(leftovers, "too many connections of one peer")
         if connection.lane == "lobby":
             return
@@ -194,7 +204,7 @@ class PresenceKeeper:
         """
         while True:
             if hears_hub() and not self._writer.is_failing:
-                self._writer.want(self._core.tick())
+                self._writer.want(self._core.tick(self._is_answering_now()))
             await asyncio.sleep(TICK_SECONDS)
 
     async def compare_forever(self, wanted: asyncio.Event) -> None:
@@ -234,6 +244,28 @@ class PresenceKeeper:
             return {target}
         return {member.peer for member in self._registry.members_of(target)}
 
+    def _check_link_key(self, peer: str, card: Card) -> str:
+        """Why a card's link key is refused; empty when it is not."""
+        if not is_link_proven(card, self._run, peer):
+            return "the card's link key is not signed by this peer"
+        if card.link_key and (other := self._core.user_of_link_key(card.link_key)) not in ("", peer):
+            logger.warning("%s hands in the link key of %s as its own: refused", peer, other)
+            return f"the link key is that of {other}: each process makes its own"
+        return ""
+
+    def _is_answering_now(self) -> Callable[[ConnectionId], bool]:
+        """Tells whether the other end of a connection acknowledges what it is sent, as far as can be known here."""
+        lost: set[Endpoint] | None = None
+
+        def is_answering(connection_id: ConnectionId) -> bool:
+            nonlocal lost
+            connection = self._connections.get(connection_id)
+            if lost is None:
+                lost = unacknowledged()
+            return connection is None or (connection.host, connection.port) not in lost
+
+        return is_answering
+
     def _known_host(self, peer: str) -> str:
         presence = self._core.get(peer)
         return presence.host if presence is not None else ""
@@ -256,7 +288,7 @@ def check_card(card: Card) -> None:
     """ProtocolError when a card, though of the right types, holds what no peer of ours would write."""
     if not SESSION.fullmatch(card.session):
         raise ProtocolError("a card's session must have 1 to 64 letters, digits, - and _")
-    for text in (card.name, card.service, card.version, card.link_key):
+    for text in (card.name, card.service, card.version, card.link_key, card.link_proof):
         if len(text) > MAX_NAME_CHARACTERS:
             raise ProtocolError(f"a card's texts have at most {MAX_NAME_CHARACTERS} characters")
     if len(card.addresses) > MAX_ADDRESSES or any(len(a) > MAX_ADDRESS_CHARACTERS for a in card.addresses):

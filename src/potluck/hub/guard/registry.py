@@ -17,6 +17,7 @@ from potluck.hub.guard import invite as invites
 from potluck.hub.guard.invite import Invite
 from potluck.hub.guard.member import AccessRequest, Ban, Member, Policy, ban_key
 from potluck.hub.presence import Role
+from potluck.hub.queues import QueueDefinition
 from potluck.messages import decode, encode
 
 logger = logging.getLogger(__name__)
@@ -171,6 +172,7 @@ class Registry:
         self.invites: Table[Invite] = Table(connection.store("invites"), Invite, spawn)
         self.requests: Table[AccessRequest] = Table(connection.store("requests"), AccessRequest, spawn)
         self.policies: Table[Policy] = Table(connection.store("policy"), Policy, spawn)
+        self.queues: Table[QueueDefinition] = Table(connection.store("queues"), QueueDefinition, spawn)
         self.manifest = connection.store("manifest")  # written for organisers; the guard itself decides nothing by it
         self._person_of: dict[str, str] = {}
         self._peers_of: dict[str, set[str]] = {}
@@ -251,5 +253,5 @@ class Registry:
             self._person_of[peer] = member.person
             self._peers_of.setdefault(member.person, set()).add(peer)
 
-    def _tables(self) -> tuple[Table[Member], Table[Ban], Table[Invite], Table[AccessRequest], Table[Policy]]:
-        return self.members, self.bans, self.invites, self.requests, self.policies
+    def _tables(self) -> tuple[Table[Any], ...]:
+        return self.members, self.bans, self.invites, self.requests, self.policies, self.queues

@@ -15,6 +15,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 
 from potluck import tasks
+from potluck.errors import RetryableError
 from potluck.hub.connection import Delivery, Handler
 
 logger = logging.getLogger(__name__)
@@ -129,6 +130,9 @@ class Dispatcher:
         try:
             await waiting
             self._counts.handled += 1
+        except RetryableError as error:  # no bug: the hub went away meanwhile, or this process stood still
+            self._counts.handler_errors += 1
+            logger.warning("a message on %s was not dealt with: %s", self._subject, error)
         except Exception:  # as in _call
             self._counts.handler_errors += 1
             logger.exception(FAILED, self._subject)

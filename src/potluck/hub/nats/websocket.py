@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024  # the hub sends far smaller ones
 
+CLOSE_POLL_SECONDS = 0.005
+
 
 class WebSocketWire(Wire):
     """WebSocket, plain or over TLS."""
@@ -29,6 +31,7 @@ class WebSocketWire(Wire):
         self._aiohttp = aiohttp
         self._session: aiohttp.ClientSession | None = None
         self._websocket: aiohttp.ClientWebSocketResponse | None = None
+        self._sockets: list[socket.socket] = []
         self._unsent: list[bytes] = []
         self._rest = b""
         self._closing: asyncio.Task[bool] | None = None
@@ -123,6 +126,11 @@ class WebSocketWire(Wire):
             await asyncio.wait({self._closing})
         if self._session is not None:
             await self._session.close()
+        # aiohttp does not wait for its transport: a loop that is closed before that complains about it.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                while any(each.fileno() >= 0 for each in self._sockets):  # noqa: ASYNC110 - no event tells
+                    await asyncio.sleep(CLOSE_POLL_SECONDS)
         self._end("the connection was closed")
 
     def abort(self) -> None:
@@ -134,8 +142,17 @@ class WebSocketWire(Wire):
                 same.shutdown(socket.SHUT_RDWR)
         self._end("the connection was cut")
 
+    def _make_socket(self, address: tuple[Any, ...]) -> socket.socket:
+        family, kind, protocol, *_ = address
+        made = socket.socket(family, kind, protocol)
+        made.setblocking(False)
+        self._sockets.append(made)
+        return made
+
     async def _open(self, url: str, *, ssl: ssl.SSLContext | bool) -> None:
-        self._session = self._aiohttp.ClientSession()
+        self._session = self._aiohttp.ClientSession(
+            connector=self._aiohttp.TCPConnector(socket_factory=self._make_socket)
+        )
         self._websocket = await self._session.ws_connect(
             url,
             ssl=ssl,

@@ -3,4 +3,5 @@
 embedded.py      EmbeddedHub: started, watched, stopped
 configuration.py, certificate.py, ports.py, folderlock.py   from a folder to a configuration
 process.py, launcher.py                                     the process, which ends with its parent
+supervisor.py, restarts.py, diskspace.py                    what is done when it dies, or when its disk is full
 """

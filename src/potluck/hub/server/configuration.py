@@ -13,6 +13,7 @@ from pathlib import Path
 
 from potluck.errors import ConfigurationError
 from potluck.hub.keys import HubKeys
+from potluck.hub.queues import FLEET_ACCOUNT, QUEUES_ACCOUNT, account_exports, account_imports
 from potluck.hub.server.certificate import HubCertificates
 from potluck.hub.subjects import check_run_name
 
@@ -23,12 +24,15 @@ MIB = 1024 * 1024
 # A relay packet carries up to 1 MiB of payload; its own header, and the NATS headers, need a little room beside it.
 MAX_RELAY_PAYLOAD_BYTES = MIB
 MAX_PAYLOAD_BYTES = MAX_RELAY_PAYLOAD_BYTES + 64 * 1024
+MAX_QUEUE_BYTES = 8192 * MIB
 
 # A stranger is asked for credentials, and the guard for its verdict, within this time.
 AUTHORIZATION_SECONDS = 5
-# A dead connection is found after this × (2 unanswered + 1). A live peer is not disturbed: its beacons count as life.
+# A dead connection is found after this × (unanswered + 1). A live peer is not disturbed: its beacons count as life.
+# Peers get more time than the guard gives them (`PresenceConfig.busy_seconds`): a busy process answers nothing.
 PING_SECONDS = 5
-PINGS_OUTSTANDING = 2
+PEERS_PINGS_OUTSTANDING = 20
+HUBS_PINGS_OUTSTANDING = 2
 # How long one flush to a member may take before it is cut off. The flush can be as large as what is pending for it, so
 # this also bounds how slow a line may be: 16 MiB of relay packets in 30 s need 0.6 MB/s.
 WRITE_DEADLINE_SECONDS = 30
@@ -122,7 +126,10 @@ class HubConfig:
     """For streams that are kept in memory."""
 
     max_disk_bytes: int = 4096 * MIB
-    """For streams on disk."""
+    """For the run's own streams on disk."""
+
+    max_queue_bytes: int = MAX_QUEUE_BYTES
+    """For queues and topics on disk, beside that."""
 
     sync_always: bool = True
     """Whether each write to a stream reaches the disk before it is confirmed. Otherwise up to two minutes of confirmed
@@ -156,7 +163,7 @@ class HubConfig:
         for name in ("max_connections", "max_subscriptions"):
             if getattr(self, name) < 16:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}: a run needs at least 16")
-        for name in ("max_memory_bytes", "max_disk_bytes"):
+        for name in ("max_memory_bytes", "max_disk_bytes", "max_queue_bytes"):
             if getattr(self, name) < MIB:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}: a run needs at least {MIB}")
         if not MAX_PAYLOAD_BYTES <= self.max_payload_bytes <= 8 * MIB:
@@ -206,7 +213,7 @@ def render(config: HubConfig, keys: HubKeys, certificates: HubCertificates | Non
         _render_server(config, keys, ports),
         _render_limits(config),
         _render_jetstream(config),
-        render_accounts(keys),
+        render_accounts(keys, config.max_queue_bytes),
     ]
     if certificates is not None:
         sections.append(_render_tls(certificates))
@@ -220,7 +227,7 @@ def render(config: HubConfig, keys: HubKeys, certificates: HubCertificates | Non
     return "# Written by Potluck at each start: changes made here are lost.\n\n" + "\n".join(sections)
 
 
-def render_accounts(keys: HubKeys) -> str:
+def render_accounts(keys: HubKeys, max_queue_bytes: int = MAX_QUEUE_BYTES) -> str:
     """The part about access: what the administrator of an existing NATS server adds to its configuration.
 
     Only the guard and the system user are known to the server. Everybody else is judged by the guard (auth callout),
@@ -235,6 +242,16 @@ accounts {{
   {SYSTEM_ACCOUNT} {{
     users: [ {{ nkey: {keys.system_public} }} ]
   }}
+  {QUEUES_ACCOUNT} {{
+    jetstream: {{ max_file: {max_queue_bytes} }}
+    users: [ {{ nkey: {keys.queues_public} }} ]
+    exports: [
+{account_exports()}    ]
+  }}
+  {FLEET_ACCOUNT} {{
+    imports: [
+{account_imports()}    ]
+  }}
 }}
 system_account: {SYSTEM_ACCOUNT}
 authorization {{
@@ -242,7 +259,7 @@ authorization {{
   auth_callout {{
     issuer: {keys.account_public}
     account: {ACCOUNT}
-    auth_users: [ {keys.guard_public}, {keys.system_public} ]
+    auth_users: [ {keys.guard_public}, {keys.system_public}, {keys.queues_public} ]
   }}
 }}
 """
@@ -267,7 +284,7 @@ max_payload: {config.max_payload_bytes}
 max_pending: {config.max_pending_bytes}
 write_deadline: "{WRITE_DEADLINE_SECONDS}s"
 ping_interval: "{PING_SECONDS}s"
-ping_max: {PINGS_OUTSTANDING}
+ping_max: {PEERS_PINGS_OUTSTANDING}
 """
 
 
@@ -276,7 +293,7 @@ def _render_jetstream(config: HubConfig) -> str:
 jetstream {{
   store_dir: {_quote(str(streams_folder(config.folder)))}
   max_memory_store: {config.max_memory_bytes}
-  max_file_store: {config.max_disk_bytes}
+  max_file_store: {config.max_disk_bytes + config.max_queue_bytes}
   sync_interval: {"always" if config.sync_always else '"2m"'}
 }}
 """
@@ -320,7 +337,7 @@ cluster {{
   listen: {_quote(host_port(config.host, port))}
   routes: [ {routes} ]
   ping_interval: "{PING_SECONDS}s"
-  ping_max: {PINGS_OUTSTANDING}
+  ping_max: {HUBS_PINGS_OUTSTANDING}
 {_render_tls(certificates, indent="  ", mutual=True)}}}
 """
 

@@ -92,15 +92,34 @@ class EmbeddedHub:
             raise
         logger.info("the hub of %s listens on %s", self.config.run, ", ".join(self.address().servers))
 
+    async def restart(self) -> None:
+        """Replace a server that has died or no longer works: same ports, certificate and streams.
+
+        If that fails, `died` says why, and this may be called again.
+        """
+        async with self._stopping:
+            await self._end_server()
+            try:
+                await self._start_server(self._binary or find_binary(), self.ports)
+                await self._check_streams()
+            except BaseException as error:
+                await self._end_server()
+                self._died = asyncio.get_running_loop().create_future()
+                self._died.set_result(str(error) or type(error).__name__)
+                raise
+
     async def stop(self) -> None:
         """Stop the server in good order. Calling it twice, or after the server has died, does no harm."""
         async with self._stopping:
-            watcher, self._watcher = self._watcher, None
-            await tasks.end(watcher)
-            if self._process is not None:
-                await self._process.stop(STOP_TIMEOUT_SECONDS)
-                self._process = None
+            await self._end_server()
             self._lock.release()
+
+    async def _end_server(self) -> None:
+        watcher, self._watcher = self._watcher, None
+        await tasks.end(watcher)
+        if self._process is not None:
+            await self._process.stop(STOP_TIMEOUT_SECONDS)
+            self._process = None
 
     @property
     def keys(self) -> HubKeys:
@@ -124,7 +143,7 @@ class EmbeddedHub:
 
     @property
     def died(self) -> asyncio.Future[str]:
-        """Gets the reason when the server ends without being asked to. Then `stop`, and perhaps `start` again."""
+        """Gets the reason when the server ends without being asked to. Then `restart` or `stop` (see supervisor.py)."""
         return _started(self._died)
 
     def address(self, host: str | None = None) -> HubAddress:
@@ -151,6 +170,12 @@ class EmbeddedHub:
         """The server's own counters: connections, messages and bytes each way, memory, processor."""
         varz = await _ask(self.ports.monitoring, "varz")
         return {name: varz[name] for name in STATISTICS if isinstance(varz.get(name), int | float)}
+
+    async def write_error(self) -> str:
+        """Why streams cannot be written, in the server's words; empty when they can. HubUnavailableError: no answer."""
+        health = await _ask(self.ports.monitoring, "healthz", expected_statuses=(200, 503))
+        error = str(health.get("error", ""))
+        return error if "write error" in error else ""  # in a cluster it also complains of replicas that catch up
 
     def _default_host(self) -> str:
         return self.config.advertised_hosts[0] if self.config.advertised_hosts else self._local_host()
@@ -283,13 +308,16 @@ class EmbeddedHub:
             died.set_result(reason)
 
 
-async def _ask(port: int, what: str) -> dict[str, Any]:
+async def _ask(port: int, what: str, *, expected_statuses: tuple[int, ...] = (200,)) -> dict[str, Any]:
     """What the server tells about itself on loopback."""
     url = f"http://127.0.0.1:{port}/{what}"
     try:
         # A proxy for the outside world has no business on loopback, and plain HTTP has nothing to verify.
         async with httpx.AsyncClient(trust_env=False, verify=False, timeout=_MONITORING_SECONDS) as client:
-            answer = (await client.get(url)).raise_for_status().json()
+            response = await client.get(url)
+            if response.status_code not in expected_statuses:
+                response.raise_for_status()
+            answer = response.json()
     except (httpx.HTTPError, ValueError) as error:
         raise HubUnavailableError(f"the hub's server does not answer on {url}: {error!r}") from error
     if not isinstance(answer, dict):

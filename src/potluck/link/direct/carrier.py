@@ -106,6 +106,11 @@ class DirectCarrier:
         self._closed = False
 
     @property
+    def keys(self) -> LinkKeys:
+        """The keys of this session, which prove it on relayed paths too."""
+        return self._station.keys
+
+    @property
     def link_key(self) -> str:
         """The public key of this session, for the card."""
         return self._station.keys.link_key

@@ -4,7 +4,8 @@ Every peer opens its wire at the start, needed or not. That is one more connecti
 tens of kilobytes; in return a greeting always finds its receiver listening, and no second way of waking peers up is
 needed that could fail by itself.
 
-Whom a packet comes from is the last token of its subject: the hub lets nobody publish in another's name.
+Whom a packet comes from is the last token of its subject: the hub lets nobody publish in another's name. The hub itself
+cannot do so either: packets are sealed end to end under link keys, and what does not open is counted and ends the path.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ from potluck.hub.bulk.wire import WireEvents
 from potluck.hub.presence import Presence
 from potluck.hub.subjects import Subjects
 from potluck.link.carrier import Buffer, CarrierEvents
-from potluck.link.channel.packet import HUB_PAYLOAD_BYTES
+from potluck.link.channel.packet import HUB_PAYLOAD_BYTES, PACKET_BYTES
+from potluck.link.direct.greeting import LinkKeys, is_key
+from potluck.link.direct.noise import TAG_BYTES
+from potluck.link.direct.sealing import Opened, Slabs
 from potluck.link.relay.credit import CreditConfig, InboundBudget
+from potluck.link.relay.greeting import RelayGreeting
 from potluck.link.relay.manners import Manners, MannersConfig
-from potluck.link.relay.packet import PACKET_OVERHEAD_BYTES, PREFIX_BYTES, RelayKind, RelayPacket, decode, encode_prefix
+from potluck.link.relay.packet import PACKET_OVERHEAD_BYTES, RelayKind, decode
 from potluck.link.relay.path import RelayPath, RelayTimes
+from potluck.link.relay.sealing import LostError, ReplayedError, sealing_bytes
 from potluck.messages import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
@@ -34,7 +40,11 @@ logger = logging.getLogger(__name__)
 ALWAYS_COUNTED = (
     *("packets_sent", "bytes_sent", "packets_received", "bytes_received"),
     *("malformed", "strangers", "stale", "beyond_credit", "waits_for_credit", "floods"),
+    *("forged", "replayed", "lost"),
 )
+SLAB_BYTES = PACKET_BYTES + TAG_BYTES
+MOST_SLABS_KEPT = 16
+NO_KEY = "it has no link key that it signed"
 MOST_SUBSCRIPTIONS = 1000  # fewer than the hub permits to a connection (configuration.py)
 
 
@@ -52,6 +62,10 @@ class Wire(Protocol):
 
     def listen(self, subjects: Collection[str]) -> None:
         """Listen to these subjects instead."""
+        ...
+
+    def is_writable(self) -> bool:
+        """Whether a message would be taken now; if not, `wire_connected` or `wire_writable` follow."""
         ...
 
     def publish(self, subject: str, parts: Sequence[Buffer], *, urgent: bool = False) -> bool:
@@ -104,15 +118,18 @@ class RelayCarrier:
         self_id: str,
         subjects: Subjects,
         wire: Wire,
+        keys: LinkKeys,
         *,
         config: RelayConfig | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Use this wire, which nobody else uses; `start` opens it and `close` closes it."""
+        """Use this wire, which nobody else uses; `start` opens it and `close` closes it. `keys` are this peer's own."""
         self._events = events
         self._self_id = self_id
         self._subjects = subjects
         self._wire = wire
+        self._keys = keys
+        self._slabs = Slabs(slab_bytes=SLAB_BYTES, most_kept=MOST_SLABS_KEPT)
         self._config = config or RelayConfig()
         self._clock = clock or SystemClock()
         self._budget = InboundBudget(self._config.credit)
@@ -143,6 +160,9 @@ class RelayCarrier:
         if card.protocol != PROTOCOL_VERSION:
             self._forget(peer, f"the peer speaks version {card.protocol} of the protocol")
             return
+        if not is_key(card.link_key):
+            self._forget(peer, NO_KEY)
+            return
         is_new = peer not in self._roster
         self._roster[peer] = presence
         if is_new:
@@ -150,21 +170,23 @@ class RelayCarrier:
         if self._manners.is_shut_out(peer):
             return
         path = self._paths.get(peer)
-        if path is not None and path.session != card.session:
+        if path is not None and (path.session, path.link_key) != (card.session, card.link_key):
             self._drop(peer, "the peer has started a new session")
             path = None
         if path is None:
-            self._make_path(peer, card.session)
+            self._make_path(peer, card.session, card.link_key)
 
-    def _make_path(self, peer: str, session: str) -> None:
+    def _make_path(self, peer: str, session: str, link_key: str) -> None:
         path = self._paths[peer] = RelayPath(
             peer,
             session,
+            link_key,
             self._subjects.relay(peer, self._self_id),
             self,
             self._budget,
             self._config.times,
             self._clock.monotonic,
+            lambda: RelayGreeting(self._keys, self._self_id, peer, link_key, self._slabs),
             wanted=len(self._paths) < self._config.eager_peers,
         )
         if self._is_connected:
@@ -180,15 +202,19 @@ class RelayCarrier:
             path.call()
             self._keep_ticking()
             return False
-        start = encode_prefix(path.epoch, path.remote_epoch, len(header), has_payload=payload is not None) + header
-        parts: list[Buffer] = [start] if payload is None else [start, memoryview(payload).cast("B")]
-        num_bytes = sum(map(len, parts))
-        size = num_bytes + PACKET_OVERHEAD_BYTES
+        assert path.seal is not None, "an open path has keys"
+        view = None if payload is None else memoryview(payload).cast("B")
+        num_bytes = len(header) + (0 if view is None else len(view))
+        size = num_bytes + sealing_bytes(len(header), view) + PACKET_OVERHEAD_BYTES
         if not path.allowance.allows(size):
             self._counts["waits_for_credit"] += 1
             path.want(size)
             self._keep_ticking()
             return False
+        if not self._wire.is_writable():  # before it is sealed: a number that was used is used
+            self._congested[path] = None
+            return False
+        parts = path.seal.seal(path.epochs, header, view)
         if not self._wire.publish(path.subject, parts):
             self._congested[path] = None
             return False
@@ -196,7 +222,7 @@ class RelayCarrier:
         self._manners.earned(peer, self._clock.monotonic())
         self._keep_ticking()
         self._counts["packets_sent"] += 1
-        self._counts["bytes_sent"] += num_bytes - PREFIX_BYTES
+        self._counts["bytes_sent"] += num_bytes
         return True
 
     def why_no_path(self, peer: str) -> str:
@@ -205,7 +231,7 @@ class RelayCarrier:
         if self._manners.is_shut_out(peer):
             return "it sent more through the hub than it was allowed to, and is not listened to for a while"
         if path is None:
-            return "it is not in the roster, or of another version"
+            return f"it is not in the roster, of another version, or {NO_KEY}"
         if path.is_open:
             return ""
         return "its relay does not answer" if self._is_connected else "the hub cannot be reached, or refuses us"
@@ -281,15 +307,14 @@ class RelayCarrier:
         if self._manners.is_shut_out(peer):
             return  # it was on its way
         size = len(payload) + PACKET_OVERHEAD_BYTES
-        packet = self._credited(peer, payload, size)
-        if packet is None:
+        opened = self._credited(peer, payload, size)
+        if opened is None:
             self._unbidden(peer, size)
             return
-        assert packet.header is not None, "a link packet has a header"
         self._manners.earned(peer, self._clock.monotonic())
         self._counts["packets_received"] += 1
-        self._counts["bytes_received"] += len(payload) - PREFIX_BYTES
-        self._events.packet_arrived(self, peer, packet.header, packet.payload)
+        self._counts["bytes_received"] += len(opened[0]) + (0 if opened[1] is None else len(opened[1]))
+        self._events.packet_arrived(self, peer, *opened)
 
     def message_skipped(self, subject: str, num_bytes: int) -> None:
         """A message larger than any packet."""
@@ -297,8 +322,8 @@ class RelayCarrier:
         if self._is_connected and not self._manners.is_shut_out(peer):
             self._unbidden(peer, num_bytes)
 
-    def _credited(self, peer: str, payload: memoryview, size: int) -> RelayPacket | None:
-        """Take in what a peer says: the link packet that it had credit for; None for all else."""
+    def _credited(self, peer: str, payload: memoryview, size: int) -> Opened | None:
+        """Take in what a peer says: the link packet that it had credit for, opened; None for all else."""
         path = self._paths.get(peer)
         if path is None:
             self._counts["strangers"] += 1  # not in the roster yet, or any more: it will greet us again
@@ -314,7 +339,19 @@ class RelayCarrier:
         if not self._budget.arrived(path.account, size, self._clock.monotonic()):
             self._counts["beyond_credit"] += 1
             return None
-        return packet
+        assert path.seal is not None, "an open path has keys"
+        try:
+            return path.seal.open(packet)
+        except ReplayedError as error:
+            self.forged(path, error)
+        except LostError as error:  # the link has to send it again, which it does on a new path
+            self.forged(path, error)
+            path.abandon(str(error))
+        except ProtocolError as error:
+            self.forged(path, error)
+            path.mistrust(str(error))
+        self._keep_ticking()
+        return None
 
     # Whom we listen to
 
@@ -375,6 +412,19 @@ class RelayCarrier:
     def credited(self, path: RelayPath) -> None:
         """A packet that waited may leave."""
         self._events.path_writable(self, path.peer)
+
+    def forged(self, path: RelayPath, error: ProtocolError) -> None:
+        """It may have been the peer, but rather whoever carries the packets: the hub, or who has got hold of it."""
+        name = "replayed" if isinstance(error, ReplayedError) else "lost" if isinstance(error, LostError) else "forged"
+        self._counts[name] += 1
+        if name == "forged" and self._counts[name].bit_count() == 1:  # the 1st, 2nd, 4th, …
+            logger.warning(
+                "the hub delivered something in the name of %s that this peer did not send like this (%s; %d times so "
+                "far): it was thrown away. Who runs the hub?",
+                path.peer,
+                error,
+                self._counts[name],
+            )
 
     # Time
 

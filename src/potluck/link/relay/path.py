@@ -7,6 +7,9 @@ taken for something of now.
 
     A ── HELLO(a, ?) ──► B      B ── HELLO(b, a) ──► A: open      A ── HELLO(a, b) ──► B: open
 
+Greetings also carry the handshake by which both prove their link keys (greeting.py); without that no path opens, and
+all that follows is sealed. Whatever does not open makes both begin anew.
+
 The same HELLO asks whether an open path lives: only one on which something was sent and nothing heard since.
 """
 
@@ -18,9 +21,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from potluck.errors import ConfigurationError
+from potluck.errors import ConfigurationError, ProtocolError
 from potluck.link.relay.credit import Account, Allowance, InboundBudget
-from potluck.link.relay.packet import PLEASE_ANSWER, RelayKind, RelayPacket, encode_control
+from potluck.link.relay.greeting import RelayGreeting
+from potluck.link.relay.packet import PLEASE_ANSWER, Control, RelayKind, RelayPacket, read_hello
+from potluck.link.relay.sealing import RelaySeal, ReplayedError
+
+FORGIVEN_SECONDS = 60.0  # a path on which nothing was forged for so long is as good as any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +83,10 @@ class PathOwner(Protocol):
         """A packet that had to wait for credit may leave."""
         ...
 
+    def forged(self, path: RelayPath, error: ProtocolError) -> None:
+        """Something came in the peer's name that the peer cannot have sent like this, or not now."""
+        ...
+
 
 class RelayPath:
     """One peer, as far as the relay is concerned."""
@@ -84,17 +95,20 @@ class RelayPath:
         self,
         peer: str,
         session: str,
+        link_key: str,
         subject: str,
         owner: PathOwner,
         budget: InboundBudget,
         times: RelayTimes,
         now: Callable[[], float],
+        greeting: Callable[[], RelayGreeting],
         *,
         wanted: bool = True,
     ) -> None:
         """`wanted`: greet as soon as there is a wire; else once somebody wants to send, or the peer greets us."""
         self.peer = peer
         self.session = session
+        self.link_key = link_key
         self.subject = subject
         self.is_open = False
         self.remote_epoch = 0  # 0: not known
@@ -102,13 +116,17 @@ class RelayPath:
         self._budget = budget
         self._times = times
         self._now = now
+        self._make_greeting = greeting
         self._connected = False
         self._wanted = wanted
+        self._mistrusted_at = -math.inf
+        self._mistrust_wait = 0.0
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         now = self._now()
         self.epoch = random.randrange(1, 1 << 32)
+        self._greeting = self._make_greeting()
         self.is_open = False
         self.remote_epoch = 0
         self.allowance = Allowance(limit_bytes=0, base_bytes=0)
@@ -120,6 +138,16 @@ class RelayPath:
         self._ping_at = 0.0
         self._credit_moved_at = now
         self._want_at = 0.0
+
+    @property
+    def seal(self) -> RelaySeal | None:
+        """What packets are sealed by and opened; None before the peer has proven its key."""
+        return self._greeting.seal
+
+    @property
+    def epochs(self) -> tuple[int, int]:
+        """Both numbers of the path, ours first."""
+        return self.epoch, self.remote_epoch
 
     # What the owner tells
 
@@ -145,10 +173,23 @@ class RelayPath:
         if was_open:
             self._owner.closed(self, reason)
 
-    def _abandon(self, reason: str) -> None:
+    def abandon(self, reason: str) -> None:
         """Give it up though the peer has not."""
         self._expect_leftovers()
         self.give_up(reason)
+
+    def mistrust(self, reason: str) -> None:
+        """Give it up since somebody forges packets, and greet the peer anew: at once, then less and less often."""
+        now, times = self._now(), self._times
+        is_again = now - self._mistrusted_at < FORGIVEN_SECONDS
+        self._mistrust_wait = min(2 * self._mistrust_wait, times.hello_limit_seconds) if is_again else 0.0
+        self._mistrusted_at = now
+        self.abandon(reason)
+        self._hello_wait = max(self._mistrust_wait, times.hello_first_seconds)
+        if is_again:
+            self._mistrust_wait = self._hello_wait
+            self._greeted_at = now
+            self._hello_at = now + self._hello_wait
 
     def _expect_leftovers(self) -> None:
         """What the peer sends until it knows that the path is gone is its good right."""
@@ -158,7 +199,7 @@ class RelayPath:
     def wire_lost(self, reason: str) -> None:
         """Nothing can be sent until the wire is back."""
         self._connected = False
-        self._abandon(reason)
+        self.abandon(reason)
 
     def end(self, reason: str) -> None:
         """The peer is gone, or this process goes."""
@@ -186,36 +227,55 @@ class RelayPath:
     # What the peer says
 
     def receive(self, packet: RelayPacket) -> bool:
-        """Take in a packet; whether it is a link packet to be handed on."""
+        """Take in a packet; whether it is a link packet, to be opened and handed on."""
         if packet.kind is RelayKind.HELLO:
             self._greeted(packet)
             return False
-        if packet.sender_epoch != self.remote_epoch or packet.receiver_epoch != self.epoch or not self.is_open:
+        seal = self._greeting.seal
+        is_of_now = packet.sender_epoch == self.remote_epoch and packet.receiver_epoch == self.epoch
+        if not is_of_now or not self.is_open or seal is None:
+            return False
+        if packet.kind is RelayKind.DATA:
+            self._unanswered_since = None
+            return True
+        try:
+            control = seal.open_control(packet)
+        except ProtocolError as error:
+            self._owner.forged(self, error)
             return False
         self._unanswered_since = None
-        if packet.kind is RelayKind.DATA:
-            return True
         now = self._now()
         if packet.kind is RelayKind.CREDIT:
             self._credit_moved_at = now
-            if self.allowance.granted(packet.limit_bytes, packet.number):
+            if self.allowance.granted(control.limit_bytes, control.number):
                 self._owner.credited(self)
         elif packet.kind is RelayKind.WANT:
-            self._budget.wants(self.account, packet.sent_bytes, packet.number, now)
+            self._budget.wants(self.account, control.sent_bytes, control.number, now)
         else:
-            self._budget.yields(self.account, packet.sent_bytes, packet.limit_bytes, packet.number)
+            self._budget.yields(self.account, control.sent_bytes, control.limit_bytes, control.number)
         return False
 
     def _greeted(self, packet: RelayPacket) -> None:
         self._wanted = True
+        limit_bytes, proof = read_hello(packet.body)
         if packet.sender_epoch != self.remote_epoch:
-            if self.is_open:
+            if self.seal is not None:  # a handshake with what the peer was before
                 self.give_up("the peer has begun anew")
             self.remote_epoch = packet.sender_epoch
         self._unanswered_since = None
-        opens = not self.is_open and packet.receiver_epoch == self.epoch
+        is_to_us = packet.receiver_epoch == self.epoch
+        opens = False
+        if not self.is_open:
+            try:
+                opens = self._greeting.hear(packet, proof, is_to_us=is_to_us)
+            except ReplayedError:
+                pass  # said again, since we did not answer yet
+            except ProtocolError as error:
+                self._owner.forged(self, error)
+                self.mistrust(str(error))
+                return
         if opens:
-            self.allowance = Allowance(limit_bytes=packet.limit_bytes, base_bytes=packet.limit_bytes)
+            self.allowance = Allowance(limit_bytes=limit_bytes, base_bytes=limit_bytes)
             self.is_open = True
         if packet.flags & PLEASE_ANSWER:
             self._hello()
@@ -234,7 +294,7 @@ class RelayPath:
             return
         times, since = self._times, self._unanswered_since
         if since is not None and now - since >= times.silent_seconds:
-            self._abandon(f"nothing was heard from the peer for {times.silent_seconds:g} s")
+            self.abandon(f"nothing was heard from the peer for {times.silent_seconds:g} s")
             return
         if since is not None and now - since >= times.ping_seconds and now >= self._ping_at:
             self._ping_at = now + times.ping_seconds
@@ -270,7 +330,7 @@ class RelayPath:
 
     def _hello(self, *, please_answer: bool = False) -> None:
         flags = PLEASE_ANSWER if please_answer or not self.is_open else 0
-        self._control(RelayKind.HELLO, flags=flags, limit_bytes=self.account.limit_bytes)
+        self._owner.send_control(self, self._greeting.hello(self.epochs, flags, self.account.limit_bytes))
 
     def _ask_for_credit(self, now: float) -> None:
         self._want_at = now + self._times.want_seconds
@@ -286,4 +346,5 @@ class RelayPath:
         self._control(RelayKind.CREDIT, limit_bytes=limit_bytes, number=serial)
 
     def _control(self, kind: RelayKind, **fields: int) -> None:
-        self._owner.send_control(self, encode_control(kind, self.epoch, self.remote_epoch, **fields))
+        if self.seal is not None:
+            self._owner.send_control(self, b"".join(self.seal.seal_word(kind, self.epochs, Control(**fields).pack())))

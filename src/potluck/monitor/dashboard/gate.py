@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from potluck.clock import Clock
 from potluck.errors import ConfigurationError, PermissionDeniedError
 from potluck.hub.guard.ratelimit import RateLimit
 from potluck.hub.privatefiles import make_private_folder, read_private, write_private
+from potluck.plaintext import clean
 
 TOKEN_FILE = "dashboard-token"
 TOKEN_BYTES = 24
@@ -59,15 +61,14 @@ class Gate:
         self._of_all = RateLimit(burst=ALL_TRIES, per_second=1 / SECONDS_PER_TRY_OF_ALL, clock=clock)
 
     def enter(self, token: str, name: str, address: str) -> str:
-        """A new session's id; PermissionDeniedError for a wrong token, TooManyTriesError after too many of them."""
-        if self._of_address.is_exhausted(address) or self._of_all.is_exhausted("all"):
-            wait = max(self._of_address.seconds_until_next(address), self._of_all.seconds_until_next("all"))
-            raise TooManyTriesError(f"too many tries: wait {wait:.0f} seconds")
+        """A new session's id; PermissionDeniedError for a wrong token, TooManyTriesError after too many of them.
+
+        The token is compared first, so nobody's wrong tries keep an organiser out. Guessing does not need the limit to
+        be hopeless: it keeps guessers slow and their noise small.
+        """
         if not hmac.compare_digest(_digest(token), self._digest):
-            self._of_address.take(address)
-            self._of_all.take("all")
-            raise PermissionDeniedError("that is not the organiser's token: `potluck host` prints it when it starts")
-        who = " ".join(name.split())[:LONGEST_NAME]
+            raise self._failed(address)
+        who = clean(" ".join(name.split()))[:LONGEST_NAME]
         if not who:
             raise ConfigurationError("say who you are: what you do is logged under that name")
         session = secrets.token_urlsafe(32)
@@ -85,6 +86,14 @@ class Gate:
     def leave(self, session: str | None) -> None:
         """End a session; one that does not exist does no harm."""
         self._sessions.pop(session or "", None)
+
+    def _failed(self, address: str) -> PermissionDeniedError:
+        wait = max(self._of_address.seconds_until_next(address), self._of_all.seconds_until_next("all"))
+        if wait > 0:
+            return TooManyTriesError(f"too many wrong tokens: wait {math.ceil(wait)} seconds. The right one works")
+        self._of_address.take(address)
+        self._of_all.take("all")
+        return PermissionDeniedError("that is not the organiser's token: `potluck host` prints it when it starts")
 
     def _forget_old(self) -> None:
         now = self._clock.monotonic()

@@ -84,8 +84,17 @@ class ServerConfig:
     certificate: Path | None = None
     """PEM file, for https; with `key`."""
     key: Path | None = None
+    trusted_proxies: tuple[str, ...] = ()
+    """Addresses or networks of proxies whose X-Forwarded headers are believed; unless named here, nobody's are."""
 
     def __post_init__(self) -> None:
+        for proxy in self.trusted_proxies:
+            try:
+                ipaddress.ip_network(proxy)
+            except ValueError:
+                raise ConfigurationError(
+                    f"{proxy!r} is not the address of a proxy: write it as in 127.0.0.1 or 10.0.0.0/8"
+                ) from None
         if (self.certificate is None) != (self.key is None):
             raise ConfigurationError("https needs both a certificate and its key: name both files, or none")
         if self.port is not None and not 0 <= self.port <= 65535:
@@ -107,10 +116,13 @@ class DashboardServer:
         config = self._config
         self._socket = _listen(config.host, config.port) if config.port is not None else _listen_as_usual(config.host)
         settings = uvicorn.Config(
-            Protected(make_app(self._dashboard), self._dashboard),
+            Protected(make_app(self._dashboard, config), self._dashboard),
             log_config=None,
             access_log=False,
             server_header=False,
+            # uvicorn's default believes whoever connects from this machine.
+            proxy_headers=bool(config.trusted_proxies),
+            forwarded_allow_ips=list(config.trusted_proxies),
             ws_max_size=1 << 20,
             timeout_graceful_shutdown=CLOSING_SECONDS,
             ssl_certfile=config.certificate,
@@ -192,7 +204,7 @@ class Protected:
                 raise
 
 
-def make_app(dashboard: Dashboard) -> FastAPI:
+def make_app(dashboard: Dashboard, config: ServerConfig) -> FastAPI:
     """All that can be asked for."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.mount("/static", StaticFiles(directory=STATIC))
@@ -205,7 +217,7 @@ def make_app(dashboard: Dashboard) -> FastAPI:
     def healthy() -> dict[str, str]:
         return {"run": dashboard.run, "status": dashboard.status()[0]}
 
-    _add_door(app, dashboard)
+    _add_door(app, dashboard, config)
     _add_pages(dashboard)
     ui.add_head_html(HEAD, shared=True)
     ui.run_with(
@@ -244,7 +256,7 @@ def _add_page(dashboard: Dashboard, path: str, title: str, fill: Fill, *, organi
         return None
 
 
-def _add_door(app: FastAPI, dashboard: Dashboard) -> None:
+def _add_door(app: FastAPI, dashboard: Dashboard, config: ServerConfig) -> None:
     template = string.Template((STATIC / "login.html").read_text(encoding="utf-8"))
 
     def form(message: str = "", *, wrong: bool = False, name: str = "", status: int = 200) -> HTMLResponse:
@@ -255,6 +267,12 @@ def _add_door(app: FastAPI, dashboard: Dashboard) -> None:
     def obstacle(request: Request) -> str:
         if dashboard.organising is None:
             return "This dashboard only looks. Organisers use the one on the machine that hosts the run."
+        if not config.trusted_proxies and "x-forwarded-for" in request.headers:
+            return (
+                "This request came through a proxy, and the dashboard was not told to trust one: who sent it, and "
+                "whether the token travelled in the clear, is unknown. Start the dashboard with --trust-proxy ADDRESS "
+                "(potluck host: --dashboard-trust-proxy)."
+            )
         if request.url.scheme != "https" and not _is_loopback(request):
             return (
                 "Your token would travel in the clear. Open this page on the host itself or through an SSH tunnel "

@@ -97,6 +97,15 @@ class ProgressKeeper:
         """To be set by any thread: whoever reads it next counts with it."""
         self._tracker.target = samples
 
+    @property
+    def weight_cap(self) -> float | None:
+        """How many times what others have may count of what a peer says; None: all of it."""
+        return self._tracker.weight_cap
+
+    @weight_cap.setter
+    def weight_cap(self, cap: float | None) -> None:
+        self._tracker.weight_cap = cap
+
     # What this peer says
 
     def report(
@@ -119,7 +128,8 @@ class ProgressKeeper:
         self._told_samples = samples
         if self._lease.token:
             beacon = Beacon(session="", **told, target=self._tracker.target or 0)  # type: ignore[arg-type]
-            self._tracker.heard(self._session.peer_id, beacon, self._session.clock.monotonic())
+            now, is_trusted = self._session.clock.monotonic(), self._is_trusted(self._session.peer_id)
+            self._tracker.heard(self._session.peer_id, beacon, now, is_trusted=is_trusted)
             self._wake.set()
         elif eager or epoch != self._told_epoch or self._is_near():
             self._eager.set()
@@ -227,9 +237,14 @@ class ProgressKeeper:
             return
         before = self.latest
         age_seconds = self._session.now() - beacon.counted_at if beacon.counted_at else 0.0
-        self._tracker.heard(peer, beacon, self._session.clock.monotonic(), age_seconds=age_seconds)
+        now, is_trusted = self._session.clock.monotonic(), self._is_trusted(peer)
+        self._tracker.heard(peer, beacon, now, age_seconds=age_seconds, is_trusted=is_trusted)
         if before is None or not before.is_due:
             self._wake.set()
+
+    def _is_trusted(self, peer: str) -> bool:
+        presence = self._session.roster.get(peer)
+        return presence is not None and presence.trusted
 
     def _roster_changed(self, event: RosterEvent) -> None:
         if event.change in ("dead", "left"):

@@ -5,6 +5,10 @@ The coordinator adds them up and tells everybody (`RunProgress`): among n peers 
 everybody listening to everybody would be n². Between two beacons of a peer its samples are extrapolated, for the
 prediction alone: a round starts when the samples *are* there.
 
+A count is what a peer says. So that nobody makes every epoch due at once, it counts up to `weight_cap` times what the
+others, by their median, have or should have by now. Where only such a claim makes the batch full, the epoch comes
+later, but not by more than MOST_DELAY_SECONDS: a peer that really is so fast should not be held up for long.
+
 Who averages in the background counts its samples towards the epoch after the one that is being made. What it had for
 that one it says no more; but that it is ahead says that it was due, and those who have not come yet should.
 """
@@ -21,11 +25,13 @@ from potluck.errors import ConfigurationError
 from potluck.hub.presence import Beacon
 from potluck.messages import Message
 from potluck.optim.methods.dylu import fast_rate
+from potluck.round.weights import Medians
 
 FORGET_SECONDS = 10.0  # the guard gives up a peer that was silent for so long, and so do we
 LARGEST_COUNT = 10**12  # samples of one peer in one epoch: more is nonsense, and would start every round at once
 MAX_PEERS = 100_000
 OLDEST_SECONDS = 2.0  # a count that is said to be older than that is taken to be so old: clocks may be wrong
+MOST_DELAY_SECONDS = 30.0  # of an epoch that claims beyond the cap have made full
 FOLLOW_SECONDS = 2.0  # for a commit to be heard of and brought in: until then nobody counts as behind
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -67,6 +73,8 @@ class _Known:
     leaving: bool
     heard_at: float
     counted_at: float  # when it had the samples
+    is_trusted: bool  # its word is taken
+    is_measured: bool  # it had samples for an earlier epoch too, so that others can be held against it
 
 
 class ProgressTracker:
@@ -77,15 +85,20 @@ class ProgressTracker:
         if target is not None and target < 1:
             raise ConfigurationError(f"target_batch_size={target}: an epoch needs at least 1 sample")
         self.target = target
+        self.weight_cap: float | None = None
+        """How many times what others have may count of what a peer says; None: all of it."""
         self.epoch = 0
         self._committed_at = 0.0
         self._peers: dict[str, _Known] = {}
 
-    def heard(self, peer: str, beacon: Beacon, now: float, *, age_seconds: float = 0.0) -> None:
+    def heard(
+        self, peer: str, beacon: Beacon, now: float, *, age_seconds: float = 0.0, is_trusted: bool = False
+    ) -> None:
         """Take in a beacon, whose count is so old. What cannot be is left out: it comes from anybody."""
         if peer not in self._peers and len(self._peers) >= MAX_PEERS:
             return
         rate, steps_rate = beacon.samples_per_second, beacon.steps_per_second
+        before = self._peers.get(peer)
         self._peers[peer] = _Known(
             epoch=beacon.epoch,
             samples=beacon.samples if 0 <= beacon.samples <= LARGEST_COUNT else 0,
@@ -95,6 +108,9 @@ class ProgressTracker:
             leaving=beacon.leaving,
             heard_at=now,
             counted_at=now - min(max(age_seconds, 0.0), OLDEST_SECONDS),
+            is_trusted=is_trusted,
+            is_measured=before is not None
+            and (before.is_measured or (before.samples > 0 and before.epoch < beacon.epoch)),
         )
 
     def forget(self, peer: str) -> None:
@@ -110,12 +126,15 @@ class ProgressTracker:
         """Where the run is; `told_at` is hub time."""
         for peer in [peer for peer, known in self._peers.items() if now - known.heard_at > FORGET_SECONDS]:
             del self._peers[peer]
-        current = [self._by_now(known) for known in self._peers.values()]
-        current = [known for known in current if known.epoch == self.epoch]
+        by_now = {peer: self._by_now(known) for peer, known in self._peers.items()}
+        told = {peer: known for peer, known in by_now.items() if known.epoch == self.epoch}
+        current = self._plausible(told, now - self._committed_at)
         is_begun = any(known.epoch == self.epoch + 1 for known in self._peers.values())
         samples = sum(known.samples for known in current)
         target = self.target or _most_common([known.target for known in current if known.target])
         rate = sum(known.samples_per_second for known in current)
+        is_late = now - self._committed_at >= MOST_DELAY_SECONDS
+        is_full = target <= (sum(known.samples for known in told.values()) if is_late else samples)
         due_in_seconds = predict_seconds(
             [(known.samples, known.samples_per_second, now - known.counted_at) for known in current], target
         )
@@ -129,9 +148,30 @@ class ProgressTracker:
             num_trainers=sum(1 for known in current if known.samples or known.samples_per_second),
             num_behind=sum(1 for known in self._peers.values() if self._by_now(known).epoch < self.epoch),
             due_in_seconds=due_in_seconds,
-            is_due=0 < target <= samples or is_begun or (samples > 0 and not self._is_computed_on(current)),
+            is_due=(target > 0 and is_full) or is_begun or (samples > 0 and not self._is_computed_on(current)),
             told_at=max(told_at, 0.0),
         )
+
+    def _plausible(self, told: dict[str, _Known], seconds: float) -> list[_Known]:
+        """With as much of counts and speeds as others make plausible, `seconds` after the epoch began."""
+        cap = self.weight_cap
+        if cap is None:
+            return list(told.values())
+        others = {peer: known for peer, known in told.items() if known.is_measured and known.samples_per_second > 0}
+        rates = Medians({peer: known.samples_per_second for peer, known in others.items()})
+        counts = Medians({p: max(known.samples, known.samples_per_second * seconds) for p, known in others.items()})
+
+        def limited(peer: str, known: _Known) -> _Known:
+            count, rate = counts.without(peer), rates.without(peer)
+            if known.is_trusted or count is None or rate is None:
+                return known
+            return replace(
+                known,
+                samples=min(known.samples, int(cap * count)),
+                samples_per_second=min(known.samples_per_second, cap * rate),
+            )
+
+        return [limited(peer, known) for peer, known in told.items()]
 
     @staticmethod
     def _is_computed_on(current: list[_Known]) -> bool:

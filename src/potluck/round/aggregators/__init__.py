@@ -1,6 +1,6 @@
 """How a reducer makes one chunk out of many: the weighted mean, and four that withstand poison, without weights.
 
-    base.py       Aggregator and Accumulator, the interface; caps on weights
+    base.py       Aggregator and Accumulator, the interface
     mean.py       the weighted mean, added up as contributions arrive
     order.py      coordinate median and trimmed mean, by a sorting network
     clipping.py   centered clipping and median-norm clipping
@@ -13,7 +13,7 @@ own. So an audit that recomputes a chunk from the same frames reaches the same b
 
 from __future__ import annotations
 
-from potluck.round.aggregators.base import Accumulator, Aggregator, Outcome, cap_weights
+from potluck.round.aggregators.base import Accumulator, Aggregator, Outcome
 from potluck.round.aggregators.catalogue import aggregator_for
 from potluck.round.specs import AGGREGATOR_NAMES, AggregatorSpec
 
@@ -24,5 +24,4 @@ __all__ = [
     "AggregatorSpec",
     "Outcome",
     "aggregator_for",
-    "cap_weights",
 ]

@@ -14,7 +14,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -158,17 +157,3 @@ class CollectingAccumulator(Accumulator):
     @abstractmethod
     def _combine(self, rows: list[Tensor], out: Tensor) -> None:
         """The aggregate of the rows, at least one, which may be spoilt."""
-
-
-def cap_weights(weights: Mapping[str, float], ratio: float | None) -> dict[str, float]:
-    """Weights, none above `ratio` times their median: a liar cannot claim a million samples.
-
-    With a majority of honest peers the median lies within the honest weights, so that one liar's share of n peers is at
-    most ratio/(n − 1 + ratio) where the honest are equal. None leaves the weights as they are.
-    """
-    if ratio is None or not weights:
-        return dict(weights)
-    if not ratio >= 1.0:
-        raise ConfigurationError(f"a weight cap of {ratio} medians would cut ordinary peers: take 1 or more")
-    limit = ratio * median(weights.values())
-    return {peer: min(weight, limit) for peer, weight in weights.items()}

@@ -1,0 +1,166 @@
+"""What a host lives through: its server killed or stopped, its disk full, itself frozen, its folder lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commandline import PATIENCE_SECONDS, Terminal, events, until_event
+
+from potluck.testing.polling import poll_until_sync
+from potluck.testing.processes import Children, ManagedProcess
+
+RUN_FILE = """\
+name = "bakery"
+recipe = "stdlib-lm"
+[model]
+layers = 1
+width = 16
+heads = 2
+context = 8
+[training]
+algorithm = "sync"
+target_batch_size = 64
+matchmaking_seconds = 0.5
+"""
+DISK_BYTES = 48 << 20
+FROZEN_SECONDS = 20.0
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+class Bakery:
+    """A run that trains, in a folder of its own."""
+
+    def __init__(self, terminal: Terminal, folder: Path) -> None:
+        self.terminal = terminal
+        self.folder = folder
+        (terminal.folder / "run.toml").write_text(RUN_FILE)
+        self.host = self.start_host()
+        self.link: str = until_event(self.host, "ready")["link"]
+
+    def start_host(self, *options: str) -> ManagedProcess:
+        place = ("--folder", self.folder, "--listen", "127.0.0.1", "--backup-every", "5")
+        return self.terminal.start("host", self.terminal.folder, *place, "--json", *options, **ONE_THREAD)
+
+    def join(self, name: str, *options: str | Path) -> ManagedProcess:
+        key = ("--identity-path", self.terminal.folder / f"{name}.nkey", "--name", name)
+        return self.terminal.start("join", self.link, *key, "--json", *options, name=name, **ONE_THREAD)
+
+    def server(self) -> int:
+        """The process id of the hub's server."""
+        return int((self.folder / "server.pid").read_text())
+
+    def until_other_server(self, pid: int) -> None:
+        """Wait until the hub has another server than that."""
+        poll_until_sync(lambda: self.server() != pid, PATIENCE_SECONDS, lambda: f"another server: {self.host.tail()}")
+
+
+class Town:
+    """A bakery with one trainer, on a small disk where one can be mounted. Each test leaves it working."""
+
+    def __init__(self, bakery: Bakery, disk: Path | None, why_no_disk: str) -> None:
+        self.bakery, self.disk, self.why_no_disk = bakery, disk, why_no_disk
+        self.ada = bakery.join("ada")
+        self.until_epoch(2)
+
+    def epoch(self) -> int:
+        """The newest epoch that the trainer has told of."""
+        return max((event["epoch"] for event in events(self.ada) if event["event"] == "progress"), default=0)
+
+    def until_epoch(self, epoch: int) -> None:
+        """Wait until the trainer is so far."""
+        poll_until_sync(
+            lambda: self.epoch() >= epoch and self.ada.exit_code is None,
+            PATIENCE_SECONDS,
+            lambda: f"epoch {epoch}: {self.ada.tail()}\n{self.bakery.host.tail()}",
+        )
+
+    def goes_on(self) -> bool:
+        """Wait for two more epochs; whether none was lost, and nobody told of a bug."""
+        self.until_epoch(self.epoch() + 2)
+        told = [event["epoch"] for event in events(self.ada) if event["event"] == "progress"]
+        return told == sorted(told) and "Traceback" not in self.bakery.host.output() + self.ada.output()
+
+
+@pytest.fixture(scope="module")
+def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+    folder = tmp_path_factory.mktemp("town")
+    disk = folder / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)]
+    mounting = subprocess.run(mount, capture_output=True, text=True, check=False)
+    has_disk, why_not = mounting.returncode == 0, f"no file system can be mounted: {mounting.stderr.strip()}"
+    try:
+        with Children(log_folder=folder) as children:
+            yield Town(Bakery(Terminal(folder, children), disk / "hub"), disk if has_disk else None, why_not)
+    finally:
+        if has_disk:
+            subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill(disk: Path, *, leave_bytes: int) -> Path:
+    """Take all of the disk but this."""
+    ballast = disk / "ballast"
+    with ballast.open("ab") as file, contextlib.suppress(OSError):
+        while (free := shutil.disk_usage(disk).free) > leave_bytes:
+            file.write(bytes(min(free - leave_bytes, 1 << 20)))
+            file.flush()
+    return ballast
+
+
+def words_of(process: ManagedProcess) -> str:
+    """What a process has said, without the terminal's line breaks."""
+    return " ".join(process.output().split())
+
+
+def test_a_killed_server_is_started_again_and_the_run_goes_on(town: Town) -> None:
+    bakery, first = town.bakery, town.bakery.server()
+    os.kill(first, signal.SIGKILL)
+    bakery.until_other_server(first)
+    assert town.goes_on()
+    newcomer = bakery.join("bob", "--role", "aux")
+    until_event(newcomer, "joined")  # by the same link: port and certificate are as before
+    newcomer.interrupt()
+    assert newcomer.wait(PATIENCE_SECONDS) == 0
+    assert "code -9" in words_of(bakery.host)
+
+
+def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(town: Town) -> None:
+    if town.disk is None:
+        pytest.skip(town.why_no_disk)
+    host, first = town.bakery.host, town.bakery.server()
+    monitor = town.bakery.terminal.start("monitor", town.bakery.link, "--json")
+    until_event(monitor, "run")
+    ballast = fill(town.disk, leave_bytes=DISK_BYTES // 20)
+    assert "has little room left" in until_event(host, "alarm", kind="disk")["text"]
+    fill(town.disk, leave_bytes=0)
+    full = "is full (0.0 MB of 50.3 MB free), so the hub cannot write: the run waits"
+    poll_until_sync(lambda: full in words_of(host), PATIENCE_SECONDS, host.tail)
+    poll_until_sync(
+        lambda: any(alarm["kind"] == "disk" and full in alarm["text"] for alarm in events(monitor)[-1]["alarms"]),
+        PATIENCE_SECONDS,
+        monitor.tail,
+    )
+    ballast.unlink()
+    town.bakery.until_other_server(first)
+    assert town.goes_on()
+    until_event(host, "alarm over", kind="disk")
+
+
+@pytest.mark.parametrize("whom", ["the host", "the server"])
+def test_who_is_frozen_for_a_while_goes_on(town: Town, whom: str) -> None:
+    """Longer than a handler's timeout and than the silence after which peers count as dead."""
+    bakery = town.bakery
+    pid = bakery.host.pid if whom == "the host" else bakery.server()
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(FROZEN_SECONDS)
+    os.kill(pid, signal.SIGCONT)
+    assert town.goes_on()
+    assert not [event for event in events(bakery.host) if event["event"] == "dead" and event["name"] == "ada"]

@@ -36,7 +36,16 @@ def test_pause_roll_back_change_and_resume(terminal: Terminal) -> None:
         return terminal.ask("run", *arguments, *place, patience_seconds=LONG_SECONDS)
 
     assert steer("pause", "--by", "Grace", "--reason", "to look at it")["paused"]
-    until_progress(ada, paused=True)
+    assert until_progress(ada, paused=True)["samples_per_second"] == 0
+    assert {"event": "paused", "by": "Grace", "reason": "to look at it"} in events(ada)
+
+    def seen_resting() -> Any:
+        seen = terminal.ask("monitor", link, "--once", patience_seconds=LONG_SECONDS)
+        return seen if seen["samples_per_second"] == 0 else None
+
+    seen = poll_until_sync(seen_resting, LONG_SECONDS, "the monitor to see that nobody computes")
+    assert (seen["paused"], seen["due_in_seconds"]) == (True, None)
+    assert (seen["paused_by"], seen["paused_because"]) == ("Grace", "to look at it")
     epochs = [int(path.stem.removeprefix("epoch-")) for path in hub.rglob("epoch-*.json")]
     newest = max(epochs)  # older ones make room for newer
     listed = {state["epoch"]: state for state in steer("rollback")}
@@ -50,6 +59,7 @@ def test_pause_roll_back_change_and_resume(terminal: Terminal) -> None:
     assert steer("set", "learning_rate=2e-3")["from_epoch"] is None, "there is nothing to change any more"
     assert not steer("resume", "--by", "Grace")["paused"]
     until_epoch(ada, done["epoch"] + 3)
+    assert {"event": "resumed", "by": "Grace", "reason": ""} in events(ada)
     terminal.fresh = True  # from here on as for a person, with the imports
     log = steer("log")
     told = ["paused", f"back to epoch {newest}", "optimizer.learning_rate = 2e-3", "resumed"]

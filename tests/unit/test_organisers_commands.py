@@ -173,9 +173,9 @@ def test_the_monitor_shows_a_line_of_figures_and_a_row_for_each_peer(target: int
     alarm = Alarm("standstill", "no epoch for 99 s", 0.0)
     paper = Console(width=300, color_system=None)
     with paper.capture() as captured:
-        paper.print(picture(overview, [row], [alarm], is_paused=True))
+        paper.print(picture(overview, [row], [alarm], pause="paused by Grace (to look at it)"))
     head, *table = captured.get().splitlines()
-    assert head.startswith("bakery   paused   epoch 7   loss 2.5000")
+    assert head.startswith("bakery   paused by Grace (to look at it)   epoch 7   loss 2.5000")
     assert filled in head
     assert f"next epoch in {'7.5 s' if target else '-'}   an epoch takes 12.0 s   traffic per epoch 3.0 MB" in head
     [shown] = [line for line in table if "Ada" in line]

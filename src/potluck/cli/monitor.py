@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from potluck.monitor.alarms import Alarm
     from potluck.monitor.exporters import Exporters
     from potluck.monitor.view import Overview, PeerRow
+    from potluck.monitor.watcher import Watcher
     from potluck.run.peer import Peer
 
 EVERY_SECONDS = 1.0
@@ -90,10 +91,12 @@ async def _watch(peer: Peer, stop: asyncio.Event, exporters: Exporters, *, once:
                     peers = [msgspec.to_builtins(row) for row in rows]
                     told = [{"kind": alarm.kind, "text": alarm.text, "peer": alarm.peer} for alarm in alarms]
                     figures = {**msgspec.to_builtins(overview), "paused": watcher.is_paused, "alarms": told}
+                    if (pause := watcher.pause) is not None:
+                        figures |= {"paused_by": pause.by, "paused_because": pause.reason}
                     console.print_json({"event": "run", **figures, "peers": peers})
                 else:
                     width = console.out.width
-                    shown = picture(overview, rows, alarms, is_paused=watcher.is_paused, width=width)
+                    shown = picture(overview, rows, alarms, pause=_pause_words(watcher), width=width)
                     screen.show(shown, (overview.epoch, watcher.is_paused, [alarm.text for alarm in alarms]))
                 if once or peer.session.ended.done():
                     break
@@ -137,10 +140,13 @@ def picture(
     rows: list[PeerRow],
     alarms: Sequence[Alarm] = (),
     *,
-    is_paused: bool = False,
+    pause: str = "",
     width: int | None = None,
 ) -> RenderableType:
-    """The run as a person sees it: a line of figures, a table of peers, and what is wrong. None: any width will do."""
+    """The run as a person sees it: a line of figures, a table of peers, and what is wrong.
+
+    `pause` says that the run is paused, and why. Without a width, any will do.
+    """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -158,7 +164,7 @@ def picture(
     ]
     head = Text.assemble(
         (overview.run, "bold"),
-        ("   paused" if is_paused else "", "bold yellow"),
+        (f"   {pause}" if pause else "", "bold yellow"),
         *(part for name, value in facts for part in (f"   {name} ", (value, "bold"))),
     )
     columns = [each for each in COLUMNS if width is None or width >= NEEDED_CHARACTERS.get(each, 0)]
@@ -180,6 +186,16 @@ def picture(
         )
         table.add_row(*(cell for column, cell in zip(COLUMNS, cells, strict=True) if column in columns))
     return Group(head, table, *(Text(f"! {alarm.text}", style="bold red") for alarm in alarms))
+
+
+def _pause_words(watcher: Watcher) -> str:
+    """That the run is paused, by whom and why; nothing while it is not."""
+    if not watcher.is_paused:
+        return ""
+    order = watcher.pause
+    by = f" by {order.by}" if order is not None and order.by else ""
+    reason = f" ({order.reason})" if order is not None and order.reason else ""
+    return f"paused{by}{reason}"
 
 
 def _number(value: float | None, form: str) -> str:

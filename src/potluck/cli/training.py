@@ -134,13 +134,14 @@ async def _train(
     )
     loop = RunningLoop.of_this_thread()
     end = threading.Event()
-    tell = _teller(as_json, lambda: len(peer.session.roster))
 
     async def started() -> Peer:
         return peer
 
     def newest() -> Manifest:
         return board.manifest or first
+
+    tell = _teller(as_json, lambda: len(peer.session.roster), newest)
 
     def work() -> TrainProgress:
         with Joined(started, loop) as run:
@@ -230,25 +231,48 @@ def _tell_handing_in(samples: int, as_json: bool) -> None:
         console.out.print(f"Handing in your last {console.count(samples, 'sample')} with the next epoch …")
 
 
-def _teller(as_json: bool, num_peers: Callable[[], int]) -> Callable[[TrainProgress], None]:
+def _teller(
+    as_json: bool, num_peers: Callable[[], int], manifest: Callable[[], Manifest]
+) -> Callable[[TrainProgress], None]:
     from potluck.cli import console
 
-    told_epoch = -1
+    told_epoch, is_paused = -1, False
 
     def tell(progress: TrainProgress) -> None:
-        nonlocal told_epoch
+        nonlocal told_epoch, is_paused
+        if progress.paused != is_paused:
+            is_paused = progress.paused
+            _tell_pause(is_paused, manifest(), as_json)
         if as_json:
             console.print_json({"event": "progress", **_figures(progress, num_peers())})
         elif progress.epoch != told_epoch:
             told_epoch = progress.epoch
             console.out.print(
                 f"epoch {progress.epoch}: loss {progress.loss:.4f}, {progress.samples_per_second:.1f} samples/s, "
-                f"{progress.given} given, {console.count(num_peers(), 'peer')}"
-                + (" (paused by the organiser)" if progress.paused else ""),
+                f"{progress.given} given, {console.count(num_peers(), 'peer')}",
                 highlight=False,
             )
 
     return tell
+
+
+def _tell_pause(is_paused: bool, manifest: Manifest, as_json: bool) -> None:
+    """That the run waits, or goes on, by whom and why."""
+    from potluck.cli import console
+
+    what = "paused" if is_paused else "resumed"
+    order = manifest.newest_change(what)
+    by, reason = (order.by, order.reason) if order is not None else ("", "")
+    if as_json:
+        console.print_json({"event": what, "by": by, "reason": reason})
+        return
+    why = f" ({reason})" if reason else ""
+    text = (
+        f"{by or 'The organiser'} has paused the run{why}. Your samples are kept, and you go on when the run does."
+        if is_paused
+        else f"{by or 'The organiser'} has the run go on{why}."
+    )
+    console.out.print(text, markup=False, highlight=False)
 
 
 def _figures(progress: TrainProgress, num_peers: int) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from potluck.optim.methods.streaming import Schedule
 from potluck.optim.methods.transform import Transform
 from potluck.optim.modelstate import ModelState, SchedulerFactory
 from potluck.optim.outerloop import OuterLoop, Weighting
+from potluck.optim.progress.pace import Pace
 from potluck.optim.stride import Stride
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator import CoordinatorConfig
@@ -323,12 +324,26 @@ class DiLoCo:
     def _stand_by(self) -> StandBy | None:
         head, own = self.collaboration.averager.lineage.head, self.run.peer_id
         others = sum(member.weight for member in head.members if member.peer != own) if head is not None else 0.0
-        now = self.run.peer.session.now()
-        return self._stride.stand_by(self.method.weight, others, now, self.config.grace_seconds)
+        return self._stride.stand_by(
+            own_weight=self.method.weight,
+            others_weight=others,
+            fast_steps_per_second=self._fast_steps_per_second,
+            hub_now=self.run.peer.session.now(),
+            most_seconds=self.config.grace_seconds,
+        )
 
-    def _report(self) -> None:
+    def rest(self) -> None:
+        """Nothing is computed for a while: say that this peer makes no samples, until its next step."""
+        self._report(is_resting=True)
+
+    def go_on(self) -> None:
+        """The next step begins now: the rest before it says nothing about this peer's speed."""
+        self._stride.pace.resume(time.monotonic())
+
+    def _report(self, *, is_resting: bool = False) -> None:
         progress, samples, epoch = self.collaboration.progress, self.method.samples, self.epoch
-        rate, steps_rate = self._stride.pace.samples_per_second, self._stride.pace.steps_per_second
+        pace = Pace() if is_resting else self._stride.pace
+        rate, steps_rate = pace.samples_per_second, pace.steps_per_second
         self.run.soon(
             lambda: progress.report(epoch=epoch, samples=samples, samples_per_second=rate, steps_per_second=steps_rate)
         )

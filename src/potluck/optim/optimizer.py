@@ -208,6 +208,15 @@ class Optimizer(torch.optim.Optimizer):
         self._pace = Pace(self.config.performance_ema_alpha)
         self._pace.resume(time.monotonic())
 
+    def rest(self) -> None:
+        """Nothing is computed for a while: say that this peer makes no samples, until its next step."""
+        if self._helper is None:
+            self._report(is_resting=True)
+
+    def go_on(self) -> None:
+        """The next step begins now: the rest before it says nothing about this peer's speed."""
+        self._pace.resume(time.monotonic())
+
     def _comes_before(self, epoch: int, deadline: float) -> bool:
         """Wait for the epoch after `epoch`, without computing; not at all if it is too far off."""
         self._report(leaving=True)
@@ -338,10 +347,10 @@ class Optimizer(torch.optim.Optimizer):
         self._pace.step_done(batch_size, time.monotonic())
         self._report()
 
-    def _report(self, *, leaving: bool = False) -> None:
+    def _report(self, *, leaving: bool = False, is_resting: bool = False) -> None:
         """Tell how far this peer is; who leaves computes no more."""
         progress, samples = self.collaboration.progress, self.samples
-        epoch, rate = self._counted_epoch(), 0.0 if leaving else self._pace.samples_per_second
+        epoch, rate = self._counted_epoch(), 0.0 if leaving or is_resting else self._pace.samples_per_second
         eager = leaving or progress.seems_due(epoch, samples)
         told = {"epoch": epoch, "samples": samples, "samples_per_second": rate, "eager": eager, "leaving": leaving}
         self.run.soon(lambda: progress.report(**told))  # type: ignore[arg-type]

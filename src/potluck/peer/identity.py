@@ -22,8 +22,10 @@ MAX_DEFAULT_IDENTITIES = 64
 class Identity:
     """A peer's key pair, locked for this process while it is open."""
 
-    def __init__(self, seed: bytes, lock: IO[bytes] | None = None) -> None:
+    def __init__(self, seed: bytes, lock: IO[bytes] | None = None, *, is_temporary: bool = False) -> None:
+        """`is_temporary`: nobody keeps the seed, and it is gone with this process."""
         self.seed = seed
+        self.is_temporary = is_temporary
         self._signer = Signer(seed)
         self.peer_id = self._signer.public_key
         self._lock = lock
@@ -44,7 +46,7 @@ class Identity:
     @classmethod
     def temporary(cls) -> Identity:
         """A new identity that is nowhere on disk."""
-        return cls(new_seed("user"))
+        return cls(new_seed("user"), is_temporary=True)
 
     @classmethod
     def open(cls, path: Path) -> Identity:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import msgspec
+
 from potluck import tasks
 from potluck.errors import ConfigurationError, DeadlineExceededError, FatalError, HubUnavailableError
 from potluck.hub.address import HubAddress
@@ -163,6 +165,12 @@ class Host:
                 last_to_first.push_async_callback(peer.close)
             last_to_first.push_async_callback(tasks.end, telling)
 
+    def note(self, *, recipe_file: Path | None, is_tried: bool) -> None:
+        """Write down what is known of the recipe, for commands on this machine and for the next start."""
+        file = str(recipe_file.resolve()) if recipe_file is not None else ""
+        self._record = msgspec.structs.replace(self.record, recipe_file=file, is_tried=is_tried)
+        write_record(self.config.hub.folder, self._record)
+
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
         """The work's result; FatalError, at once, when the hub's server has died too often to be started again."""
         task, supervision = asyncio.create_task(work), self._supervision
@@ -257,6 +265,9 @@ class Host:
             self._record = HostRecord(
                 run=self.config.hub.run, servers=address.servers, ca_pem=address.ca_pem, link=str(link), invite=invite
             )
+            if known is not None:
+                kept = {"recipe_file": known.recipe_file, "is_tried": known.is_tried}
+                self._record = msgspec.structs.replace(self._record, **kept)
             write_record(self.config.hub.folder, self._record)
             if self.config.peer is not None:
                 await self._start_peer(self.config.peer, organiser, address)

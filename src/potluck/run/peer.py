@@ -129,8 +129,8 @@ class PeerConfig:
             listen=self.listen, announce=self.announce, client_mode=self.client_mode or self.relay_only
         )
 
-    def application(self) -> Application:
-        """What this peer says at the lobby."""
+    def application(self, *, is_temporary: bool = False) -> Application:
+        """What this peer says at the lobby; `is_temporary`: it never comes again with this key."""
         invite = self.invite or (self.link.invite if self.link is not None else "")
         return Application(
             role=self.role,
@@ -142,6 +142,7 @@ class PeerConfig:
             message=self.message,
             # Who only looks has another key each time: a request would stand in the organisers' list for nobody.
             asks=self.role != "observer" or self.wait_seconds > 0,
+            temporary=is_temporary,
         )
 
 
@@ -201,7 +202,7 @@ class Peer:
                 self._connect,
                 self._subjects,
                 self.peer_id,
-                self.config.application(),
+                self.config.application(is_temporary=self.identity.is_temporary),
                 wait_seconds=self.config.wait_seconds,
                 on_waiting=on_waiting,
             )
@@ -256,7 +257,12 @@ class Peer:
         )
 
     async def _why_refused(self) -> AccessError | None:
-        return await why_refused(self._connect, self._subjects, self.peer_id, self.config.application())
+        return await why_refused(
+            self._connect,
+            self._subjects,
+            self.peer_id,
+            self.config.application(is_temporary=self.identity.is_temporary),
+        )
 
     def _roster_changed(self, event: RosterEvent) -> None:
         if event.peer == self.peer_id:

@@ -184,6 +184,10 @@ class Manifest(Message, frozen=True, kw_only=True):
         amended = [change(entry) if entry.from_epoch >= from_epoch else entry for entry in entries]
         return msgspec.structs.replace(self, settings=_without_repeats(amended))
 
+    def newest_change(self, what: str) -> Change | None:
+        """What an organiser did last of that kind, if it is among the last changes."""
+        return next((change for change in reversed(self.history) if change.what == what), None)
+
     def recorded(self, what: str, *, by: str, at: float, from_epoch: int, reason: str = "") -> Manifest:
         """The next revision, with what was done written down."""
         words = {"by": by[:MAX_WORDS], "what": what[:MAX_WORDS], "reason": reason[:MAX_WORDS]}

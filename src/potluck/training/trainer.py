@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from potluck.errors import ConfigurationError, StoppedError
+from potluck.optim.cores import share_cores
 from potluck.optim.diloco import DiLoCo
 from potluck.optim.optimizer import Optimizer
 from potluck.peer.lease import LeaseView
@@ -32,7 +33,7 @@ from potluck.training.contributions import given_by
 from potluck.training.curriculum import data_at
 from potluck.training.feed import AHEAD_BATCHES, Feed
 from potluck.training.helping import Desks
-from potluck.training.machine import MemoryLimit, find_device, share_cores
+from potluck.training.machine import MemoryLimit, find_device
 from potluck.training.manifest import Manifest, Settings, Sync
 from potluck.training.models import untrained
 from potluck.training.optimizers import SharedOptimizer, follow, make_optimizer
@@ -175,9 +176,7 @@ class Trainer:
         try:
             while not stop.is_set() and not self._is_done():
                 if self._is_paused():
-                    self._run.check()
-                    self._tell(started, paused=True)
-                    stop.wait(PAUSE_SECONDS)
+                    started += self._wait_while_paused(started, stop)
                     continue
                 if self._data() != self._recipe.data:  # a feed reads ahead, and goes by what counted when it was opened
                     feed.close()
@@ -192,6 +191,17 @@ class Trainer:
         finally:
             feed.close()
         return self._progress(started)
+
+    def _wait_while_paused(self, started: float, stop: threading.Event) -> float:
+        """Do nothing, and say so, until the run goes on or `stop` is set; how many seconds that took."""
+        began = time.monotonic()
+        self.optimizer.rest()
+        while self._is_paused() and not stop.is_set():
+            self._run.check()
+            self._tell(started, paused=True)
+            stop.wait(PAUSE_SECONDS)
+        self.optimizer.go_on()
+        return time.monotonic() - began
 
     def hand_in(self, timeout_seconds: float) -> int:
         """Before leaving: bring the samples so far into the run's next epoch, if that comes in time; how many did."""
@@ -354,7 +364,7 @@ class Trainer:
             steps=self.steps,
             samples=self.samples,
             loss=self.loss,
-            samples_per_second=self.samples / seconds,
+            samples_per_second=0.0 if paused else self.samples / seconds,
             paused=paused,
             given=round(self.given),
         )

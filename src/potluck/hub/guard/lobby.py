@@ -79,6 +79,7 @@ class Application(Message, frozen=True, kw_only=True):
     protocol: int = PROTOCOL_VERSION
     message: str = ""  # to the organisers
     asks: bool = True  # to be put on the waiting list, where nothing else lets it in
+    temporary: bool = False  # its key is gone with its process
 
     def __post_init__(self) -> None:
         limits = {
@@ -404,6 +405,7 @@ def _new_member(application: Application, facts: Facts, *, scopes: Scopes, admit
         name=application.name,
         admitted_at=facts.now,
         admitted_by=admitted_by,
+        temporary=application.temporary and scopes.roles == ("observer",),
         pardoned_at=facts.member.pardoned_at if facts.member is not None else 0.0,
         pardoned_by=facts.member.pardoned_by if facts.member is not None else "",
     )

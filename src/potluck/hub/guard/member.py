@@ -59,6 +59,7 @@ class Member(Message, frozen=True, kw_only=True):
     name: str = ""
     admitted_at: float = 0.0  # hub time
     admitted_by: str = ""  # invite:ID, huggingface, the organiser's peer id, or host
+    temporary: bool = False  # it only looks, by a key that is gone with its process: the record is removed after it
     pardoned_at: float = 0.0  # hub time: what audits had found of it by then is forgiven
     pardoned_by: str = ""  # the organiser's peer id
 

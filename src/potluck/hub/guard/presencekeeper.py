@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.25
 COMPARE_SECONDS = 15.0  # how often the table of connections is compared with the hub's lists
+FORGET_TEMPORARY_SECONDS = 24 * 3600.0  # a monitor on a machine that sleeps finds its way back the next morning
 MAX_CARD_BYTES = 4096
 MAX_BEACON_BYTES = 1024
 MAX_ADDRESSES = 16
@@ -67,6 +68,7 @@ class PresenceKeeper:
         self._clock = clock
         self._spawn = spawn
         self._rights: dict[str, tuple[bool, bool]] = {}  # as of each member's record: coordinates, organiser
+        self._absent_since: dict[str, float] = {}  # temporary members, on this guard's clock
         self.counts: Counter[str] = Counter()
         registry.members.listen(self._member_changed)
         registry.bans.listen(self._ban_changed)
@@ -151,8 +153,12 @@ class PresenceKeeper:
     def closed(self, connection_id: ConnectionId, reason: str) -> None:
         """A connection has closed."""
         connection = self._connections.closed(connection_id, self._clock.monotonic())
-        if connection is not None and connection.lane == "main":
-            self._writer.want(self._core.disconnected(connection.peer, connection_id, reason))
+        if connection is None or connection.lane != "main":
+            return
+        self._writer.want(self._core.disconnected(connection.peer, connection_id, reason))
+        presence = self._core.get(connection.peer)
+        if presence is not None and presence.state == "left" and not self._connections.is_live(connection.peer):
+            self._forget_if_temporary(connection.peer)
 
     async def compare_connections(self) -> None:
         """Compare the table of connections with the hub's own lists."""
@@ -164,6 +170,23 @@ class PresenceKeeper:
             self.counts["vanished_connections"] += 1
             if vanished.lane == "main":
                 self._core.lost_track(vanished.peer, vanished.id)
+        self._forget_absent()
+
+    def _forget_absent(self) -> None:
+        """Forget those who only looked and ended without a good-bye, once they cannot be expected back."""
+        now = self._clock.monotonic()
+        absent = [m.peer for m in self._registry.members if m.temporary and not self._connections.is_live(m.peer)]
+        self._absent_since = {peer: self._absent_since.get(peer, now) for peer in absent}
+        for peer, since in self._absent_since.items():
+            if now - since > FORGET_TEMPORARY_SECONDS:
+                self._forget_if_temporary(peer)
+
+    def _forget_if_temporary(self, peer: str) -> None:
+        """Remove the record of somebody whose key is gone: it would stand in the list of members for nobody."""
+        member = self._registry.members.get(peer)
+        if member is not None and member.temporary:
+            self.counts["forgotten_members"] += 1
+            self._spawn(self._registry.members.remove(peer))
 
     def connections_of(self, target: str) -> list[Connection]:
         """What a peer or person has open as a member, as far as we know."""

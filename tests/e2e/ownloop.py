@@ -1,9 +1,9 @@
 """A program with a loop of its own in somebody's hosted run, as people write it.
 
-    python ownloop.py LINK RECIPE.PY|NAME ALGORITHM EPOCHS [--refused]
+    python ownloop.py LINK RECIPE.PY|NAME ALGORITHM EPOCHS [--refused] [--until FILE]
 
 ALGORITHM is sync or diloco, or sync-framework: as the frameworks' trainers make it. With --refused, what cannot work is
-tried too. Says in JSON what became of it, a line for each event; warnings go to the same place.
+tried too; with --until, it goes on for as long as there is no such file. Says in JSON what became of it, a line for each event; warnings go to the same place.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def main() -> None:
             optimizer = potluck.DiLoCo(run, inner, inner_steps=7)
         tell("begun", epoch=optimizer.epoch, names=list(optimizer.method.state.model))
         first, position = optimizer.epoch, 0
-        while optimizer.epoch < first + int(epochs):
+        told = Path(rest[-1]) if "--until" in rest else Path()
+        while optimizer.epoch < first + int(epochs) or not told.exists():
             batch = [samples[(position + number) % len(samples)] for number in range(BATCH)]
             position += BATCH
             recipe.loss(model, tuple(torch.stack(part) for part in zip(*batch, strict=True))).backward()

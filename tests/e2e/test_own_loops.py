@@ -87,9 +87,12 @@ def test_a_loop_of_one_s_own_begins_a_run_and_takes_part_in_diloco(terminal: Ter
     organiser.edit('algorithm = "sync"           #', 'algorithm = "diloco"         #')
     organiser.edit("target_batch_size = 256      #", "inner_steps = 4              #")
     host, link = organiser.host()
-    own = own_loop(organiser, link, "diloco", "6")
+    enough = terminal.folder / "enough"
+    own = own_loop(organiser, link, "diloco", "6", "--until", str(enough))
     assert until_event(own, "begun")["names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     ada = organiser.join(link, "ada", "--batch-size", "8")  # with the names that the program began with
+    until_epoch(ada, 4)
+    enough.touch()
     done = until_event(own, "done")
     [warning] = [text for text in texts(own, "warning") if "settings of the run" in text]
     assert "inner_steps=4 (here 7)" in warning

@@ -171,7 +171,7 @@ class Potluck:
             ),
             "states_fetched": {name: end["statistics"].get("caught_up", 0) for name, end in ends.items()},
             "states_mended": {name: end["statistics"].get("mended", 0) for name, end in ends.items()},
-            "rounding_bytes": sum(end["statistics"].get("rounding_bytes", 0) for end in ends.values()),
+            "rounding_bytes": _rounding_bytes([end["statistics"] for end in ends.values()]),
             "repair_bytes": sum(end["statistics"].get("repair_bytes", 0) for end in ends.values()),
         }
 
@@ -205,6 +205,14 @@ class Potluck:
             "backup_every": BACKUP_EVERY,
             "seconds_to_resume": seconds,
         }
+
+
+def _rounding_bytes(statistics: list[dict[str, Any]]) -> int | None:
+    """Bytes of states that were fetched because of rounding; None: states were mended, and nobody counted why."""
+    if any("rounding_bytes" in each for each in statistics):
+        return sum(each.get("rounding_bytes", 0) for each in statistics)
+    is_mended = any(each.get("mended", 0) and "repair_bytes" not in each for each in statistics)
+    return None if is_mended else 0
 
 
 def hivemind(place: Place, seconds: float) -> dict[str, Any]:

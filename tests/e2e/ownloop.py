@@ -3,7 +3,8 @@
     python ownloop.py LINK RECIPE.PY|NAME ALGORITHM EPOCHS [--refused] [--until FILE]
 
 ALGORITHM is sync or diloco, or sync-framework: as the frameworks' trainers make it. With --refused, what cannot work is
-tried too; with --until, it goes on for as long as there is no such file. Says in JSON what became of it, a line for each event; warnings go to the same place.
+tried too; with --until, it goes on for as long as there is no such file. Says in JSON what became of it, a line for
+each event; warnings go to the same place.
 """
 
 from __future__ import annotations

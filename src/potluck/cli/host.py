@@ -276,6 +276,7 @@ async def _watch(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> 
     assert host.peer is not None
     roster = host.peer.session.roster
     async with AsyncExitStack() as parts:  # closed here, where nobody cancels: the dashboard has to be waited for
+        host.listen_requests(lambda request: console.tell_request(request, as_json))
         parts.callback(roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json)))
         await console.unless_stopped(host.unless_failed(_help(host, work, parts, as_json)), stop)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from potluck.errors import ConfigurationError, DeadlineExceededError, FatalError
 from potluck.hub.address import HubAddress
 from potluck.hub.guard.guard import Guard, GuardConfig
 from potluck.hub.guard.invite import invite_id
-from potluck.hub.guard.member import Scopes
+from potluck.hub.guard.member import AccessRequest, Scopes
 from potluck.hub.guard.organise import Organiser
 from potluck.hub.joinlink import MAX_HOSTS, HubPlace, JoinLink, fetch_address, organiser_hash
 from potluck.hub.keys import HubKeys
@@ -146,6 +146,11 @@ class Host:
         except BaseException:
             await self.stop()
             raise
+
+    def listen_requests(self, listener: Callable[[AccessRequest], None]) -> None:
+        """Call `listener` for each peer that waits for an organiser to let it in."""
+        assert self._guard is not None, "the host is not started"
+        self._guard.listen_requests(listener)
 
     async def stop(self) -> None:
         """Stop everything, the hub last. Idempotent."""

@@ -42,6 +42,8 @@ class Cluster:
         if connections is None:
             raise DeadlineExceededError("no answer")
         options = msgspec.json.decode(payload)
+        if options["acc"] != "RUN":
+            connections = []  # no queues in these tests
         page = connections[options["offset"] :][: options["limit"]]
         data = {"now": NOW, "connections": page, "total": len(connections)}
         return msgspec.json.encode({"server": {"id": server, "name": f"hub-{server}"}, "data": data})
@@ -60,7 +62,7 @@ async def test_traffic_is_that_of_main_connections_on_all_servers_that_answer() 
         two=None,
         three=[listed(1, in_msgs=1, in_bytes=10), {"cid": 5, "authorized_user": "guard"}],
     )
-    found = await system(cluster).list_traffic()
+    found = await system(cluster).list_traffic("main")
     assert found == [
         Traffic(id=ConnectionId("one", 1), peer=ANN, num_messages=7, num_bytes=700, open_seconds=5.0),
         Traffic(id=ConnectionId("three", 1), peer=ANN, num_messages=1, num_bytes=10, open_seconds=5.0),
@@ -76,7 +78,7 @@ async def test_traffic_is_that_of_main_connections_on_all_servers_that_answer() 
 
 async def test_long_lists_are_read_page_by_page() -> None:
     cluster = Cluster(one=[listed(number, in_msgs=number) for number in range(2 * PAGE_LENGTH + 1)])
-    found = await system(cluster).list_traffic()
+    found = await system(cluster).list_traffic("main")
     assert [each.num_messages for each in found] == list(range(2 * PAGE_LENGTH + 1))
 
 
@@ -86,7 +88,7 @@ async def test_without_any_server_it_is_worth_to_try_again() -> None:
             raise DeadlineExceededError("no answer")
 
     with pytest.raises(RetryableError):
-        await system(Away()).list_traffic()
+        await system(Away()).list_traffic("main")
 
 
 async def test_a_closing_tells_what_a_main_connection_had_published() -> None:

@@ -266,6 +266,7 @@ async def test_a_guard_that_was_cut_off_declares_nobody_dead():
             Connections(),
             *cast(Any, (None, None)),
             limits=DoorLimits(),
+            run="bakery",
             clock=clock,
             spawn=cast(Any, None),
         )

@@ -258,7 +258,7 @@ async def test_who_leaves_while_the_state_is_loaded_is_let_go(
 
 
 def test_progress_is_told_to_programs_with_the_number_of_peers(capsys: pytest.CaptureFixture[str]) -> None:
-    tell = training._teller(True, lambda: 3)
+    tell = training._teller(True, lambda: 3, lambda: Manifest(run="test", recipe=DIGITS))
     tell(TrainProgress(7, 10, 80, 0.5, 12.0, given=64))
     [told] = events(capsys)
     assert (told["event"], told["epoch"], told["samples"], told["peers"]) == ("progress", 7, 80, 3)
@@ -268,12 +268,13 @@ def test_progress_is_told_to_programs_with_the_number_of_peers(capsys: pytest.Ca
 def test_progress_is_told_to_people_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr("potluck.cli.console.out.print", lambda line, **_options: lines.append(line))
-    tell = training._teller(False, lambda: 1)
+    tell = training._teller(False, lambda: 1, lambda: Manifest(run="test", recipe=DIGITS))
     for epoch, paused in ((7, False), (7, False), (8, True)):
         tell(TrainProgress(epoch, 10, 96, 0.5, 12.0, paused, given=80))
     assert lines == [
         "epoch 7: loss 0.5000, 12.0 samples/s, 80 given, 1 peer",
-        "epoch 8: loss 0.5000, 12.0 samples/s, 80 given, 1 peer (paused by the organiser)",
+        "The organiser has paused the run. Your samples are kept, and you go on when the run does.",
+        "epoch 8: loss 0.5000, 12.0 samples/s, 80 given, 1 peer",
     ]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainlab import TrainLab, make_model, train_lab
+from trainlab import PATIENCE_SECONDS, TrainLab, make_model, train_lab
 
 from potluck.optim import cores
 from potluck.optim.diloco import DiLoCo
@@ -56,12 +56,15 @@ def test_cores_are_shared_by_the_peers_of_a_machine(monkeypatch: pytest.MonkeyPa
 
 
 def test_peers_of_this_machine_are_known_by_their_commands(tmp_path: Path, children: Children) -> None:
-    before = cores.num_peers_here()
     fake = tmp_path / "potluck"
-    fake.write_text("import time; time.sleep(60)")
-    children.spawn(["python3", fake, "join", "potluck://nowhere"], name="a peer")
-    children.spawn(["python3", fake, "monitor", "potluck://nowhere"], name="no peer")
-    assert cores.num_peers_here() >= before + 1
+    fake.write_text("import time; print('here', flush=True); time.sleep(300)")
+    a_peer = children.spawn(["python3", fake, "join", "potluck://nowhere"], name="a peer")
+    no_peer = children.spawn(["python3", fake, "monitor", "potluck://nowhere"], name="no peer")
+    for process in (a_peer, no_peer):
+        process.wait_for_line("here", PATIENCE_SECONDS)
+    assert cores.num_peers_here() >= 2  # others on this machine come and go
+    assert a_peer.pid in cores.trainers_by_command()
+    assert no_peer.pid not in cores.trainers_by_command()
 
 
 @pytest.mark.parametrize("kind", [Optimizer, DiLoCo])

@@ -73,8 +73,12 @@ def mark_trainer() -> Callable[[], None]:
 
 def num_peers_here() -> int:
     """How many processes on this machine train with Potluck, this one included."""
-    by_command = {process.pid for process in psutil.process_iter() if _is_peer(process)}
-    return 1 + len((by_command | marked_trainers()) - {os.getpid()})
+    return 1 + len((trainers_by_command() | marked_trainers()) - {os.getpid()})
+
+
+def trainers_by_command() -> set[int]:
+    """The processes that were started by a command that trains."""
+    return {process.pid for process in psutil.process_iter() if _is_peer(process)}
 
 
 def marked_trainers() -> set[int]:

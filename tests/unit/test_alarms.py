@@ -13,6 +13,7 @@ from potluck.hub.presence import Beacon, Card, Presence
 from potluck.monitor.alarms import AlarmConfig, Alarms
 from potluck.round.plan import Commit, CommittedMember, Restoration, RoundKey
 from potluck.run.hostnews import FRESH_SECONDS, HostNews
+from potluck.state.announcement import Kept, KeptState
 
 
 class Scene:
@@ -220,6 +221,58 @@ def test_the_troubles_of_a_host_are_told_until_they_are_over(trusted: bool, coor
 def test_settings_that_cannot_be() -> None:
     with pytest.raises(ConfigurationError):
         AlarmConfig(loss_factor=1.0)
+
+
+def saved(*epochs: int, trouble: str = "", session: str = "s") -> Kept:
+    states = tuple(KeptState(epoch=epoch, digest="0" * 64, num_bytes=1, made_at=epoch) for epoch in epochs)
+    return Kept(session=session, saved=states, trouble=trouble)
+
+
+def with_host(scene: Scene, name: str = "host", **flags: bool) -> None:
+    card = Card(session="s", role="aux", name=name, addresses=("tcp://127.0.0.1:1",))
+    presence = Presence(peer=name, card=card, state="alive", host="", person=name, **(flags or {"trusted": True}))
+    scene.alarms.peer_changed(presence, scene.now)
+
+
+def test_no_backup_has_advanced_for_long_though_epochs_pass() -> None:
+    scene = Scene("Ada", "Grace")
+    with_host(scene)
+    with_host(scene, "stranger", trusted=False)
+    scene.epochs(1.0, 1.0)
+    scene.alarms.kept("host", saved(1), scene.now)
+    scene.epochs(*[1.0] * 40, seconds=10.0)
+    assert scene.kinds() == [], "many epochs, and not long"
+    scene.alarms.kept("stranger", saved(40), scene.now)
+    scene.alarms.kept("host", saved(40, session="another"), scene.now)
+    scene.epochs(*[1.0] * 40, seconds=10.0)
+    assert scene.kinds() == ["no backup"], "only what the run trusts counts"
+    assert "the newest backup is of epoch 1, and the run is at epoch 82" in scene.text()
+    scene.alarms.kept("host", saved(1, 80), scene.now)
+    assert scene.kinds() == []
+    scene.epochs(*[1.0] * 20, seconds=100.0)
+    assert scene.kinds() == [], "long, and not many epochs"
+
+
+def test_no_backup_at_all() -> None:
+    scene = Scene("Ada", "Grace")
+    scene.epochs(*[1.0] * 100, seconds=10.0)
+    assert scene.kinds() == [], "nobody keeps states, by choice"
+    with_host(scene)
+    scene.alarms.kept("host", saved(), scene.now)
+    scene.epochs(*[1.0] * 100, seconds=10.0)
+    assert "there is no backup" in scene.text()
+
+
+def test_states_that_nobody_can_decide_between_are_told_by_who_is_trusted() -> None:
+    scene = Scene("Ada", "Grace")
+    with_host(scene)
+    scene.alarms.kept("Ada", saved(trouble="all is lost"), scene.now)
+    assert scene.kinds() == []
+    scene.alarms.kept("host", saved(trouble="the states of epoch 7 differ"), scene.now)
+    assert scene.kinds() == ["states differ"]
+    assert scene.text() == "the states of epoch 7 differ"
+    scene.alarms.kept("host", saved(), scene.now)
+    assert scene.kinds() == []
 
 
 def test_who_claims_far_more_than_counts_is_named_at_once() -> None:

@@ -17,8 +17,20 @@ from potluck.errors import ConfigurationError
 from potluck.hub.presence import Beacon, Presence
 from potluck.round.plan import Commit, CommittedMember
 from potluck.run.hostnews import FRESH_SECONDS, HostNews
+from potluck.state.announcement import Kept
 
-Kind = Literal["standstill", "loss not finite", "loss rising", "all clients", "dropped", "claims", "disk", "hub server"]
+Kind = Literal[
+    "standstill",
+    "loss not finite",
+    "loss rising",
+    "all clients",
+    "dropped",
+    "claims",
+    "disk",
+    "hub server",
+    "states differ",
+    "no backup",
+]
 HOST_KINDS: tuple[Kind, ...] = ("disk", "hub server")
 
 SILENT_SECONDS = 10.0  # a beacon older than that says nothing any more
@@ -56,6 +68,12 @@ class AlarmConfig:
     deaths: int = 3
     """Or one that died so often within ten minutes."""
 
+    backup_seconds: float = 600.0
+    """No newer backup for so long is nothing unusual …"""
+
+    backup_epochs: int = 30
+    """… nor while so few epochs pass."""
+
     def __post_init__(self) -> None:
         if self.loss_window < 2 or self.loss_factor <= 1.0 or self.dropped_epochs < 1 or self.deaths < 1:
             raise ConfigurationError(f"{self}: windows need 2 epochs, the factor is above 1, and counts are at least 1")
@@ -84,6 +102,7 @@ class Alarm:
 @dataclass(slots=True)
 class _Peer:
     presence: Presence
+    trouble: str = ""
     loss: float | None = None
     heard_at: float = -math.inf
 
@@ -101,6 +120,9 @@ class Alarms:
     _since: dict[tuple[str, str], float] = field(default_factory=dict)
     _moved_at: float | None = None  # when an epoch came last, or training became possible
     _clients_since: float | None = None
+    _saved: int = -1  # the newest epoch that is on a disk that the run trusts …
+    _saved_at: float | None = None  # … since when …
+    _saved_head: int = 0  # … and where the run was then
     _evaluations: dict[int, float] = field(default_factory=dict)  # losses on data that nobody trains on, by epoch
     _restored_at: int = 0  # the newest epoch whose state is an earlier one
     _is_rising: bool = False  # the loss, as told last
@@ -130,8 +152,20 @@ class Alarms:
         if known is not None and known.presence.card.session == beacon.session:
             known.loss, known.heard_at = beacon.loss, now
 
+    def kept(self, peer: str, kept: Kept, now: float) -> None:
+        """What a peer says of the states that it has; only those count that the run trusts."""
+        known = self._peers.get(peer)
+        if known is None or known.presence.card.session != kept.session or not _is_trusted(known.presence):
+            return
+        known.trouble = kept.trouble
+        newest = max((state.epoch for state in kept.saved), default=-1)
+        if newest > self._saved or self._saved_at is None:
+            self._saved, self._saved_at, self._saved_head = newest, now, self._head
+
     def committed(self, commit: Commit, now: float) -> None:
         """An epoch is final."""
+        if commit.restored is not None and self._saved_at is not None:
+            self._saved, self._saved_at, self._saved_head = -1, now, commit.epoch
         self._commits.append((now, commit))
         self._moved_at = now
         if commit.restored is not None:
@@ -168,6 +202,8 @@ class Alarms:
             *self._rising_loss(),
             *self._all_clients(now),
             *self._dropped(now),
+            *self._troubles(),
+            *self._no_backup(now),
             *self._claims(),
             *self._host_troubles(now),
         ]
@@ -274,6 +310,26 @@ class Alarms:
                 text = f"{name} was lost {died[peer]} times in ten minutes: have its person look at its log"
                 yield ("dropped", peer), text
 
+    def _troubles(self) -> Iterator[tuple[tuple[Kind, str], str]]:
+        texts = {known.trouble for known in self._peers.values() if known.trouble}
+        if texts:
+            yield ("states differ", ""), min(texts)
+
+    def _no_backup(self, now: float) -> Iterator[tuple[tuple[Kind, str], str]]:
+        config = self.config
+        if self._saved_at is None or now - self._saved_at <= config.backup_seconds:
+            return
+        num_epochs = self._head - self._saved_head
+        if num_epochs <= config.backup_epochs:
+            return
+        what = f"the newest backup is of epoch {self._saved}" if self._saved >= 0 else "there is no backup"
+        text = (
+            f"{what}, and the run is at epoch {self._head}: if all trainers died now, what came since would be lost. "
+            "See what the host's log says of the run's state and of its disk, or start a peer that keeps states there "
+            "(potluck aux, invited with --trusted)"
+        )
+        yield ("no backup", ""), text
+
     def _claims(self) -> Iterator[tuple[tuple[Kind, str], str]]:
         """Who says to have made more samples than can be: once is enough where it is far more."""
         cut: dict[str, list[CommittedMember]] = {}
@@ -302,6 +358,10 @@ class Alarms:
 
     # What it looks at
 
+    @property
+    def _head(self) -> int:
+        return self._commits[-1][1].epoch if self._commits else 0
+
     def _alive(self, role: str) -> list[str]:
         return [peer for peer, known in self._peers.items() if known.presence.card.role == role]
 
@@ -322,6 +382,10 @@ class Alarms:
         names = [self._names.get(peer, peer[:12]) for peer in peers]
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         return ", ".join(names[:NAMED]) + more
+
+
+def _is_trusted(presence: Presence) -> bool:
+    return presence.trusted or presence.coordinates
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -24,6 +24,7 @@ from potluck.run.hostnews import TOPIC as HOST_NEWS
 from potluck.run.hostnews import HostNews
 from potluck.run.linknews import MAX_NEWS_BYTES, LinkNews
 from potluck.run.linknews import TOPIC as LINK_NEWS
+from potluck.state.announcement import KEPT, Kept
 from potluck.training.history import EVALUATION_LOSS, Preview
 from potluck.training.manifest import Change
 from potluck.training.notice import NoticeBoard
@@ -74,6 +75,7 @@ class Watcher:
         follow(await hub.store("history").watch(self._preview_changed, "preview."))
         follow(await hub.subscribe(subjects.beacon("*"), self._beacon_came))
         follow(await hub.subscribe(subjects.news("*", LINK_NEWS), self._links_told))
+        follow(await hub.subscribe(subjects.news("*", KEPT), self._kept_came))
         follow(await hub.subscribe(subjects.news("*", HOST_NEWS), self._host_told))
         await self._lineage.start()
         await self.board.start()
@@ -140,6 +142,14 @@ class Watcher:
         now = self._session.clock.monotonic()
         self.view.beacon_came(peer, beacon, now)
         self._alarms.beacon_came(peer, beacon, now)
+
+    def _kept_came(self, delivery: Delivery) -> None:
+        try:
+            kept = decode(Kept, delivery.payload)
+        except ProtocolError:
+            self.counts["bad_announcements"] += 1
+            return
+        self._alarms.kept(delivery.subject.rsplit(".", 2)[-2], kept, self._session.clock.monotonic())
 
     def _links_told(self, delivery: Delivery) -> None:
         try:

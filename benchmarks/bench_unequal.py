@@ -153,6 +153,8 @@ class Potluck:
             else:  # it was not back in time
                 peer.kill()
         ends = {name: told(peer, "trained", END_SECONDS) for name, peer in peers.items() if events(peer, "training")}
+        for name in ends:  # their keys are free then
+            peers[name].wait(END_SECONDS)
         computed = {name: end["samples"] for name, end in ends.items()}
         before = events(killed, "progress")
         computed["medium"] = computed.get("medium", 0) + (before[-1]["samples"] if before else 0)

@@ -180,7 +180,7 @@ class Potluck:
     def lose_all_trainers(self) -> dict[str, Any]:
         """Kill all trainers at once, start one again, and see what is lost."""
         peers = {name: self.start(name) for name in PEERS}
-        begun_at = max(told(peer, "training", START_SECONDS)["epoch"] for peer in peers.values())
+        begun_at = told(peers["fast"], "training", START_SECONDS)["epoch"]  # the slow line may take minutes to load
 
         def epoch() -> int:
             return max((each["epoch"] for peer in peers.values() for each in events(peer, "progress")), default=0)
@@ -189,24 +189,30 @@ class Potluck:
         poll_until_sync(lambda: epoch() >= wanted, START_SECONDS, lambda: f"epoch {wanted}, at {epoch()}")
         for peer in peers.values():
             peer.kill()
-        killed_at, started = epoch(), time.monotonic()
+        killed_at, started, said_before = epoch(), time.monotonic(), len(self.host.output())
         peer = self.start("fast")
         again = told(peer, "training", START_SECONDS)
         seconds = time.monotonic() - started
         poll_until_sync(lambda: len(events(peer, "progress")) > 2, START_SECONDS, lambda: "training goes on")
-        said = self.host.output() + peer.output()
-        lost = [
-            int(end) - int(begin) + 1 for begin, end in re.findall(r"updates of epochs (\d+) to (\d+) are lost", said)
-        ]
-        lost += [1 for _ in re.findall(r"updates of epoch \d+ are lost", said)]
+        said = self.host.output()[said_before:] + peer.output()
         peer.kill()
         return {
             "killed_at_epoch": killed_at,
             "resumed_at_epoch": again["epoch"],
-            "epochs_lost": max(lost, default=0) + max(0, killed_at - again["epoch"]),
+            "epochs_lost": epochs_lost(said),
             "backup_every": BACKUP_EVERY,
             "seconds_to_resume": seconds,
         }
+
+
+def epochs_lost(said: str) -> int:
+    """How many updates a host or a peer says to be lost; in a terminal its lines are broken anywhere."""
+    words = " ".join(said.split())
+    several = [
+        int(end) - int(begin) + 1 for begin, end in re.findall(r"updates of epochs (\d+) to (\d+) are lost", words)
+    ]
+    one = [1 for _ in re.findall(r"updates of epoch \d+ are lost", words)]
+    return max(several + one, default=0)
 
 
 def _rounding_bytes(statistics: list[dict[str, Any]]) -> int | None:

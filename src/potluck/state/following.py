@@ -1,8 +1,9 @@
 """Keeping without training: an aux peer takes over the trainers' state now and then, and sees that the run goes on.
 
-It has no model, so it fetches as a newcomer would: every so many epochs, and for a tenth of the time at most; and what
-only those have who are about to leave (handingover.py). What it has it serves and saves, so that a run survives though
-all trainers are gone. And where the trainers have all come back
+It has no model, so it fetches as a newcomer would: every so many epochs, and for a tenth of the time at most; in
+between, for a twentieth, so that where epochs are long newcomers get the newest state from it, and no trainer has to
+give it to each of them; and what only those have who are about to leave (handingover.py). What it has it serves and
+saves, so that a run survives though all trainers are gone. And where the trainers have all come back
 from disk, and nobody has the state of the present epoch, it chooses with them what to go on from, as the coordinator
 that it often is.
 """
@@ -29,6 +30,7 @@ LOOK_EVERY_SECONDS = 1.0
 DOWN_SECONDS = 3.0  # without a state of the present epoch: each epoch is without one for a moment
 FETCH_SECONDS = 600.0
 PAUSE_FACTOR = 9  # a fetch that took a second is followed by nine without
+FRESH_PAUSE_FACTOR = 19  # … and by nineteen, where no state is due and one that is newer would only be nice to have
 EPOCHS_WITHOUT_BACKUPS = 10  # between two fetches, where nothing is saved
 
 
@@ -53,6 +55,7 @@ class Follower:
         self._num_training = num_training
         self._epoch: int | None = None  # of the state that was taken last
         self._next_at = 0.0
+        self._fresh_at = 0.0
         self._up_at = clock.monotonic()  # when somebody had the state of the present epoch, or trained, last
         self._task: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
@@ -79,6 +82,7 @@ class Follower:
         await self._take(self._keeper.fetch(at_least_epoch=at_least_epoch, timeout_seconds=FETCH_SECONDS))
         now = self._clock.monotonic()
         self._next_at = now + PAUSE_FACTOR * (now - began)
+        self._fresh_at = now + FRESH_PAUSE_FACTOR * (now - began)
 
     async def _take(self, coming: Coroutine[Any, Any, FetchedState | None]) -> None:
         try:
@@ -119,7 +123,7 @@ class Follower:
         newest = herald.newest(self._averager.lineage.epoch, at_least=least)
         if newest is None:
             return None
-        if herald.is_parting(newest):
+        if herald.is_parting(newest) or (self._epoch is not None and self._clock.monotonic() >= self._fresh_at):
             return newest.epoch
         is_due = newest.epoch >= self._next_epoch and self._clock.monotonic() >= self._next_at
         return self._next_epoch if is_due else None

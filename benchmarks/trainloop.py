@@ -14,6 +14,7 @@ training thread, and what it waits for. Of the two, work is known by the thread'
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 import time
@@ -58,6 +59,10 @@ class Task:
     """Where batches are shared, the learning rate grows to its full size in so many."""
     options: dict[str, Any]
     """Of the contender's own."""
+    seconds: float = math.inf
+    """After which training ends, whatever the steps."""
+    shared_batch_size: int = 0
+    """Where batches are shared and peers are not alike; 0: as many steps of each peer as `steps_per_epoch`."""
 
     @classmethod
     def read(cls) -> Task:
@@ -65,7 +70,7 @@ class Task:
 
     @property
     def target_batch_size(self) -> int:
-        return self.batch_size * self.steps_per_epoch * self.num_peers
+        return self.shared_batch_size or self.batch_size * self.steps_per_epoch * self.num_peers
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         """For shared batches; it counts epochs."""
@@ -114,6 +119,8 @@ def train(
     started = time.perf_counter()
     for number in range(1, task.num_steps + 1):
         began = time.perf_counter()
+        if began - started >= task.seconds:
+            break
         loss_of(model, texts.batch((task.number << 32) + number, task.batch_size)).backward()
         slowest = max(slowest, time.perf_counter() - began)
         time.sleep(max(0.0, began + task.step_seconds - time.perf_counter()))

@@ -172,9 +172,9 @@ def test_for_a_person(party: Party) -> None:
     gina = party.terminal.start("join", str(party.link), *party.key("Gina"))
     gina.wait_for_line("You are in", PATIENCE_SECONDS)
     hans, _ = party.joined("Hans")
-    gina.wait_for_line("Hans joined", PATIENCE_SECONDS)
+    gina.wait_for_line(r"Hans \(U[A-Z2-7]+\) joined", PATIENCE_SECONDS)
     hans.interrupt()
-    gina.wait_for_line("Hans left", PATIENCE_SECONDS)
+    gina.wait_for_line(r"Hans \(U[A-Z2-7]+\) left", PATIENCE_SECONDS)
     assert hans.wait(PATIENCE_SECONDS) == 0
 
 

@@ -170,6 +170,7 @@ def test_an_organiser_lets_a_waiting_peer_in(bakery: Bakery) -> None:
         assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
         request = visit.page.locator(".request", has_text="Ben")
         assert "may I?" in request.inner_text()
+        visit.page.wait_for_selector("a.nav-link:has-text('Members (1)')")  # on every page of an organiser
         request.get_by_text("Approve").click()
         visit.confirm()
         until_event(ben, "joined")

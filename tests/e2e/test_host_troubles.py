@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -164,3 +165,24 @@ def test_who_is_frozen_for_a_while_goes_on(town: Town, whom: str) -> None:
     os.kill(pid, signal.SIGCONT)
     assert town.goes_on()
     assert not [event for event in events(bakery.host) if event["event"] == "dead" and event["name"] == "ada"]
+
+
+def test_members_of_a_lost_run_are_told_and_go_on_when_it_is_back(town: Town) -> None:
+    """Another hub answers at the address: the run was started anew in another folder, or somebody plays the hub."""
+    bakery = town.bakery
+    ports = json.loads((bakery.folder / "ports.json").read_text())
+    bakery.host.interrupt()
+    assert bakery.host.wait(PATIENCE_SECONDS) == 0
+    place = ("--run", "bakery", "--folder", bakery.terminal.folder / "anew", "--listen", "127.0.0.1")
+    where = ("--port", str(ports["client"]), "--websocket-port", str(ports["websocket"]))
+    anew = bakery.terminal.start("host", *place, *where, "--json", name="anew", **ONE_THREAD)
+    until_event(anew, "ready")
+    told = "is not the one that the join link names"
+    poll_until_sync(lambda: told in words_of(town.ada), PATIENCE_SECONDS, town.ada.tail)
+    assert "join by the new link" in words_of(town.ada)
+    anew.interrupt()
+    assert anew.wait(PATIENCE_SECONDS) == 0
+    assert town.ada.exit_code is None
+    bakery.host = bakery.start_host()
+    until_event(bakery.host, "ready")
+    assert town.goes_on()

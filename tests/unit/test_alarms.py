@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -97,18 +98,63 @@ def test_a_loss_that_is_not_finite(loss: float) -> None:
 
 def test_a_loss_that_rises_is_told_until_the_run_went_back() -> None:
     scene = Scene("Ada")
-    scene.epochs(*[2.0] * 40)
+    scene.epochs(*[2.0] * 150)
     assert scene.kinds() == []
-    scene.epochs(*[2.6] * 10)
+    scene.epochs(*[2.6] * 60)
     assert scene.kinds() == ["loss rising"]
     assert "2.6" in scene.text()
     scene.epochs(2.6, restored=Restoration(order=1, epoch=3, digest=""), num_restored=1)
     assert scene.kinds() == []
 
 
-def test_noise_is_no_rise() -> None:
+def rises(scene: Scene, losses: list[float]) -> int:
+    """How often the alarm comes, epoch by epoch."""
+    count, was_rising = 0, False
+    for loss in losses:
+        scene.epochs(loss)
+        is_rising = "loss rising" in scene.kinds()
+        count += is_rising and not was_rising
+        was_rising = is_rising
+    return count
+
+
+def noisy(level: float, num_epochs: int, seed: int) -> list[float]:
+    """What a peer tells whose batches are alike for a while, as those of a shard are: within a fifth of the level."""
+    chance, deviation, told = random.Random(seed), 0.0, []
+    for _ in range(num_epochs):
+        deviation = 0.9 * deviation + 0.19**0.5 * chance.gauss(0.0, 0.2)
+        told.append(level * (1.0 + deviation))
+    return told
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_flat_and_noisy_loss_raises_no_alarm(seed: int) -> None:
+    """It came and went ten times and more in as many epochs."""
+    assert rises(Scene("Ada"), noisy(1.0, 700, seed)) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_noisy_loss_that_doubles_raises_one(seed: int) -> None:
+    assert rises(Scene("Ada"), noisy(1.0, 300, seed) + noisy(3.0, 120, seed)) == 1
+
+
+def test_where_the_host_evaluates_that_loss_decides() -> None:
     scene = Scene("Ada")
-    scene.epochs(*([2.0, 4.0] * 20), *([3.0, 4.5] * 5))
+    for _ in range(30):
+        scene.epochs(*noisy(1.0, 10, scene.epoch))
+        scene.alarms.evaluated(scene.epoch, 1.0)
+    scene.epochs(*[3.0] * 5)  # another shard, a peer that left: the model is as good as it was
+    for _ in range(8):
+        scene.epochs(*[3.0] * 10)
+        scene.alarms.evaluated(scene.epoch, 1.05)
+        assert scene.kinds() == []
+    scene.alarms.evaluated(scene.epoch + 1, 1.5)
+    assert scene.kinds() == [], "one may be chance"
+    scene.alarms.evaluated(scene.epoch + 2, 1.6)
+    assert "1.6 on data that nobody trains on, 1 at its best" in scene.text()
+    scene.alarms.evaluated(scene.epoch + 3, 1.15)
+    assert scene.kinds() == ["loss rising"], "it is told until it is half as bad"
+    scene.alarms.evaluated(scene.epoch + 4, 1.05)
     assert scene.kinds() == []
 
 

@@ -445,6 +445,20 @@ async def test_a_handler_that_fails_is_counted_and_does_no_harm(
     assert "failed" in caplog.text
 
 
+async def test_a_handler_that_takes_longer_than_its_asker_waits_is_one_plain_line(
+    ann: Peer, bob: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def wait(incoming: Incoming[Question]) -> None:
+        await asyncio.Event().wait()
+
+    bob.links.handle(Question, wait)
+    with pytest.raises(DeadlineExceededError):
+        await ann.links.request("bob", Question(number=1), reply=Answer, timeout_seconds=0.5)
+    await poll_until(lambda: bob.links.statistics().total.handler_errors == 1, SECONDS, "the handler to give up")
+    assert "it took longer than the asker waits" in caplog.text
+    assert not any(record.exc_info for record in caplog.records)
+
+
 async def test_what_cannot_be_sent_is_refused_at_once(ann: Peer, bob: Peer) -> None:
     send = ann.links.send
     with pytest.raises(ConfigurationError, match="tag"):

@@ -227,6 +227,32 @@ def test_a_run_file_that_is_wrong_says_where(tmp_path: Path, text: str, words: s
         manifest_of(read_run_file(tmp_path), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("training", "left", "algorithm"),
+    [
+        ('algorithm = "diloco"\ntarget_batch_size = 256', "target_batch_size", "sync"),
+        ('algorithm = "diloco"\ninner_steps = 7\ndelay_averaging = true', "delay_averaging", "sync"),
+        ('algorithm = "sync"\ninner_steps = 7', "inner_steps", "diloco"),
+    ],
+)
+def test_what_another_algorithm_left_in_run_toml_is_passed_over_and_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, training: str, left: str, algorithm: str
+) -> None:
+    (tmp_path / "run.toml").write_text(f'name = "x"\n[training]\n{training}\n')
+    read_run_file(tmp_path)
+    found = read_run_file(tmp_path)
+    assert not hasattr(found.training, left)
+    assert getattr(found.training, "inner_steps", 7) in (7, 100)
+    [record] = caplog.records
+    assert f"{left} counts with {algorithm} only, and is passed over" in record.getMessage()
+
+
+def test_what_no_algorithm_knows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('name = "x"\n[training]\nalgorithm = "diloco"\nsteps = 3')
+    with pytest.raises(ConfigurationError, match="steps"):
+        read_run_file(tmp_path)
+
+
 CURRICULUM = """
 name = "bakery"
 recipe = "stdlib-lm"

@@ -393,6 +393,17 @@ def test_a_newcomer_takes_over_the_state_and_trains_on() -> None:
         assert lab.states.num_fetched >= 1
 
 
+def test_whose_batches_are_always_too_late_is_told_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    with train_lab() as lab:
+        quick, slow = (Trainer(lab, n, target_batch_size=8, matchmaking_seconds=0.05) for n in range(2))
+        for num_epochs in (2, 4, 6):
+            assert "Take smaller batches" not in caplog.text
+            quick.train(num_epochs)
+            slow.step()
+        assert slow.optimizer.statistics()["outdated_batches"] == 3
+        assert "the last 3 batches came too late for their epochs" in caplog.text
+
+
 def test_who_falls_behind_catches_up() -> None:
     with train_lab() as lab:
         quick, slow = (Trainer(lab, n, target_batch_size=8, matchmaking_seconds=0.05) for n in range(2))

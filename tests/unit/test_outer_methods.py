@@ -276,7 +276,7 @@ def test_the_window_stays_within_bounds_and_lets_in_who_is_within_reach(
 def test_no_single_claim_of_speed_cuts_the_others_to_one_step(rates: list[float], claim: float) -> None:
     honest = [rate for rate in rates if 1.0 <= rate <= 10.0] or [1.0]
     fast = fast_rate([*honest, claim])
-    assert fast <= 10 * max(honest)
+    assert fast <= 8 * max(honest)
     assert inner_steps(20, max(honest), fast) >= 2
     if len(honest) >= 3:
         assert fast <= max(honest)
@@ -295,7 +295,7 @@ def test_steps_by_speed_end_in_time_and_whoever_is_about_as_fast_takes_all(own: 
 
 @pytest.mark.parametrize(
     ("rates", "expected"),
-    [((1.0, 10.0), 10.0), ((1.0, 3.0, 10.0), 10.0), ((0.1, 1.0, 1.0), 1.0), ((1.0, 1.0, 1.0, 1e9), 1.0), ((5.0,), 0.0)],
+    [((1.0, 10.0), 8.0), ((1.0, 3.0, 10.0), 10.0), ((0.1, 1.0, 1.0), 1.0), ((1.0, 1.0, 1.0, 1e9), 1.0), ((5.0,), 0.0)],
 )
 def test_the_fast_ones_are_the_upper_quartile(rates: tuple[float, ...], expected: float) -> None:
     assert fast_rate(rates) == expected

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from potluck.errors import ConfigurationError
+from potluck.errors import CertificateError, ConfigurationError, HubUnavailableError
 from potluck.hub.nats.connection import ConnectionConfig
 from potluck.hub.nats.keeper import KeeperConfig
-from potluck.hub.nats.reconnect import MAX_LEARNT, Backoff, ServerPool
+from potluck.hub.nats.reconnect import MAX_LEARNT, Absence, Backoff, ServerPool
 
 A, B, C = "tls://a:4222", "tls://b:4222", "tls://c:4222"
 WEB_A, WEB_B = "wss://a:443", "wss://b:443"
@@ -82,3 +82,20 @@ def test_impatience_without_sense_is_refused(changes: dict[str, float]) -> None:
 def test_limits_without_sense_are_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=name):
         ConnectionConfig(**{name: 0})
+
+
+def test_a_hub_that_stays_away_is_told_now_and_then() -> None:
+    absence = Absence(0.0)
+    told = [second for second in range(1, 3600) if absence.failed(HubUnavailableError("nothing answers"), second)]
+    assert told == [60, 660, 1260, 1860, 2460, 3060]
+
+
+def test_another_certificate_is_told_at_once_and_never_ends_the_attempts() -> None:
+    absence = Absence(0.0)
+    assert absence.failed(HubUnavailableError("nothing answers"), 1.0) == ""
+    text = absence.failed(CertificateError("the certificate is another"), 2.0)
+    assert text.startswith("the hub is away for 2 s: the certificate is another. This peer keeps its work")
+    assert "join by the new link" in text
+    assert absence.failed(CertificateError("the certificate is another"), 3.0) == ""
+    assert absence.failed(HubUnavailableError("nothing answers"), 601.0) == ""
+    assert absence.failed(CertificateError("the certificate is another"), 602.0) != ""

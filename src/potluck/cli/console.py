@@ -22,6 +22,7 @@ from potluck.hub.subjects import PEER_ID
 from potluck.plaintext import clean, clean_lines
 
 if TYPE_CHECKING:
+    from potluck.hub.guard.member import AccessRequest
     from potluck.peer.preflight import Check
     from potluck.peer.roster import RosterEvent
 
@@ -66,20 +67,55 @@ def print_json(value: Any) -> None:
 
 def tell_roster_event(event: RosterEvent, num_peers: int, as_json: bool) -> None:
     """Say who came or went. Names are other people's words, so they are never read as markup."""
-    name = event.presence.card.name or event.peer[:12]
+    name = event.presence.card.name
     if as_json:
         print_json(
             {
                 "event": event.change,
                 "peer": event.peer,
-                "name": name,
+                "name": name or event.peer[:SHOWN_CHARACTERS],
                 "peers": num_peers,
                 "reason": event.presence.reason,
             }
         )
     elif event.change in ("joined", "left", "dead"):
         reason = f" ({event.presence.reason})" if event.presence.reason else ""
-        out.print(Text.assemble(name, " ", (event.change, "bold"), f"{reason}; now {count(num_peers, 'peer')}"))
+        out.print(
+            Text.assemble(
+                named(name, event.peer), " ", (event.change, "bold"), f"{reason}; now {count(num_peers, 'peer')}"
+            )
+        )
+
+
+def tell_request(request: AccessRequest, as_json: bool) -> None:
+    """Say who asks to be let in, and what an organiser can do about it."""
+    if as_json:
+        print_json(
+            {
+                "event": "asks to be let in",
+                "peer": request.peer,
+                "name": request.name,
+                "role": request.role,
+                "host": request.host,
+                "message": request.message,
+            }
+        )
+        return
+    short = request.peer[:SHOWN_CHARACTERS]
+    said = f": “{request.message}”" if request.message else ""
+    out.print(
+        Text.assemble(
+            (named(request.name, request.peer), "bold"),
+            f" asks to be let in as {request.role}, from {request.host or 'somewhere'}{said}\n",
+            f"  potluck members approve {short}    (or deny {short})",
+        )
+    )
+
+
+def named(name: str, peer: str) -> str:
+    """How a peer is called where two may have the same name: by that and the beginning of its id."""
+    short = peer[:SHOWN_CHARACTERS]
+    return f"{name} ({short})" if name else short
 
 
 def tell_alarm(kind: str, text: str, peer: str, as_json: bool) -> None:

@@ -54,6 +54,9 @@ class Work:
     backups: Backing
     dashboard: DashboardOptions | None
 
+    is_tried: bool = False
+    """Whether the recipe has learned from a sample on this machine."""
+
 
 def host(
     run_file: Annotated[
@@ -249,16 +252,19 @@ async def _serve(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> 
         await host.start()
         return True
 
+    is_tried = False
     if work.run_file is not None and read_record(host.config.hub.folder) is None:  # later it is not waited for
         if not as_json:
             console.out.print("Trying what the run is to train.")
-        if not await console.unless_stopped(_try_out(work.run_file), stop):
+        tried = await console.unless_stopped(_try_out(work.run_file), stop)
+        if tried is None:
             return
+        is_tried = tried
     if not await console.unless_stopped(start(), stop):
         return
     try:
         _announce(host, as_json)
-        await _watch(host, work, stop, as_json)
+        await _watch(host, replace(work, is_tried=is_tried or host.record.is_tried), stop, as_json)
     finally:
         await host.stop()
 
@@ -270,6 +276,7 @@ async def _watch(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> 
     assert host.peer is not None
     roster = host.peer.session.roster
     async with AsyncExitStack() as parts:  # closed here, where nobody cancels: the dashboard has to be waited for
+        host.listen_requests(lambda request: console.tell_request(request, as_json))
         parts.callback(roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json)))
         await console.unless_stopped(host.unless_failed(_help(host, work, parts, as_json)), stop)
 
@@ -285,6 +292,8 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
     if work.run_file is not None:
         run_file = work.run_file
         recipe = await _persist(lambda: _put_up(run_file, host))
+        is_tried = work.is_tried or await _persist(lambda: _try_later(run_file, host))
+        host.note(recipe_file=recipe, is_tried=is_tried)
     peer, states = host.peer, _state_config(host, work.backups)
     helper: AuxiliaryWork = await _persist(lambda: module.AuxiliaryWork.start(peer, states))
     parts.push_async_callback(helper.close)
@@ -319,20 +328,38 @@ async def _persist(step: Callable[[], Awaitable[T]]) -> T:
 
 
 async def _try_out(run_file: Path) -> bool:
-    """Have the recipe learn from one sample of each stage; ConfigurationError says what is wrong with it."""
+    """Have the recipe learn from one sample of each stage; ConfigurationError says what is wrong with it.
+
+    False where it cannot be tried, since its data are not here.
+    """
     from potluck.cli import console
     from potluck.training.runfile import manifest_of, read_run_file
 
     trial = await console.import_slowly("potluck.training.trial")
     from potluck.recipes.catalogue import open_recipe
 
-    def work() -> None:
+    def work() -> bool:
         found = read_run_file(run_file)
         manifest = manifest_of(found, run_file.parent)
-        trial.try_out(open_recipe(manifest.recipe, manifest.model, run_file.parent / found.recipe), manifest)
+        recipe = open_recipe(manifest.recipe, manifest.model, run_file.parent / found.recipe)
+        return bool(trial.try_out(recipe, manifest))
 
-    await asyncio.to_thread(work)
-    return True
+    return await asyncio.to_thread(work)
+
+
+async def _try_later(run_file: Path, host: Host) -> bool:
+    """Try what an earlier start could not, for want of its data. Where the run has trained already, only tell."""
+    from potluck.errors import ConfigurationError
+    from potluck.training.steering import steering
+
+    try:
+        return await _try_out(run_file)
+    except ConfigurationError as error:
+        async with steering(host.address, host.keys, host.record.run) as helm:
+            if await helm.head() is None:
+                raise
+        logger.error("%s", error)  # noqa: TRY400 - the recipe's fault, and the message says it all
+        return False
 
 
 async def _put_up(run_file: Path, host: Host) -> Path | None:

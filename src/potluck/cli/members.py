@@ -6,17 +6,19 @@ import enum
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
 if TYPE_CHECKING:
-    from potluck.hub.guard.organise import Organiser
+    from potluck.hub.guard.member import AccessRequest
+    from potluck.hub.guard.organise import MemberState, Organiser
     from potluck.round.plan import Commit
     from potluck.run.hostrecord import HostRecord
     from potluck.training.steering import Steering
 
 T = TypeVar("T")
+MOST_SHOWN = 10  # of those whom a name could mean
 
 app = typer.Typer(
     help="Who may take part: invites, requests, members, bans. On the machine that hosts the run.",
@@ -28,7 +30,7 @@ Run = Annotated[str, typer.Option("--run", help="The run's name; unless given, t
 Folder = Annotated[Path | None, typer.Option(help="The folder of the run, if it has one of its own.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 Reason = Annotated[str, typer.Option(help="Told to whom it concerns.")]
-Peer = Annotated[str, typer.Argument(help="The peer's id, or its beginning if that is clear.")]
+Peer = Annotated[str, typer.Argument(help="The peer's name, or its id, or the beginning of that, if it is clear.")]
 
 
 class RoleName(enum.StrEnum):
@@ -167,11 +169,11 @@ def requests(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> N
 def approve(peer: Peer, run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
     """Let a waiting peer in; it need not start again.
 
-    Example: [bold]potluck members approve UAWJEMH4[/bold]
+    Example: [bold]potluck members approve Ada[/bold], or [bold]potluck members approve UAWJEMH4[/bold]
     """
 
     async def work(organiser: Organiser, _record: HostRecord) -> str:
-        found = _one([item.peer for item in await organiser.list_requests()], peer, "potluck members requests")
+        found = _one([_of_request(item) for item in await organiser.list_requests()], peer, "potluck members requests")
         await organiser.approve(found)
         return found
 
@@ -187,7 +189,7 @@ def deny(peer: Peer, run: Run = "", folder: Folder = None, reason: Reason = "", 
     """
 
     async def work(organiser: Organiser, _record: HostRecord) -> str:
-        found = _one([item.peer for item in await organiser.list_requests()], peer, "potluck members requests")
+        found = _one([_of_request(item) for item in await organiser.list_requests()], peer, "potluck members requests")
         await organiser.deny(found, reason)
         return found
 
@@ -222,7 +224,7 @@ def list_members(run: Run = "", folder: Folder = None, as_json: AsJson = False) 
 
 @app.command("ban")
 def ban(
-    target: Annotated[str, typer.Argument(help="A peer's id, or a person as in hf:alice.")],
+    target: Annotated[str, typer.Argument(help="A peer's name or id, or a person as in hf:alice.")],
     run: Run = "",
     folder: Folder = None,
     reason: Reason = "",
@@ -234,8 +236,8 @@ def ban(
     """
 
     async def work(organiser: Organiser, _record: HostRecord) -> tuple[str, int]:
-        known = [state.member.peer for state in await organiser.list_members()]
-        known += [item.peer for item in await organiser.list_requests() if item.peer not in known]
+        known = [_of_member(state) for state in await organiser.list_members()]
+        known += [_of_request(item) for item in await organiser.list_requests()]
         found = target if ":" in target else _one(known, target, "potluck members list")
         return found, await organiser.ban(found, reason)
 
@@ -245,7 +247,7 @@ def ban(
 
 @app.command("unban")
 def unban(
-    target: Annotated[str, typer.Argument(help="Whom to forgive: a peer's id, or a person.")],
+    target: Annotated[str, typer.Argument(help="Whom to forgive: a peer's name or id, or a person.")],
     run: Run = "",
     folder: Folder = None,
     as_json: AsJson = False,
@@ -256,7 +258,8 @@ def unban(
     """
 
     async def work(organiser: Organiser, _record: HostRecord) -> str:
-        banned = [item.target for item in await organiser.list_bans()]
+        names = {state.member.peer: state.member.name for state in await organiser.list_members()}
+        banned = [Candidate(item.target, names.get(item.target, ""), "banned") for item in await organiser.list_bans()]
         found = target if ":" in target else _one(banned, target, "potluck members bans")
         await organiser.unban(found)
         return found
@@ -273,7 +276,7 @@ def pardon(peer: Peer, run: Run = "", folder: Folder = None, as_json: AsJson = F
     """
 
     async def work(organiser: Organiser, _record: HostRecord) -> str:
-        known = [state.member.peer for state in await organiser.list_members()]
+        known = [_of_member(state) for state in await organiser.list_members()]
         found = _one(known, peer, "potluck members list")
         await organiser.pardon(found)
         return found
@@ -352,20 +355,49 @@ def _ask(run: str, folder: Path | None, work: Callable[[Organiser, HostRecord], 
     return console.run(connected())
 
 
-def _one(known: list[str], beginning: str, listing: str) -> str:
-    """The id that starts so, or ConfigurationError, which names the command that lists. A whole id may be unknown."""
+class Candidate(NamedTuple):
+    """A peer that a command may mean."""
+
+    peer: str
+    name: str
+    what: str  # by which a person tells it from another of the same name
+
+
+def _of_member(state: MemberState) -> Candidate:
+    member = state.member
+    return Candidate(member.peer, member.name, f"{member.role}, {state.state or 'away'}, {member.person}")
+
+
+def _of_request(request: AccessRequest) -> Candidate:
+    return Candidate(request.peer, request.name, f"{request.role} from {request.host}, asked {_day(request.asked_at)}")
+
+
+def _one(known: list[Candidate], wanted: str, listing: str) -> str:
+    """The id of the peer that is called so, or whose id starts so; ConfigurationError says who else it could be.
+
+    A whole id may be unknown. `listing` is the command that lists.
+    """
+    from potluck.cli.console import named
     from potluck.errors import ConfigurationError
     from potluck.hub.subjects import PEER_ID
 
-    if PEER_ID.fullmatch(beginning):
-        return beginning
-    found = [peer for peer in known if peer.startswith(beginning)]
+    if PEER_ID.fullmatch(wanted):
+        return wanted
+    by_id = {candidate.peer: candidate for candidate in known}  # who applies again is listed twice
+    name = wanted.casefold()
+    found = [each for each in by_id.values() if each.peer.startswith(wanted) or each.name.casefold() == name]
     if len(found) == 1:
-        return found[0]
+        return found[0].peer
     if found:
-        raise ConfigurationError(f"{len(found)} of the peers listed start with {beginning!r}: give more of the id")
+        shown = "; ".join(f"{named(each.name, each.peer)}, {each.what}" for each in found[:MOST_SHOWN])
+        more = f"; and {len(found) - MOST_SHOWN} more" if len(found) > MOST_SHOWN else ""
+        raise ConfigurationError(
+            f"{len(found)} of the peers listed are called {wanted!r}, or have ids that start so: {shown}{more}. "
+            "Give more of the id"
+        )
     raise ConfigurationError(
-        f"no peer listed starts with {beginning!r}: the list ({listing}) shows whom you can name, or give the whole id"
+        f"no peer listed is called {wanted!r} or has an id that starts so: the list ({listing}) shows whom you can "
+        "name, or give the whole id"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ import typer
 if TYPE_CHECKING:
     from potluck.round.plan import Commit
     from potluck.training.earlier import EarlierState
-    from potluck.training.manifest import Manifest
+    from potluck.training.manifest import Manifest, Settings
     from potluck.training.steering import Steering
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -68,9 +71,11 @@ def change(
     """
     values = dict(_pair(text) for text in changes)
 
-    async def work(helm: Steering, _where: Path) -> tuple[Manifest, int | None]:
+    async def work(helm: Steering, where: Path) -> tuple[Manifest, int | None]:
         before = (await helm.manifest()).revision
-        manifest = await helm.change(values, by=_name(by), from_epoch=from_epoch, reason=reason)
+        manifest = await helm.change(
+            values, by=_name(by), from_epoch=from_epoch, reason=reason, check_data=_data_check(where)
+        )
         return manifest, manifest.history[-1].from_epoch if manifest.revision > before else None
 
     manifest, epoch = steer(run, folder, work)
@@ -182,6 +187,27 @@ def steer(run: str, folder: Path | None, work: Callable[[Steering, Path], Awaita
             return await work(helm, where)
 
     return console.run(connected())
+
+
+def _data_check(where: Path) -> Callable[[Manifest, Settings], None]:
+    """Ask the recipe, where this machine has it, whether it can use other data. Imports torch only when asked."""
+    from potluck.errors import ConfigurationError
+    from potluck.run.hostrecord import read_record
+
+    def check(manifest: Manifest, settings: Settings) -> None:
+        from potluck.recipes.catalogue import open_recipe
+        from potluck.recipes.recipe import data_of
+
+        record = read_record(where)
+        file = Path(record.recipe_file) if record is not None and record.recipe_file else None
+        try:
+            recipe = open_recipe(manifest.recipe, manifest.model, file)
+        except ConfigurationError as error:
+            logger.warning("whether the recipe can use these data is not known here: %s", error)
+        else:
+            data_of(recipe, settings.data)
+
+    return check
 
 
 def _name(by: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from potluck.errors import ConfigurationError, PotluckError, ProtocolError
+from potluck.errors import ConfigurationError, PotluckError, ProtocolError, RetryableError
 from potluck.link.carrier import Buffer
 from potluck.link.counters import Counters
 from potluck.link.envelope import Envelope, Role, tag_of
@@ -164,8 +164,8 @@ class Dispatcher:
     def _run_plain(self, handler: Handler[Any], incoming: Incoming[Any], arrived: Arrived, work: _PeerWork) -> None:
         try:
             result = handler(incoming)
-        except Exception:  # noqa: BLE001 - the application's handler must not stop the link; logged and counted
-            self._log_failure(arrived)
+        except Exception as error:  # noqa: BLE001 - the application's handler must not stop the link; logged and counted
+            self._log_failure(arrived, error)
         else:
             if result is not None and inspect.isawaitable(result):
                 work.num_started += 1
@@ -190,12 +190,16 @@ class Dispatcher:
                 return await result if inspect.isawaitable(result) else result
         except Exception as error:  # noqa: BLE001 - the application's handler must not stop the link; logged, counted
             if arrived.envelope.role != Role.REQUEST or not isinstance(error, PotluckError):
-                self._log_failure(arrived)  # an error of ours in a request is its answer
+                self._log_failure(arrived, error)  # an error of ours in a request is its answer
             return error
 
-    def _log_failure(self, arrived: Arrived) -> None:
+    def _log_failure(self, arrived: Arrived, error: Exception) -> None:
         arrived.counters.handler_errors += 1
-        logger.exception("the handler of %s from %s failed", arrived.envelope.kind, arrived.sender)
+        if isinstance(error, (RetryableError, TimeoutError)):  # no bug: the hub is away, or this process stood still
+            why = str(error) or "it took longer than the asker waits"
+            logger.warning("the handler of %s from %s gave up: %s", arrived.envelope.kind, arrived.sender, why)
+        else:
+            logger.error("the handler of %s from %s failed", arrived.envelope.kind, arrived.sender, exc_info=error)
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

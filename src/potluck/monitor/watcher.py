@@ -24,6 +24,7 @@ from potluck.run.hostnews import TOPIC as HOST_NEWS
 from potluck.run.hostnews import HostNews
 from potluck.run.linknews import MAX_NEWS_BYTES, LinkNews
 from potluck.run.linknews import TOPIC as LINK_NEWS
+from potluck.training.history import EVALUATION_LOSS, Preview
 from potluck.training.manifest import Change
 from potluck.training.notice import NoticeBoard
 
@@ -70,6 +71,7 @@ class Watcher:
         # One by one: if the next one fails, `close` cancels those that there are.
         follow, hub, subjects = self._subscriptions.append, session.hub, session.subjects
         follow(await hub.store("lease").watch(self._lease_changed))
+        follow(await hub.store("history").watch(self._preview_changed, "preview."))
         follow(await hub.subscribe(subjects.beacon("*"), self._beacon_came))
         follow(await hub.subscribe(subjects.news("*", LINK_NEWS), self._links_told))
         follow(await hub.subscribe(subjects.news("*", HOST_NEWS), self._host_told))
@@ -116,6 +118,17 @@ class Watcher:
     def _lease_changed(self, entry: Entry) -> None:
         self._lease.apply(entry)
         self.view.coordinator = self._lease.holder or ""
+
+    def _preview_changed(self, entry: Entry) -> None:
+        if entry.value is None:
+            return
+        try:
+            preview = decode(Preview, entry.value)
+        except ProtocolError:
+            self.counts["bad_previews"] += 1
+            return
+        if EVALUATION_LOSS in preview.figures:
+            self._alarms.evaluated(preview.epoch, preview.figures[EVALUATION_LOSS])
 
     def _beacon_came(self, delivery: Delivery) -> None:
         peer = delivery.subject.rsplit(".", 1)[-1]

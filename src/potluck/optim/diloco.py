@@ -324,8 +324,13 @@ class DiLoCo:
     def _stand_by(self) -> StandBy | None:
         head, own = self.collaboration.averager.lineage.head, self.run.peer_id
         others = sum(member.weight for member in head.members if member.peer != own) if head is not None else 0.0
-        now = self.run.peer.session.now()
-        return self._stride.stand_by(self.method.weight, others, now, self.config.grace_seconds)
+        return self._stride.stand_by(
+            own_weight=self.method.weight,
+            others_weight=others,
+            fast_steps_per_second=self._fast_steps_per_second,
+            hub_now=self.run.peer.session.now(),
+            most_seconds=self.config.grace_seconds,
+        )
 
     def rest(self) -> None:
         """Nothing is computed for a while: say that this peer makes no samples, until its next step."""

@@ -41,6 +41,7 @@ from potluck.run.joined import Joined
 
 logger = logging.getLogger(__name__)
 
+OUTDATED_IN_A_ROW = 3  # batches that came too late, after which that is said
 LEAST_ROUND_SECONDS = 10.0  # for a round that is due when somebody leaves
 HEARD_SECONDS = 3.0  # until everybody has heard who else is about to leave
 CONFIRM_SECONDS = 1.5  # how long to wait for the coordinator's word when the run should have its batch
@@ -70,6 +71,7 @@ class Optimizer(torch.optim.Optimizer):
         self.config = config = config or OptimizerConfig(**options)
         self.run = run
         self._pace = Pace(config.performance_ema_alpha)
+        self._outdated_in_a_row = 0
         self._unconfirmed: object = None  # the word of the coordinator that we waited for in vain
         self._vain_epoch = -1  # whose predicted end did not come
         self._helper: Helper | None = None
@@ -177,6 +179,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._settle():
+            self._outdated_in_a_row = 0
             self._add(self._batch_size(batch_size), grad_scaler)
             self._meet()
         self._pace.resume(time.monotonic())
@@ -319,6 +322,14 @@ class Optimizer(torch.optim.Optimizer):
         if driver.num_loaded == num_loaded:
             return True
         driver.counts["outdated_batches"] += 1
+        self._outdated_in_a_row += 1
+        if self._outdated_in_a_row % OUTDATED_IN_A_ROW == 0:
+            logger.warning(
+                "the last %d batches came too late for their epochs, and do not count: a step takes longer here than "
+                "the others take for an epoch. Take smaller batches (batch_size, --batch-size); a run with DiLoCo "
+                "counts slow peers too",
+                self._outdated_in_a_row,
+            )
         self.zero_grad()
         self._report()
         return False

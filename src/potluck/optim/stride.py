@@ -4,15 +4,15 @@
     after a miss    as many as fit into what is left until the next round (methods/cadence.py); where none does, it
                     offers what it has at once
 
-Who takes fewer than H steps is ready earlier than planned as often as later. It *stands by* then: the window for
-stragglers begins when others are ready who weigh half as much as those of the last epoch, and not with this peer alone.
-Else a slow peer that is early would have a round begin without the fast ones.
+A peer that is not about as fast as the others may be ready long before them: a slow one took too few steps, or one is
+faster than all others. It *stands by* then: the window for stragglers begins when others are ready who weigh half as
+much as those of the last epoch, and not with this peer alone. Else a round would begin without most of them.
 """
 
 from __future__ import annotations
 
 from potluck.optim.methods.cadence import Cadence
-from potluck.optim.methods.dylu import inner_steps, steps_within
+from potluck.optim.methods.dylu import ALIKE_SHARE, inner_steps, steps_within
 from potluck.optim.methods.streaming import Schedule
 from potluck.optim.progress.pace import Pace
 from potluck.round.wish import StandBy
@@ -56,13 +56,23 @@ class Stride:
         if left_seconds is not None:
             self._most = self.steps + steps_within(left_seconds, self.pace.seconds_per_step)
 
-    def stand_by(self, own_weight: float, others_weight: float, hub_now: float, most_seconds: float) -> StandBy | None:
+    def stand_by(
+        self,
+        *,
+        own_weight: float,
+        others_weight: float,
+        fast_steps_per_second: float,
+        hub_now: float,
+        most_seconds: float,
+    ) -> StandBy | None:
         """How to be there for the next round without starting it; None: be ready like everybody else.
 
         `others_weight` is that of the last epoch.
         """
         left_seconds = self.cadence.left_seconds(hub_now)
-        if self.steps >= self._schedule.steps_per_round or left_seconds is None or others_weight <= 0:
+        is_fastest = 0 < fast_steps_per_second < ALIKE_SHARE * self.pace.steps_per_second
+        is_like_others = self.steps >= self._schedule.steps_per_round and not is_fastest
+        if is_like_others or left_seconds is None or others_weight <= 0:
             return None
         seconds = min(LATER_SHARE * left_seconds + WORD_SECONDS, most_seconds)
         return StandBy(awaits=own_weight + AWAITED_SHARE * others_weight, seconds=seconds, stays=True)

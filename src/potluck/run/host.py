@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import msgspec
+
 from potluck import tasks
 from potluck.errors import ConfigurationError, DeadlineExceededError, FatalError, HubUnavailableError
 from potluck.hub.address import HubAddress
 from potluck.hub.guard.guard import Guard, GuardConfig
 from potluck.hub.guard.invite import invite_id
-from potluck.hub.guard.member import Scopes
+from potluck.hub.guard.member import AccessRequest, Scopes
 from potluck.hub.guard.organise import Organiser
 from potluck.hub.joinlink import MAX_HOSTS, HubPlace, JoinLink, fetch_address, organiser_hash
 from potluck.hub.keys import HubKeys
@@ -145,6 +147,11 @@ class Host:
             await self.stop()
             raise
 
+    def listen_requests(self, listener: Callable[[AccessRequest], None]) -> None:
+        """Call `listener` for each peer that waits for an organiser to let it in."""
+        assert self._guard is not None, "the host is not started"
+        self._guard.listen_requests(listener)
+
     async def stop(self) -> None:
         """Stop everything, the hub last. Idempotent."""
         peer, guard, hub, wheels = self.peer, self._guard, self._hub, self._wheels
@@ -162,6 +169,12 @@ class Host:
             if peer is not None:
                 last_to_first.push_async_callback(peer.close)
             last_to_first.push_async_callback(tasks.end, telling)
+
+    def note(self, *, recipe_file: Path | None, is_tried: bool) -> None:
+        """Write down what is known of the recipe, for commands on this machine and for the next start."""
+        file = str(recipe_file.resolve()) if recipe_file is not None else ""
+        self._record = msgspec.structs.replace(self.record, recipe_file=file, is_tried=is_tried)
+        write_record(self.config.hub.folder, self._record)
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
         """The work's result; FatalError, at once, when the hub's server has died too often to be started again."""
@@ -257,6 +270,9 @@ class Host:
             self._record = HostRecord(
                 run=self.config.hub.run, servers=address.servers, ca_pem=address.ca_pem, link=str(link), invite=invite
             )
+            if known is not None:
+                kept = {"recipe_file": known.recipe_file, "is_tried": known.is_tried}
+                self._record = msgspec.structs.replace(self._record, **kept)
             write_record(self.config.hub.folder, self._record)
             if self.config.peer is not None:
                 await self._start_peer(self.config.peer, organiser, address)

@@ -23,6 +23,8 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     ca_pem: str
     link: str  # without an invite
     invite: str = ""  # for volunteers, made at the first start; it may have been revoked since
+    recipe_file: str = ""  # the organiser's own recipe on this machine; empty for one that is built in
+    is_tried: bool = False  # whether the recipe has learned from a sample on this machine
 
 
 def read_record(folder: Path) -> HostRecord | None:

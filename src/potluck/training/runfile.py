@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,12 @@ from potluck.training.manifest import (
     Sync,
 )
 
+logger = logging.getLogger(__name__)
+
 FILE_NAME = "run.toml"
 MAX_FILE_BYTES = 64 * 1024
+_FIELDS = {"sync": frozenset(Sync.__struct_fields__), "diloco": frozenset(DiLoCo.__struct_fields__)}
+_told: set[tuple[Path | str, ...]] = set()  # a file is read several times, and told of once
 
 
 class RunFile(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,13 +61,28 @@ def read_run_file(path: Path) -> RunFile:
     if len(text) > MAX_FILE_BYTES:
         raise ConfigurationError(f"{file} has {len(text)} bytes, more than the {MAX_FILE_BYTES} of any run.toml")
     try:
-        found = msgspec.toml.decode(text, type=RunFile)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        found = msgspec.convert(_without_other_algorithms(msgspec.toml.decode(text), file), RunFile)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigurationError(
             f"{file} is wrong: {error}. Mend it; `potluck init` writes one that is right, to compare with"
         ) from error
     check_run_name(found.name)
     return found
+
+
+def _without_other_algorithms(content: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Pass over what is left under [training] of the algorithm that counted before, and say so."""
+    training = content.get("training")
+    if not isinstance(training, dict) or training.get("algorithm") not in _FIELDS:
+        return content
+    algorithm = training["algorithm"]
+    known = {"algorithm"}.union(*_FIELDS.values())
+    left_over = [name for name in training if name in known - _FIELDS[algorithm] - {"algorithm"}]
+    if left_over and (file, *left_over) not in _told:
+        _told.add((file, *left_over))
+        of = ", ".join(name for name, fields in _FIELDS.items() if not fields.isdisjoint(left_over))
+        logger.warning("%s: %s counts with %s only, and is passed over", file, " and ".join(left_over), of)
+    return {**content, "training": {name: value for name, value in training.items() if name not in left_over}}
 
 
 def manifest_of(found: RunFile, folder: Path) -> Manifest:

@@ -99,9 +99,18 @@ class Steering:
         return await self.revise(next_one)
 
     async def change(
-        self, values: Mapping[str, Value], *, by: str, from_epoch: int | None = None, reason: str = ""
+        self,
+        values: Mapping[str, Value],
+        *,
+        by: str,
+        from_epoch: int | None = None,
+        reason: str = "",
+        check_data: Callable[[Manifest, Settings], None] | None = None,
     ) -> Manifest:
-        """Change settings by name, from an epoch on; unless named, from the first that all hear of in time."""
+        """Change settings by name, from an epoch on; unless named, from the first that all hear of in time.
+
+        `check_data` is asked about settings with other data: ConfigurationError where the recipe cannot use them.
+        """
 
         def next_one(present: Manifest | None, epoch: int) -> Manifest | None:
             manifest = self._existing(present)
@@ -116,6 +125,10 @@ class Steering:
             amended = manifest.amended(lambda entry: with_values(entry, named), from_epoch=starts, epoch=epoch)
             if all(with_values(entry, named) == entry for entry in _counting(manifest, starts)):
                 return None
+            if check_data is not None and any(name.startswith("data.") for name in named):
+                for entry in amended.settings:
+                    if entry.from_epoch >= starts:
+                        check_data(amended, entry)
             return amended.recorded(described(named), by=by, at=self._wall(), from_epoch=starts, reason=reason)
 
         return await self.revise(next_one)

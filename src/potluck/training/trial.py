@@ -17,13 +17,16 @@ from potluck.training.models import untrained
 logger = logging.getLogger(__name__)
 
 
-def try_out(recipe: Recipe[Any], manifest: Manifest) -> None:
-    """Have the recipe's model learn from one sample of each stage's data; ConfigurationError says what is wrong."""
+def try_out(recipe: Recipe[Any], manifest: Manifest) -> bool:
+    """Have the recipe's model learn from one sample of each stage's data; ConfigurationError says what is wrong.
+
+    False where that cannot be tried, since its data are not on this machine.
+    """
     try:
         require_downloads(recipe)
     except ConfigurationError as error:  # a host need not have them: it trains nothing
         logger.warning("the recipe is not tried here: %s", error)
-        return
+        return False
     try:
         model = untrained(recipe, manifest.seed)
         for entry in manifest.settings:
@@ -35,6 +38,7 @@ def try_out(recipe: Recipe[Any], manifest: Manifest) -> None:
         raise ConfigurationError(
             f"the recipe fails: {type(error).__name__}: {error} ({_place(error, recipe)}). Mend it before others join"
         ) from error
+    return True
 
 
 def _learn_one(recipe: Recipe[Any], model: torch.nn.Module) -> None:

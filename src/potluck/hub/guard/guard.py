@@ -39,7 +39,7 @@ from potluck.hub.guard.leaders import LeaderKeeper
 from potluck.hub.guard.lobby import MAX_APPLICATION_BYTES, Answer, waiting_subject
 from potluck.hub.guard.lobbycrowd import LobbyCrowd, share_of_address
 from potluck.hub.guard.lobbydesk import LobbyDesk
-from potluck.hub.guard.member import ROLES, Member, Policy, Scopes, person_of_key
+from potluck.hub.guard.member import ROLES, AccessRequest, Member, Policy, Scopes, person_of_key
 from potluck.hub.guard.organiserdesk import OrganiserDesk
 from potluck.hub.guard.presencecore import PresenceConfig, PresenceCore
 from potluck.hub.guard.presencekeeper import PresenceKeeper
@@ -154,6 +154,23 @@ class Guard:
         for connection in (self._queues_hub, self._system_hub, self._hub):
             if connection is not None:
                 await connection.close()
+
+    def listen_requests(self, listener: Callable[[AccessRequest], None]) -> None:
+        """Call `listener` for each peer that waits to be let in: those who do so now, and each that comes, once."""
+        if self._registry is None:
+            raise AssertionError("the guard is not started")
+        told: set[str] = set()
+
+        def changed(peer: str, request: AccessRequest | None) -> None:
+            if request is None or request.denied:
+                told.discard(peer)
+            elif peer not in told:
+                told.add(peer)
+                listener(request)
+
+        for request in self._registry.waiting():
+            changed(request.peer, request)
+        self._registry.requests.listen(changed)
 
     def statistics(self) -> Mapping[str, int | float]:
         """Counters since the start, and how things stand now."""

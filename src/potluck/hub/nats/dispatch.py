@@ -130,9 +130,9 @@ class Dispatcher:
         try:
             await waiting
             self._counts.handled += 1
-        except RetryableError as error:  # no bug: the hub went away meanwhile, or this process stood still
+        except (RetryableError, TimeoutError) as error:  # no bug: the hub was away, or this process stood still
             self._counts.handler_errors += 1
-            logger.warning("a message on %s was not dealt with: %s", self._subject, error)
+            logger.warning("a message on %s was not dealt with: %s", self._subject, str(error) or "it took too long")
         except Exception:  # as in _call
             self._counts.handler_errors += 1
             logger.exception(FAILED, self._subject)

@@ -27,7 +27,7 @@ from potluck.errors import (
     PotluckError,
 )
 from potluck.hub.nats.link import NatsLink
-from potluck.hub.nats.reconnect import Backoff, ServerPool
+from potluck.hub.nats.reconnect import Absence, Backoff, ServerPool
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +185,7 @@ class LinkKeeper:
 
     async def _next_link(self, lost: str) -> NatsLink:
         refused_since: float | None = None
+        absence = Absence(time.monotonic())
         while True:
             await asyncio.sleep(self._backoff.next_seconds())
             for server in self._pool.order_after(lost):
@@ -200,7 +201,8 @@ class LinkKeeper:
                     break  # the other servers ask the same guard
                 except PotluckError as error:
                     self.num_failed_attempts += 1
-                    logger.debug("not back yet: %s", error)
+                    told = absence.failed(error, time.monotonic())
+                    logger.log(logging.WARNING if told else logging.DEBUG, "%s", told or f"not back yet: {error}")
                 except Exception:  # an attempt ends here: whatever went wrong, the next one must be made
                     self.num_failed_attempts += 1
                     logger.exception("an attempt to reconnect to %s failed in an unforeseen way", server)

@@ -1,4 +1,4 @@
-"""Which server to try next, and when (pure).
+"""Which server to try next, when, and what to tell of a hub that stays away (pure).
 
 After a loss, the servers of the same kind (TCP or WebSocket) come first, the lost one last among them: in a cluster
 the next server takes over at once, and a single hub's peers do not drift to the slower way. Between passes over all
@@ -10,6 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+from potluck.errors import CertificateError, PotluckError
+
+LONG_SECONDS = 60.0  # a hub that is away for longer than a restart takes
+TELL_EVERY_SECONDS = 600.0
 MAX_LEARNT = 32  # a cluster has a handful of servers; a list that grows past this is a mistake
 
 
@@ -64,3 +68,29 @@ class Backoff:
     def reset(self) -> None:
         """A connection has lasted: start small again."""
         self._next_seconds = self._first_seconds
+
+
+class Absence:
+    """What to tell of a hub that does not come back (pure).
+
+    Another certificate at the hub's address has two reasons that cannot be told apart from here: the run was started
+    anew, or somebody in between answers for it. The second must not be able to make members leave or lose their work.
+    So the attempts go on in either case, nothing is sent, and the person is told of both, now and then.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._since = now
+        self._tell_at = now + LONG_SECONDS
+        self._is_doubted = False
+
+    def failed(self, error: PotluckError, now: float) -> str:
+        """An attempt has failed: what to tell the person about it; empty where there is nothing new."""
+        is_news = isinstance(error, CertificateError) and not self._is_doubted
+        if not is_news and now < self._tell_at:
+            return ""
+        self._is_doubted |= is_news
+        self._tell_at = now + TELL_EVERY_SECONDS
+        return (
+            f"the hub is away for {now - self._since:.0f} s: {error}. This peer keeps its work and goes on trying. If "
+            "the run was started anew, end this with Ctrl-C and join by the new link, which an organiser has"
+        )

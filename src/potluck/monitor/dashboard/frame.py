@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nicegui import ui
 from starlette.requests import Request
 
+from potluck.errors import PotluckError
 from potluck.monitor.dashboard.gate import Visitor
 from potluck.monitor.dashboard.parts import box, words
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 COOKIE = "potluck-organiser"
 THEME_COOKIE = "potluck-theme"
 EVERY_SECONDS = 1.0
+WAITING_EVERY_SECONDS = 5.0
 PAGES = (
     ("/", "Overview"),
     ("/rounds", "Rounds"),
@@ -56,6 +58,17 @@ class Page:
         ui.timer(every_seconds, refresh, immediate=False)
 
 
+def _count_waiting(dashboard: Dashboard, link: ui.link) -> None:
+    """Have an organiser see on every page that somebody waits to be let in."""
+
+    async def count() -> None:
+        with suppress(PotluckError):  # the hub is away, which the head of the page says
+            waiting = await dashboard.num_waiting()
+            link.text = f"Members ({waiting})" if waiting else "Members"
+
+    ui.timer(WAITING_EVERY_SECONDS, count, immediate=True)
+
+
 @contextmanager
 def frame(dashboard: Dashboard, request: Request, here: str, title: str) -> Iterator[Page]:
     """The page around what the caller puts in it. Where only organisers may look, the server has seen to that."""
@@ -84,7 +97,9 @@ def frame(dashboard: Dashboard, request: Request, here: str, title: str) -> Iter
             theme.props('type=button aria-label="light or dark"').on("click", js_handler=TOGGLE_THEME)
         with box("nav", "nav"):
             for target, name in (*PAGES, *(ORGANISER_PAGES if visitor is not None else ())):
-                ui.link(name, target).classes("nav-link here" if target == here else "nav-link")
+                link = ui.link(name, target).classes("nav-link here" if target == here else "nav-link")
+                if target == "/members":
+                    _count_waiting(dashboard, link)
     ui.run_javascript(SHOW_WHERE)
     page = Page(dashboard, visitor, session)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from potluck.training.steering import Steering
 if TYPE_CHECKING:
     from potluck.monitor.previews import Previewer
 
+WAITING_FRESH_SECONDS = 4.0
 FRESH_SECONDS = 0.9  # what one page has had computed, the next may show
 STALLED_FACTOR = 5.0  # an epoch that takes so many times as long as most is late
 STALLED_SECONDS = 60.0
@@ -67,6 +69,8 @@ class Dashboard:
         self._overview: Overview | None = None
         self._alarms: list[Alarm] = []
         self._shared: dict[str, tuple[object, Any]] = {}
+        self._waiting_at = -math.inf
+        self._num_waiting = 0
 
     @property
     def run(self) -> str:
@@ -113,6 +117,15 @@ class Dashboard:
     def visitor(self, session: str | None) -> Visitor | None:
         """The organiser whose session that is."""
         return self.organising.gate.visitor(session) if self.organising is not None else None
+
+    async def num_waiting(self) -> int:
+        """How many peers wait for an organiser to let them in; asked for at most every few seconds, for all pages."""
+        now = self.follower.session.clock.monotonic()
+        if self.organising is not None and now - self._waiting_at >= WAITING_FRESH_SECONDS:
+            self._waiting_at = now
+            requests = await self.organising.organiser.list_requests()
+            self._num_waiting = sum(not request.denied for request in requests)
+        return self._num_waiting
 
     async def act(self, session: str | None, what: str, work: Awaitable[T]) -> T:
         """Do what an organiser asks for, if it is one now, and write down who did it and how it ended."""

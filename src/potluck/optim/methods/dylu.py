@@ -1,8 +1,8 @@
 """Local steps by speed (DyLU): a slow peer takes fewer of them, so that all are done at the same time (pure).
 
 Where the fast peers take H steps, a peer at half of their speed takes H/2, and is ready together with them. Their speed
-is the upper quartile of what all say, in steps per second, and at most ten times the median. So no single claim
-decides among four and more peers, and among fewer it cuts nobody to less than a tenth of H.
+is the upper quartile of what all say, in steps per second, and at most eight times the median. So no single claim
+decides among four and more peers, and among fewer it cuts half of them to no less than an eighth of H.
 
 Steps and not samples are compared, since H counts steps: a peer with larger batches takes longer for each.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from potluck.errors import ConfigurationError
 
-MOST_OVER_MEDIAN = 10.0  # how far the rate of the fast ones may be above that of half of the peers
+MOST_OVER_MEDIAN = 8.0  # how far the rate of the fast ones may be above that of half of the peers
 ALIKE_SHARE = 0.8  # of the fast ones' rate: a peer with so much of it takes all steps, whatever is measured
 LONGEST_STEPS = 1_000_000
 

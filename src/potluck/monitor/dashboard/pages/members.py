@@ -87,7 +87,7 @@ class MembersPage:
         with self._requests:
             for request in waiting[:SHOWN]:
                 since = figures.ago(request.asked_at, self._page.dashboard.now())
-                note = f"{request.role} · {request.service} · {request.host} · asked {since}"
+                note = f"{request.peer[:12]} · {request.role} · {request.service} · {request.host} · asked {since}"
                 with box("item request"):
                     _text(request.name or request.peer[:12], note, request.message)
                     button("Deny", self._on(self._deny, request.peer, request.name), kind="danger")

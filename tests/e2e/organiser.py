@@ -36,10 +36,13 @@ class Organiser:
         process = self.terminal.start("host", self.folder, *place, **ONE_THREAD)
         return process, str(until_event(process, "ready")["link"])
 
-    def join(self, link: str, name: str, *options: str | Path, program: tuple[str, ...] = POTLUCK) -> ManagedProcess:
+    def join(
+        self, link: str, name: str, *options: str | Path, program: tuple[str, ...] = POTLUCK, **environment: str
+    ) -> ManagedProcess:
         key = ("--identity-path", self.terminal.folder / f"{name}.nkey", "--name", name)
         given = (*options, "--recipe", self.recipe) if self.recipe.exists() and "--recipe" not in options else options
-        return self.terminal.start("join", link, "--json", *key, *given, name=name, program=program, **ONE_THREAD)
+        settings = {**ONE_THREAD, **environment}
+        return self.terminal.start("join", link, "--json", *key, *given, name=name, program=program, **settings)
 
 
 def until_epoch(process: ManagedProcess, epoch: int) -> dict[str, Any]:

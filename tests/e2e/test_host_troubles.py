@@ -18,6 +18,8 @@ from commandline import PATIENCE_SECONDS, Terminal, events, until_event
 from potluck.testing.polling import poll_until_sync
 from potluck.testing.processes import Children, ManagedProcess
 
+pytestmark = pytest.mark.timeout(400)
+
 RUN_FILE = """\
 name = "bakery"
 recipe = "stdlib-lm"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from commandline import PATIENCE_SECONDS, Terminal, until_event
 from organiser import end
 
@@ -41,6 +42,7 @@ class Waves(Recipe[Config]):
 """
 
 
+@pytest.mark.timeout(400)
 def test_what_the_recipe_refuses_is_refused_and_what_was_not_tried_is_tried_later(terminal: Terminal) -> None:
     folder, hub, data = terminal.folder / "waves", terminal.folder / "hub", terminal.folder / "data"
     for each in (folder, data):

@@ -50,3 +50,35 @@ async def test_other_weights_at_the_start_and_a_flipped_bit_later_are_found_and_
         assert late  # the others trained on
         output = company.processes[number].output()
         assert not re.search(REPAIRED, output[output.find(f'"done": {flip_at}') :])  # and had nothing to repair
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_each", [(2, 1), (2, 2)])
+async def test_machines_that_compute_differently_fetch_nothing_because_of_rounding_and_repair_damage(
+    tmp_path: Path, children: Children, num_each: tuple[int, int]
+) -> None:
+    """Trainers with and without vector instructions; a high bit is flipped in the last of them."""
+    num_trainers, flip_at, num_epochs = sum(num_each), 20, 40
+    victim = num_trainers - 1
+    async with house_with_link(tmp_path) as (_, link):
+        company = Company(children, link, tmp_path, num_epochs, "sync")
+        await company.start(
+            num_trainers,
+            environment=lambda number: {"ATEN_CPU_CAPABILITY": "default"} if number >= num_each[0] else {},
+            flip_at=lambda number: flip_at if number == victim else 0,
+            flipped_bit=30,  # of the exponent
+            adam=True,
+            lr=1e-3,
+            hidden=2000,
+            pause_seconds=0.05,
+        )
+        results = await company.finish(list(range(num_trainers)))
+    statistics = [result["statistics"] for result in results]
+    digests = [
+        {told["done"]: told["digest"] for told in company.told(number, "done")} for number in range(num_trainers)
+    ]
+    common = set.intersection(*(set(each) for each in digests))
+    assert any(digests[0][epoch] != digests[victim][epoch] for epoch in common if epoch <= flip_at), "bits were equal"
+    assert [each.get("states_rounding_bytes", 0) for each in statistics] == [0] * num_trainers
+    assert [each.get("mended", 0) for each in statistics] == [0] * victim + [1]
+    assert re.search(r"further from that of .* than rounding explains", company.processes[victim].output())

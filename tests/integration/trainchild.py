@@ -47,6 +47,10 @@ class Options:
     flip_at: int = 0
     """A bit of this peer's state is flipped in the middle of the epoch after this one; 0: never."""
 
+    flipped_bit: int = 10
+    adam: bool = False
+    """Train with AdamW and clipping, whose bits depend on the processor's vector instructions."""
+
     folder: str = ""
     """For backups, which are written after each epoch; empty: none are."""
 
@@ -105,7 +109,9 @@ def held_out_loss(model: nn.Module) -> float:
     return loss_of(model, 999_999_999, 4096).item()
 
 
-def make_inner(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+def make_inner(model: nn.Module, lr: float = 0.1, *, adam: bool = False) -> torch.optim.Optimizer:
+    if adam:
+        return torch.optim.AdamW(model.parameters(), lr=lr)
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
@@ -122,7 +128,8 @@ def make_optimizer(run: Any, model: nn.Module, kind: str, options: Options) -> A
         return potluck.DiLoCo(run, inner, **{name: getattr(options, name) for name in names}, **common)
     return potluck.Optimizer(
         run,
-        make_inner(model, options.lr),
+        make_inner(model, options.lr, adam=options.adam),
+        max_grad_norm=1.0 if options.adam else None,
         target_batch_size=options.target,
         matchmaking_seconds=options.matchmaking_seconds,
         **common,
@@ -148,10 +155,10 @@ def weights_of(optimizer: Any) -> dict[str, float]:
     return {member.peer: member.weight for member in head.members}
 
 
-def flip_a_bit(model: nn.Module, optimizer: Any, kind: str) -> None:
+def flip_a_bit(model: nn.Module, optimizer: Any, kind: str, bit: int) -> None:
     """In what is shared: the model itself, or DiLoCo's θ."""
     tensor = next(iter(optimizer.method.shared.values())) if kind == "diloco" else next(model.parameters())
-    tensor.detach().view(torch.int32).view(-1)[0] ^= 1 << 10
+    tensor.detach().view(torch.int32).view(-1)[0] ^= 1 << bit
 
 
 def say(**told: Any) -> None:
@@ -173,7 +180,7 @@ def main(number: int, link: str, key: Path, num_epochs: int, kind: str, options:
         while optimizer.epoch < num_epochs:
             epoch = optimizer.epoch
             if options.flip_at and epoch >= options.flip_at and not is_flipped:
-                flip_a_bit(model, optimizer, kind)
+                flip_a_bit(model, optimizer, kind, options.flipped_bit)
                 is_flipped = True
                 say(flipped=epoch)
             time.sleep(options.pause_seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,24 +38,27 @@ class Company:
         self._children = children
         self._arguments = (link, folder, num_epochs, kind)
 
-    async def start(self, num_trainers: int, **options: Any) -> None:
+    async def start(
+        self, num_trainers: int, *, environment: Callable[[int], dict[str, str]] | None = None, **options: Any
+    ) -> None:
         """Some more trainers, who begin when all of them are there; the options are those of trainchild.Options.
 
-        An option may be a function of the trainer's number.
+        An option may be a function of the trainer's number; `environment` is one.
         """
         there = len(self.processes)
         for number in range(there, there + num_trainers):
-            self.processes.append(self._spawn(number, options))
+            self.processes.append(self._spawn(number, options, environment(number) if environment else None))
         for process in self.processes[there:]:
             await process.until_line(r'"joined"', PATIENCE_SECONDS)
         for process in self.processes[there:]:
             process.send_line("go")
 
-    def _spawn(self, number: int, options: dict[str, Any]) -> ManagedProcess:
+    def _spawn(self, number: int, options: dict[str, Any], environment: dict[str, str] | None = None) -> ManagedProcess:
         link, folder, num_epochs, kind = self._arguments
         argv = [sys.executable, str(PROGRAM), str(number), str(link), str(folder / f"{number}.nkey")]
         chosen = json.dumps({name: value(number) if callable(value) else value for name, value in options.items()})
-        return self._children.spawn([*argv, str(num_epochs), kind, chosen], name=f"trainer-{number}", stdin=True)
+        arguments = [*argv, str(num_epochs), kind, chosen]
+        return self._children.spawn(arguments, name=f"trainer-{number}", stdin=True, env=environment)
 
     def restart(self, number: int, **options: Any) -> None:
         """The same trainer, killed at once and started anew; it does not wait for anybody."""

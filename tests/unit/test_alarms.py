@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from potluck.hub.presence import Beacon, Card, Presence
 from potluck.monitor.alarms import AlarmConfig, Alarms
 from potluck.round.plan import Commit, CommittedMember, Restoration, RoundKey
 from potluck.run.hostnews import FRESH_SECONDS, HostNews
+from potluck.state.announcement import Kept, KeptState
 
 
 class Scene:
@@ -98,63 +98,18 @@ def test_a_loss_that_is_not_finite(loss: float) -> None:
 
 def test_a_loss_that_rises_is_told_until_the_run_went_back() -> None:
     scene = Scene("Ada")
-    scene.epochs(*[2.0] * 150)
+    scene.epochs(*[2.0] * 40)
     assert scene.kinds() == []
-    scene.epochs(*[2.6] * 60)
+    scene.epochs(*[2.6] * 10)
     assert scene.kinds() == ["loss rising"]
     assert "2.6" in scene.text()
     scene.epochs(2.6, restored=Restoration(order=1, epoch=3, digest=""), num_restored=1)
     assert scene.kinds() == []
 
 
-def rises(scene: Scene, losses: list[float]) -> int:
-    """How often the alarm comes, epoch by epoch."""
-    count, was_rising = 0, False
-    for loss in losses:
-        scene.epochs(loss)
-        is_rising = "loss rising" in scene.kinds()
-        count += is_rising and not was_rising
-        was_rising = is_rising
-    return count
-
-
-def noisy(level: float, num_epochs: int, seed: int) -> list[float]:
-    """What a peer tells whose batches are alike for a while, as those of a shard are: within a fifth of the level."""
-    chance, deviation, told = random.Random(seed), 0.0, []
-    for _ in range(num_epochs):
-        deviation = 0.9 * deviation + 0.19**0.5 * chance.gauss(0.0, 0.2)
-        told.append(level * (1.0 + deviation))
-    return told
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_flat_and_noisy_loss_raises_no_alarm(seed: int) -> None:
-    """It came and went ten times and more in as many epochs."""
-    assert rises(Scene("Ada"), noisy(1.0, 700, seed)) == 0
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_noisy_loss_that_doubles_raises_one(seed: int) -> None:
-    assert rises(Scene("Ada"), noisy(1.0, 300, seed) + noisy(3.0, 120, seed)) == 1
-
-
-def test_where_the_host_evaluates_that_loss_decides() -> None:
+def test_noise_is_no_rise() -> None:
     scene = Scene("Ada")
-    for _ in range(30):
-        scene.epochs(*noisy(1.0, 10, scene.epoch))
-        scene.alarms.evaluated(scene.epoch, 1.0)
-    scene.epochs(*[3.0] * 5)  # another shard, a peer that left: the model is as good as it was
-    for _ in range(8):
-        scene.epochs(*[3.0] * 10)
-        scene.alarms.evaluated(scene.epoch, 1.05)
-        assert scene.kinds() == []
-    scene.alarms.evaluated(scene.epoch + 1, 1.5)
-    assert scene.kinds() == [], "one may be chance"
-    scene.alarms.evaluated(scene.epoch + 2, 1.6)
-    assert "1.6 on data that nobody trains on, 1 at its best" in scene.text()
-    scene.alarms.evaluated(scene.epoch + 3, 1.15)
-    assert scene.kinds() == ["loss rising"], "it is told until it is half as bad"
-    scene.alarms.evaluated(scene.epoch + 4, 1.05)
+    scene.epochs(*([2.0, 4.0] * 20), *([3.0, 4.5] * 5))
     assert scene.kinds() == []
 
 
@@ -220,6 +175,58 @@ def test_the_troubles_of_a_host_are_told_until_they_are_over(trusted: bool, coor
 def test_settings_that_cannot_be() -> None:
     with pytest.raises(ConfigurationError):
         AlarmConfig(loss_factor=1.0)
+
+
+def saved(*epochs: int, trouble: str = "", session: str = "s") -> Kept:
+    states = tuple(KeptState(epoch=epoch, digest="0" * 64, num_bytes=1, made_at=epoch) for epoch in epochs)
+    return Kept(session=session, saved=states, trouble=trouble)
+
+
+def with_host(scene: Scene, name: str = "host", **flags: bool) -> None:
+    card = Card(session="s", role="aux", name=name, addresses=("tcp://127.0.0.1:1",))
+    presence = Presence(peer=name, card=card, state="alive", host="", person=name, **(flags or {"trusted": True}))
+    scene.alarms.peer_changed(presence, scene.now)
+
+
+def test_no_backup_has_advanced_for_long_though_epochs_pass() -> None:
+    scene = Scene("Ada", "Grace")
+    with_host(scene)
+    with_host(scene, "stranger", trusted=False)
+    scene.epochs(1.0, 1.0)
+    scene.alarms.kept("host", saved(1), scene.now)
+    scene.epochs(*[1.0] * 40, seconds=10.0)
+    assert scene.kinds() == [], "many epochs, and not long"
+    scene.alarms.kept("stranger", saved(40), scene.now)
+    scene.alarms.kept("host", saved(40, session="another"), scene.now)
+    scene.epochs(*[1.0] * 40, seconds=10.0)
+    assert scene.kinds() == ["no backup"], "only what the run trusts counts"
+    assert "the newest backup is of epoch 1, and the run is at epoch 82" in scene.text()
+    scene.alarms.kept("host", saved(1, 80), scene.now)
+    assert scene.kinds() == []
+    scene.epochs(*[1.0] * 20, seconds=100.0)
+    assert scene.kinds() == [], "long, and not many epochs"
+
+
+def test_no_backup_at_all() -> None:
+    scene = Scene("Ada", "Grace")
+    scene.epochs(*[1.0] * 100, seconds=10.0)
+    assert scene.kinds() == [], "nobody keeps states, by choice"
+    with_host(scene)
+    scene.alarms.kept("host", saved(), scene.now)
+    scene.epochs(*[1.0] * 100, seconds=10.0)
+    assert "there is no backup" in scene.text()
+
+
+def test_states_that_nobody_can_decide_between_are_told_by_who_is_trusted() -> None:
+    scene = Scene("Ada", "Grace")
+    with_host(scene)
+    scene.alarms.kept("Ada", saved(trouble="all is lost"), scene.now)
+    assert scene.kinds() == []
+    scene.alarms.kept("host", saved(trouble="the states of epoch 7 differ"), scene.now)
+    assert scene.kinds() == ["states differ"]
+    assert scene.text() == "the states of epoch 7 differ"
+    scene.alarms.kept("host", saved(), scene.now)
+    assert scene.kinds() == []
 
 
 def test_who_claims_far_more_than_counts_is_named_at_once() -> None:

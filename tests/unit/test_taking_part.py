@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from potluck.optim import collaboration
 from potluck.optim.diloco import DiLoCo
 from potluck.optim.optimizer import Optimizer
 from potluck.testing.polling import poll_until_sync
-from potluck.training.machine import MemoryLimit
+from potluck.testing.processes import Children
+from potluck.training import machine
+from potluck.training.machine import MemoryLimit, share_cores
 
 CPU = torch.device("cpu")
 
@@ -53,6 +56,31 @@ def test_a_bandwidth_up_and_down() -> None:
 
 
 # This machine
+
+
+def test_cores_are_shared_by_the_peers_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setattr(machine, "_cores", lambda: 8)
+    try:
+        for peers, threads in ((1, 8), (3, 2), (20, 1)):
+            monkeypatch.setattr(machine, "num_peers_here", lambda peers=peers: peers)
+            assert share_cores() == threads == torch.get_num_threads()
+        assert share_cores(5) == 5 == torch.get_num_threads()
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        assert share_cores() == 5, "what somebody has said stays"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_peers_of_this_machine_are_known_by_their_commands(tmp_path: Path, children: Children) -> None:
+    before = machine.num_peers_here()
+    fake = tmp_path / "potluck"
+    fake.write_text("import time; time.sleep(60)")
+    children.spawn(["python3", fake, "join", "potluck://nowhere"], name="a peer")
+    children.spawn(["python3", fake, "monitor", "potluck://nowhere"], name="no peer")
+    assert machine.num_peers_here() >= before + 1
 
 
 def test_a_limit_on_memory() -> None:

@@ -17,15 +17,25 @@ from potluck.errors import ConfigurationError
 from potluck.hub.presence import Beacon, Presence
 from potluck.round.plan import Commit, CommittedMember
 from potluck.run.hostnews import FRESH_SECONDS, HostNews
+from potluck.state.announcement import Kept
 
-Kind = Literal["standstill", "loss not finite", "loss rising", "all clients", "dropped", "claims", "disk", "hub server"]
+Kind = Literal[
+    "standstill",
+    "loss not finite",
+    "loss rising",
+    "all clients",
+    "dropped",
+    "claims",
+    "disk",
+    "hub server",
+    "states differ",
+    "no backup",
+]
 HOST_KINDS: tuple[Kind, ...] = ("disk", "hub server")
 
 SILENT_SECONDS = 10.0  # a beacon older than that says nothing any more
 LONGEST_NAME = 40
 KEPT_EPOCHS = 512
-KEPT_EVALUATIONS = 64
-NOISE_FACTOR = 7.0  # the best window of many is always some noise below the others
 KEPT_DEATHS = 64
 MAX_NAMES = 4096
 NAMED = 3  # peers in a text
@@ -41,11 +51,11 @@ class AlarmConfig:
     standstill_factor: float = 5.0
     """Nor is so many times what epochs have taken lately."""
 
-    loss_window: int = 30
+    loss_window: int = 10
     """Over how many epochs losses are averaged."""
 
     loss_factor: float = 1.2
-    """The loss rises when the newest is so many times the best one, and beyond what noise explains."""
+    """The loss rises when the newest average is so many times the best one, and beyond what noise explains."""
 
     clients_seconds: float = 30.0
     """How long peers have, to find out that somebody can be dialled."""
@@ -55,6 +65,12 @@ class AlarmConfig:
 
     deaths: int = 3
     """Or one that died so often within ten minutes."""
+
+    backup_seconds: float = 600.0
+    """No newer backup for so long is nothing unusual …"""
+
+    backup_epochs: int = 30
+    """… nor while so few epochs pass."""
 
     def __post_init__(self) -> None:
         if self.loss_window < 2 or self.loss_factor <= 1.0 or self.dropped_epochs < 1 or self.deaths < 1:
@@ -84,6 +100,7 @@ class Alarm:
 @dataclass(slots=True)
 class _Peer:
     presence: Presence
+    trouble: str = ""
     loss: float | None = None
     heard_at: float = -math.inf
 
@@ -101,9 +118,9 @@ class Alarms:
     _since: dict[tuple[str, str], float] = field(default_factory=dict)
     _moved_at: float | None = None  # when an epoch came last, or training became possible
     _clients_since: float | None = None
-    _evaluations: dict[int, float] = field(default_factory=dict)  # losses on data that nobody trains on, by epoch
-    _restored_at: int = 0  # the newest epoch whose state is an earlier one
-    _is_rising: bool = False  # the loss, as told last
+    _saved: int = -1  # the newest epoch that is on a disk that the run trusts …
+    _saved_at: float | None = None  # … since when …
+    _saved_head: int = 0  # … and where the run was then
     _hosts: dict[str, tuple[float, HostNews]] = field(default_factory=dict)
 
     # What happens
@@ -130,14 +147,24 @@ class Alarms:
         if known is not None and known.presence.card.session == beacon.session:
             known.loss, known.heard_at = beacon.loss, now
 
+    def kept(self, peer: str, kept: Kept, now: float) -> None:
+        """What a peer says of the states that it has; only those count that the run trusts."""
+        known = self._peers.get(peer)
+        if known is None or known.presence.card.session != kept.session or not _is_trusted(known.presence):
+            return
+        known.trouble = kept.trouble
+        newest = max((state.epoch for state in kept.saved), default=-1)
+        if newest > self._saved or self._saved_at is None:
+            self._saved, self._saved_at, self._saved_head = newest, now, self._head
+
     def committed(self, commit: Commit, now: float) -> None:
         """An epoch is final."""
+        if commit.restored is not None and self._saved_at is not None:
+            self._saved, self._saved_at, self._saved_head = -1, now, commit.epoch
         self._commits.append((now, commit))
         self._moved_at = now
         if commit.restored is not None:
             self._losses.clear()  # what comes is compared with what comes
-            self._evaluations.clear()
-            self._restored_at = commit.epoch
             return
         known = [loss for loss in self._told_losses(now) if math.isfinite(loss)]
         if known:
@@ -148,13 +175,6 @@ class Alarms:
         known = self._peers.get(peer)
         if known is not None and known.presence.trusted and known.presence.coordinates:
             self._hosts[peer] = (now, news)
-
-    def evaluated(self, epoch: int, loss: float) -> None:
-        """The host has tried the state of an epoch on data that nobody trains on."""
-        if epoch > self._restored_at and math.isfinite(loss):
-            self._evaluations[epoch] = loss
-            if len(self._evaluations) > KEPT_EVALUATIONS:
-                del self._evaluations[min(self._evaluations)]
 
     # What follows from it
 
@@ -168,6 +188,8 @@ class Alarms:
             *self._rising_loss(),
             *self._all_clients(now),
             *self._dropped(now),
+            *self._troubles(),
+            *self._no_backup(now),
             *self._claims(),
             *self._host_troubles(now),
         ]
@@ -200,50 +222,23 @@ class Alarms:
             yield ("loss not finite", ""), text
 
     def _rising_loss(self) -> Iterator[tuple[tuple[Kind, str], str]]:
-        rise = self._held_out_rise() if self._is_evaluated() else self._training_rise()
-        self._is_rising = rise is not None
-        if rise is not None:
-            remedy = "Take a smaller learning rate (potluck run set), or roll back (potluck run rollback)"
-            yield ("loss rising", ""), f"the loss rises: {rise}. {remedy}"
-
-    def _is_evaluated(self) -> bool:
-        """Whether the model's loss on data that nobody trains on is known, and known to be of now."""
-        epochs = sorted(self._evaluations)
-        if len(epochs) < 3 or not self._commits:
-            return False
-        usual = median([later - earlier for earlier, later in pairwise(epochs)])
-        return self._commits[-1][1].epoch - epochs[-1] <= max(3 * usual, self.config.loss_window)
-
-    def _held_out_rise(self) -> str | None:
-        """That loss has little noise: two in a row that are well above the best one mean something."""
-        losses = [self._evaluations[epoch] for epoch in sorted(self._evaluations)]
-        best, newest = min(losses[:-2]), min(losses[-2:])
-        if newest <= best + self._eased((self.config.loss_factor - 1.0) * abs(best)):
-            return None
-        return f"{losses[-1]:.4g} on data that nobody trains on, {best:.4g} at its best"
-
-    def _training_rise(self) -> str | None:
-        """What peers say of their own batches, in windows: how much one differs from the next is the noise.
-
-        Batches near in time are alike (the same shard, the same peers), so windows have to be long, and a rise has to
-        last for two of them. With noise whose memory is 33 epochs this speaks up once in 6,000 epochs without reason.
-        """
         window = self.config.loss_window
-        num_windows = len(self._losses) // window
-        if num_windows < 6:
-            return None
-        losses = list(self._losses)[-num_windows * window :]
-        means = [_mean(losses[start : start + window]) for start in range(0, len(losses), window)]
-        before, recent = means[:-2], min(means[-2:])
-        best = min(before)
-        noise = math.sqrt(_mean([(later - earlier) ** 2 for earlier, later in pairwise(before)]) / 2)
-        if recent <= best + self._eased(max((self.config.loss_factor - 1.0) * abs(best), NOISE_FACTOR * noise)):
-            return None
-        return f"{means[-1]:.4g} over the last {window} epochs, {best:.4g} at its best"
-
-    def _eased(self, margin: float) -> float:
-        """What was told stays told until it is half as bad: else it would come and go with the noise."""
-        return margin / 2 if self._is_rising else margin
+        losses = list(self._losses)
+        if len(losses) < 3 * window:
+            return
+        recent = _mean(losses[-window:])
+        starts = range(len(losses) - 2 * window + 1)
+        best_at = min(starts, key=lambda start: _mean(losses[start : start + window]))
+        best = losses[best_at : best_at + window]
+        noise = math.sqrt(_mean([(loss - _mean(best)) ** 2 for loss in best]))
+        if recent > _mean(best) + max(
+            (self.config.loss_factor - 1.0) * abs(_mean(best)), 3 * noise / math.sqrt(window)
+        ):
+            text = (
+                f"the loss rises: {recent:.4g} over the last {window} epochs, {_mean(best):.4g} at its best. Take a "
+                "smaller learning rate (potluck run set), or roll back (potluck run rollback)"
+            )
+            yield ("loss rising", ""), text
 
     def _all_clients(self, now: float) -> Iterator[tuple[tuple[Kind, str], str]]:
         computing = [known for known in self._peers.values() if known.presence.card.role != "observer"]
@@ -274,6 +269,26 @@ class Alarms:
                 text = f"{name} was lost {died[peer]} times in ten minutes: have its person look at its log"
                 yield ("dropped", peer), text
 
+    def _troubles(self) -> Iterator[tuple[tuple[Kind, str], str]]:
+        texts = {known.trouble for known in self._peers.values() if known.trouble}
+        if texts:
+            yield ("states differ", ""), min(texts)
+
+    def _no_backup(self, now: float) -> Iterator[tuple[tuple[Kind, str], str]]:
+        config = self.config
+        if self._saved_at is None or now - self._saved_at <= config.backup_seconds:
+            return
+        num_epochs = self._head - self._saved_head
+        if num_epochs <= config.backup_epochs:
+            return
+        what = f"the newest backup is of epoch {self._saved}" if self._saved >= 0 else "there is no backup"
+        text = (
+            f"{what}, and the run is at epoch {self._head}: if all trainers died now, what came since would be lost. "
+            "See what the host's log says of the run's state and of its disk, or start a peer that keeps states there "
+            "(potluck aux, invited with --trusted)"
+        )
+        yield ("no backup", ""), text
+
     def _claims(self) -> Iterator[tuple[tuple[Kind, str], str]]:
         """Who says to have made more samples than can be: once is enough where it is far more."""
         cut: dict[str, list[CommittedMember]] = {}
@@ -302,6 +317,10 @@ class Alarms:
 
     # What it looks at
 
+    @property
+    def _head(self) -> int:
+        return self._commits[-1][1].epoch if self._commits else 0
+
     def _alive(self, role: str) -> list[str]:
         return [peer for peer, known in self._peers.items() if known.presence.card.role == role]
 
@@ -322,6 +341,10 @@ class Alarms:
         names = [self._names.get(peer, peer[:12]) for peer in peers]
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         return ", ".join(names[:NAMED]) + more
+
+
+def _is_trusted(presence: Presence) -> bool:
+    return presence.trusted or presence.coordinates
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -24,7 +24,7 @@ from potluck.run.hostnews import TOPIC as HOST_NEWS
 from potluck.run.hostnews import HostNews
 from potluck.run.linknews import MAX_NEWS_BYTES, LinkNews
 from potluck.run.linknews import TOPIC as LINK_NEWS
-from potluck.training.history import EVALUATION_LOSS, Preview
+from potluck.state.announcement import KEPT, Kept
 from potluck.training.manifest import Change
 from potluck.training.notice import NoticeBoard
 
@@ -71,9 +71,9 @@ class Watcher:
         # One by one: if the next one fails, `close` cancels those that there are.
         follow, hub, subjects = self._subscriptions.append, session.hub, session.subjects
         follow(await hub.store("lease").watch(self._lease_changed))
-        follow(await hub.store("history").watch(self._preview_changed, "preview."))
         follow(await hub.subscribe(subjects.beacon("*"), self._beacon_came))
         follow(await hub.subscribe(subjects.news("*", LINK_NEWS), self._links_told))
+        follow(await hub.subscribe(subjects.news("*", KEPT), self._kept_came))
         follow(await hub.subscribe(subjects.news("*", HOST_NEWS), self._host_told))
         await self._lineage.start()
         await self.board.start()
@@ -119,17 +119,6 @@ class Watcher:
         self._lease.apply(entry)
         self.view.coordinator = self._lease.holder or ""
 
-    def _preview_changed(self, entry: Entry) -> None:
-        if entry.value is None:
-            return
-        try:
-            preview = decode(Preview, entry.value)
-        except ProtocolError:
-            self.counts["bad_previews"] += 1
-            return
-        if EVALUATION_LOSS in preview.figures:
-            self._alarms.evaluated(preview.epoch, preview.figures[EVALUATION_LOSS])
-
     def _beacon_came(self, delivery: Delivery) -> None:
         peer = delivery.subject.rsplit(".", 1)[-1]
         try:
@@ -140,6 +129,14 @@ class Watcher:
         now = self._session.clock.monotonic()
         self.view.beacon_came(peer, beacon, now)
         self._alarms.beacon_came(peer, beacon, now)
+
+    def _kept_came(self, delivery: Delivery) -> None:
+        try:
+            kept = decode(Kept, delivery.payload)
+        except ProtocolError:
+            self.counts["bad_announcements"] += 1
+            return
+        self._alarms.kept(delivery.subject.rsplit(".", 2)[-2], kept, self._session.clock.monotonic())
 
     def _links_told(self, delivery: Delivery) -> None:
         try:

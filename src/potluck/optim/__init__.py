@@ -23,5 +23,4 @@ Drivers:
     collaboration.py          what it has on the event loop: averaging and progress/
     keptstates.py             the run's keepers (state/) as its source of states
     progress/                 how far the run is towards its next epoch
-    cores.py                  how many threads, where several peers share a machine
 """

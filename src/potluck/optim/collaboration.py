@@ -14,7 +14,6 @@ from torch import Tensor
 
 from potluck import tasks
 from potluck.errors import HubUnavailableError
-from potluck.optim.cores import mark_trainer, share_cores_unless_chosen
 from potluck.optim.parameters import RolesByPrefix
 from potluck.optim.progress.keeper import ProgressKeeper
 from potluck.optim.progress.tracker import RunProgress
@@ -194,14 +193,6 @@ async def has_other_trainers(session: Session) -> bool:
 def join_collaboration(run: Joined, config: CollaborationConfig, codec: CodecSpec | None = None) -> Collaboration:
     """Start averaging and progress on the run's loop; they end with the run. `codec` is for gradients, if not None."""
     run.claim("an optimizer")
-    if run.peer.session.card.role == "trainer":
-        share_cores_unless_chosen()
-        unmark = mark_trainer()
-
-        async def close_mark() -> None:
-            unmark()
-
-        run.attach(close_mark)
 
     async def start() -> Collaboration:
         collaboration = Collaboration(

@@ -64,7 +64,12 @@ class KeptStates:
     async def repair(self, *, epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
         """What most of the keepers hold."""
         fetched = await self._keeper.repair(base, epoch=epoch, timeout_seconds=timeout_seconds)
-        return await self._taken(fetched, base) if fetched is not None else None
+        if fetched is None:
+            return None
+        self.counts["repair_bytes"] += fetched.report.fetched_bytes
+        if fetched.report.fetched_bytes and await self._keeper.is_rounding(fetched, base):
+            self.counts["rounding_bytes"] += fetched.report.fetched_bytes
+        return await self._taken(fetched, base)
 
     def statistics(self) -> dict[str, int]:
         """Counters."""

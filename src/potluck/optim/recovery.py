@@ -35,9 +35,10 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 0.5
 ELSEWHERE_SECONDS = 5.0  # for somebody to give a state that is finite
 MEND_SECONDS = 30.0  # for a repair; the others train on meanwhile
-MEND_SHARE = 0.05  # of the time: where hardware differs, states differ each epoch
+MEND_SHARE = 0.05  # of the time
 MEND_ALLOWANCE_SECONDS = 10.0  # beyond that, so that what happens once is repaired at once
-FAILED_MEND_SECONDS = 5.0  # until the next attempt
+FAILED_MEND_SECONDS = 5.0  # until the next attempt, and twice as long after each that fails
+MOST_FAILED_MEND_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,7 @@ class Recovery:
         self._num_restored = 0  # how often the run had gone back when this peer's state was taken over
         self._began_at = time.monotonic()
         self._mend_at = 0.0  # not before
+        self._mend_pause_seconds = FAILED_MEND_SECONDS
         self._mending_seconds = 0.0  # so far
 
     def statistics(self) -> dict[str, int]:
@@ -238,9 +240,13 @@ class Recovery:
             )
         except RetryableError as error:
             self.counts["failed_mends"] += 1
-            self._mend_at = time.monotonic() + FAILED_MEND_SECONDS
+            self._mend_at = time.monotonic() + self._mend_pause_seconds
+            self._mend_pause_seconds = min(2 * self._mend_pause_seconds, MOST_FAILED_MEND_SECONDS)
             logger.warning("this peer's state deviates from the others', and could not be repaired yet: %s", error)
             return False
+        finally:
+            self._mending_seconds += time.monotonic() - now
+        self._mend_pause_seconds = FAILED_MEND_SECONDS
         if snapshot is None:
             return False
         snapshot = self._with_own(snapshot)
@@ -251,7 +257,6 @@ class Recovery:
         else:
             self._take_over(snapshot)
         self.keep()
-        self._mending_seconds += time.monotonic() - now
         return not snapshot.is_as_base
 
     def _with_own(self, snapshot: Snapshot) -> Snapshot:
@@ -274,7 +279,7 @@ class Recovery:
     def _take_over(self, snapshot: Snapshot) -> None:
         logger.warning(
             "this peer's state of epoch %d is not what most others hold: repaired, by %d of %d chunks, to their state "
-            "of epoch %d. If this comes each epoch, machines that compute differently are in the run",
+            "of epoch %d. Rounding does not explain it: if this comes again, test this machine's memory",
             self.epoch,
             snapshot.num_moved_chunks,
             snapshot.num_chunks,

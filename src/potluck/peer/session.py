@@ -243,11 +243,12 @@ class Session:
         if is_link_proven(card, self.subjects.run, peer):
             return presence
         self._counts["forged_link_keys"] += 1
-        logger.warning(
-            "the hub shows a link key of %s that this peer has not signed: nothing is exchanged with it. It may run an "
-            "older version; or whoever runs the hub wants to listen in",
-            peer,
-        )
+        if self._counts["forged_link_keys"].bit_count() == 1:  # the 1st, 2nd, 4th, …
+            logger.warning(
+                "the hub shows a link key of %s that this peer has not signed: nothing is exchanged with it. It may "
+                "run an older version; or whoever runs the hub wants to listen in",
+                peer,
+            )
         return msgspec.structs.replace(presence, card=msgspec.structs.replace(card, link_key="", link_proof=b""))
 
     def _went_away(self) -> None:

@@ -10,13 +10,17 @@ So, of the keepers that are present:
 3. else whoever there is: they can only have fetched it, when it was vouched for.
 
 Within such a tier each *person* has one vote, however many peers it runs. Of the first tier, the state with most votes
-is believed, and that of the first peer by id in a tie, so that honest peers whose hardware differs in the last bits can
-agree.
+is believed, and that of the first peer by id in a tie.
 Strangers are believed only where more than half of all keepers among them say the same, those included that have not
 spoken of this epoch yet: being the first to speak gains a liar nothing. Keepers that are more than one epoch behind
 are not waited for, nor those that do not train: they take a state over now and then. At epoch 0 nothing is trained yet,
 and most votes of all who have spoken do among strangers too: so peers that begin with different weights agree on one of
 them.
+
+Machines that compute differently hold other bits and the same values. Where no digest has a majority, whoever needs a
+verdict compares values (appraising.py), and peers whose states are the same but for rounding are one *camp*: it has all
+of their votes, and one of its digests counts. Camps that are equally large, of strangers who have all spoken, lock
+nothing: that of the first peer by id is taken, and the verdict is *contested*, which is told to the organisers.
 
 What is compared and voted on is what peers should hold alike. Where a state has a part that is each peer's own, that
 part is taken from one of those who vouch for the rest: they made the epoch, and could have spoilt its averages as well.
@@ -30,7 +34,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Annotated
 
@@ -44,6 +48,7 @@ from potluck.peer.roster import Roster
 KEPT, WANTED = "state", "state-wanted"  # topics of the run's news
 MAX_KEPT = 32
 MAX_SAVED = 16
+MAX_TROUBLE = 500
 
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Counted = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
@@ -74,11 +79,12 @@ class Kept(Message, frozen=True, kw_only=True):
     saved: Annotated[tuple[KeptState, ...], msgspec.Meta(max_length=MAX_SAVED)] = ()  # on its disk: no offer yet
     leaving: bool = False  # who wants to have one of them should fetch it now
     beginner: Annotated[str, msgspec.Meta(max_length=128)] = ""  # by a coordinator: who begins a run that has nothing
+    trouble: Annotated[str, msgspec.Meta(max_length=MAX_TROUBLE)] = ""  # for the organisers, with the remedy
 
     @property
     def says_anything(self) -> bool:
         """Whether others need to hear it."""
-        return bool(self.states or self.saved or self.beginner)
+        return bool(self.states or self.saved or self.beginner or self.trouble)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +103,17 @@ class Verdict:
     is_trusted: bool
     """Whether peers vouch for it that are trusted anyway."""
 
+    vouchers: tuple[str, ...] = ()
+    """Who holds the very bits that are to be compared."""
+
+    equivalent: frozenset[str] = frozenset()
+    """The digests of states that are the same but for rounding, where values were compared; else of this one alone."""
+
     dissenters: tuple[str, ...] = ()
     """Who announces another state for this epoch."""
+
+    is_contested: bool = False
+    """Whether as many vouch for another state, by value: it was chosen so that the run goes on."""
 
     is_settled: bool = True
     """Whether it stays the same whatever those say who have not spoken yet."""
@@ -122,6 +137,41 @@ class Claim:
     state: KeptState | None
     is_late: bool = False
     """A trainer whose last word was of a much earlier epoch: not waited for, but it may have more to say."""
+
+    camp: str = ""
+    """Common to all whose states are the same but for rounding; empty: values were not compared."""
+
+    @property
+    def vote(self) -> str:
+        """What it votes for; empty: it has not spoken."""
+        return self.camp or (self.state.compared if self.state is not None else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Appraised:
+    """What peers hold of one epoch, compared by value (appraising.py)."""
+
+    epoch: int
+    states: Mapping[str, KeptState]
+    """What each peer is bound to."""
+
+    camps: Mapping[str, str]
+    """Common to all peers whose states are the same but for rounding."""
+
+    refusing: Collection[str] = ()
+    """Who has not answered again and again: it is taken at its word, and no longer waited for."""
+
+    def applied(self, claims: Iterable[Claim]) -> list[Claim]:
+        """The claims with their camps. Who did not answer is with those who hold the same bits, or has yet to speak."""
+        by_digest = {self.states[peer].compared: camp for peer, camp in self.camps.items() if peer in self.states}
+        found = []
+        for claim in claims:
+            state = self.states.get(claim.peer, claim.state)
+            camp = self.camps.get(claim.peer) or (by_digest.get(state.compared, "") if state is not None else "")
+            if not camp and claim.peer not in self.refusing:
+                state = None
+            found.append(replace(claim, state=state, camp=camp, is_late=claim.is_late and state is None))
+        return found
 
 
 class Announcements:
@@ -191,10 +241,12 @@ def _tier(presence: Presence, holders: Collection[str]) -> int:
     return 2 if presence.peer in holders else 3
 
 
-def judge(epoch: int, claims: Iterable[Claim], failures: Mapping[str, int] | None = None) -> Verdict | None:
+def judge(
+    epoch: int, claims: Iterable[Claim], failures: Mapping[str, int] | None = None, *, by_value: bool = False
+) -> Verdict | None:
     """The state of an epoch; None when it cannot be told (yet).
 
-    `failures` tells how often peers did not give what they announced.
+    `failures` tells how often peers did not give what they announced; `by_value`, that claims have their camps.
     """
     everybody = list(claims)
     claims = [claim for claim in everybody if not claim.is_late]
@@ -204,21 +256,33 @@ def judge(epoch: int, claims: Iterable[Claim], failures: Mapping[str, int] | Non
     if not votes:
         return None
     most = max(votes.values())
-    tied = {digest for digest, number in votes.items() if number == most}
+    tied = {vote for vote, number in votes.items() if number == most}
     # Not the smaller digest: the same peer has to win every time, or two that differ would take turns in following.
-    _, common = min(
-        (claim.peer, claim.state.compared) for claim in judges if claim.state and claim.state.compared in tied
-    )
+    _, winner = min((claim.peer, claim.vote) for claim in judges if claim.vote in tied)
     num_persons = len({claim.person for claim in judges})
     late = {claim.person for claim in everybody if claim.is_late and claim.tier <= tier}
     num_silent = num_persons - sum(votes.values()) + len(late)
-    is_settled = not num_silent or most > num_silent + max((n for d, n in votes.items() if d != common), default=0)
-    if tier > 1 and not (2 * most > num_persons or (epoch == 0 and is_settled)):
+    is_settled = not num_silent or most > num_silent + max((n for v, n in votes.items() if v != winner), default=0)
+    if tier > 1 and not (2 * most > num_persons or ((epoch == 0 or by_value) and is_settled)):
         return None
-    spoken = [(claim, claim.state) for claim in claims if claim.state is not None]
-    agreeing = [(claim, state) for claim, state in spoken if state.compared == common]
-    _, voucher = min(agreeing, key=lambda pair: (pair[0].tier, pair[0].peer))
     failed = failures or {}
+    spoken = [(claim, claim.state) for claim in claims if claim.state is not None]
+    camp = [(claim, state) for claim, state in spoken if claim.vote == winner]
+    num_alike = Counter(state.compared for _, state in camp)
+    # Of bits that are equally good, those of the trusted, then those that most can give.
+    _, chosen = min(
+        camp,
+        key=lambda pair: (
+            not pair[1].is_served,
+            pair[0].tier,
+            failed.get(pair[0].peer, 0),
+            -num_alike[pair[1].compared],
+            pair[0].peer,
+        ),
+    )
+    common = chosen.compared
+    agreeing = [(claim, state) for claim, state in camp if state.compared == common]
+    _, voucher = min(agreeing, key=lambda pair: (pair[0].tier, pair[0].peer))
     _, given = min(
         agreeing,
         key=lambda pair: (
@@ -237,8 +301,11 @@ def judge(epoch: int, claims: Iterable[Claim], failures: Mapping[str, int] | Non
         made_at=voucher.made_at,
         keepers=tuple(claim.peer for claim, state in agreeing if state.is_served),
         is_trusted=tier == 1,
-        dissenters=tuple(claim.peer for claim, state in spoken if state.compared != common),
+        vouchers=tuple(claim.peer for claim, _ in agreeing),
+        equivalent=frozenset(num_alike),
+        dissenters=tuple(claim.peer for claim, _ in spoken if claim.vote != winner),
         is_settled=is_settled,
+        is_contested=by_value and len(tied) > 1,
     )
 
 
@@ -246,8 +313,8 @@ def _votes(claims: list[Claim]) -> dict[str, Fraction]:
     peers = Counter(claim.person for claim in claims)
     votes: dict[str, Fraction] = defaultdict(Fraction)
     for claim in claims:
-        if claim.state is not None:
-            votes[claim.state.compared] += Fraction(1, peers[claim.person])
+        if claim.vote:
+            votes[claim.vote] += Fraction(1, peers[claim.person])
     return votes
 
 

@@ -85,6 +85,9 @@ class FetchReport:
     travelled_bytes: int = 0
     """The same as it came: less, where it was packed for the way."""
 
+    busy_seconds: float = 0.0
+    """For how long keepers gave, from their inventory on; waiting for one is not part of it."""
+
 
 class Fetcher:
     """Fetches one state into an assembly."""
@@ -128,10 +131,12 @@ class Fetcher:
         self.report.reused_bytes = self._assembly.held_bytes - self.report.fetched_bytes
         self._schedule = Schedule(missing)
         self._tell_progress(inventory)
+        began = self._clock.monotonic()
         try:
             await self._fetch_chunks(inventory, until)
         finally:
             self._is_over = True
+            self.report.busy_seconds += self._clock.monotonic() - began
             await tasks.end(*(source.task for source in self._sources.values()))
             self._note_outcome()
         return await self._workers.run(self._assembly.finish)

@@ -29,7 +29,9 @@ async def hand_over(session: Session, herald: Herald, shelf: Shelf, timeout_seco
         waited = session.clock.monotonic() - began
         if waited < HEARD_SECONDS:
             continue
-        keepers = herald.keepers(newest.epoch, newest.snapshot.common_digest)
+        # Another's state of the same epoch is as good: machines that compute differently hold other bits.
+        claims = herald.claims(newest.epoch)
+        keepers = [c.peer for c in claims if c.state is not None and c.state.is_served and c.peer != session.peer_id]
         if any(not herald.announcements.is_leaving(peer) for peer in keepers) or _stays(session, herald, "trainer"):
             return True
         if waited >= timeout_seconds:

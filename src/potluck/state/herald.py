@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from potluck import tasks
 from potluck.errors import ProtocolError, RetryableError, StateUnavailableError
@@ -21,8 +21,10 @@ from potluck.round.lineage import Lineage
 from potluck.state.announcement import (
     KEPT,
     MAX_KEPT,
+    MAX_TROUBLE,
     WANTED,
     Announcements,
+    Appraised,
     Claim,
     Kept,
     KeptState,
@@ -37,6 +39,7 @@ logger = logging.getLogger(__name__)
 SPEAK_EVERY_SECONDS = 5.0
 SPEAK_PAUSE_SECONDS = 0.25  # between two announcements, whoever asks
 ASK_EVERY_SECONDS = 2.0
+APPRAISED_SECONDS = 30.0  # how long a comparison by value holds; those who took part hold their states as long
 
 
 class Herald:
@@ -60,6 +63,12 @@ class Herald:
         """Is told who asks."""
         self.beginner = ""
         """Whom this peer, as the coordinator, has chosen to begin the run."""
+        self.settle: Callable[[int | None, int], Awaitable[bool]] = _settles_nothing
+        """Compares values where digests decide nothing, of one epoch or of any from one on; whether that helped."""
+        self.trouble = ""
+        """What the organisers should know."""
+        self._appraised: dict[int, tuple[float, Appraised]] = {}
+        self._liars: set[str] = set()
         self._session = session
         self._shelf = shelf
         self._holders = holders
@@ -126,11 +135,55 @@ class Herald:
 
     def claims(self, epoch: int, *, backups: bool = False) -> list[Claim]:
         """What is said about an epoch."""
-        return self.announcements.claims(epoch, self._session.roster, self._holders(epoch), backups=backups)
+        found = self.announcements.claims(epoch, self._session.roster, self._holders(epoch), backups=backups)
+        found = [claim for claim in found if claim.peer not in self._liars]
+        appraised = None if backups else self._appraisal(epoch)
+        return appraised.applied(found) if appraised is not None else found
 
     def verdict(self, epoch: int, *, backups: bool = False) -> Verdict | None:
         """The state of an epoch, if it can be told."""
-        return judge(epoch, self.claims(epoch, backups=backups), self._failures)
+        by_value = not backups and self._appraisal(epoch) is not None
+        return judge(epoch, self.claims(epoch, backups=backups), self._failures, by_value=by_value)
+
+    def disputed(self, up_to: int, *, at_least: int = 0, epoch: int | None = None) -> int | None:
+        """The newest epoch in that range, or this one, of which several states are served, and none can be believed."""
+        epochs = self.announcements.epochs(self._session.roster) if epoch is None else [epoch]
+        for each in epochs:
+            served = {c.state.compared for c in self.claims(each) if c.state is not None and c.state.is_served}
+            if (epoch is not None or at_least <= each <= up_to) and len(served) > 1 and self.verdict(each) is None:
+                return each
+        return None
+
+    def offered(self, up_to: int, *, at_least: int = 0) -> tuple[int, list[str]] | None:
+        """The newest epoch in that range whose state anybody serves, believed or not, and who does."""
+        for epoch in self.announcements.epochs(self._session.roster):
+            if at_least <= epoch <= up_to:
+                claims = self.claims(epoch)
+                return epoch, [c.peer for c in claims if c.state is not None and c.state.is_served]
+        return None
+
+    def take_appraisal(self, appraised: Appraised) -> None:
+        """States of an epoch were compared by value."""
+        now = self._session.clock.monotonic()
+        self._appraised = {epoch: each for epoch, each in self._appraised.items() if now < each[0] + APPRAISED_SECONDS}
+        self._appraised[appraised.epoch] = (now, appraised)
+
+    def _appraisal(self, epoch: int) -> Appraised | None:
+        at, appraised = self._appraised.get(epoch, (0.0, None))
+        return appraised if self._session.clock.monotonic() < at + APPRAISED_SECONDS else None
+
+    def distrust(self, peer: str) -> None:
+        """It answered for another state than it serves: nothing that it says counts, until it is started anew."""
+        self._liars.add(peer)
+
+    def tell_trouble(self, text: str) -> bool:
+        """What the organisers should know, empty: nothing; whether that is new."""
+        if text == self.trouble:
+            return False
+        is_first = bool(text) and not self.trouble
+        self.trouble = text[:MAX_TROUBLE]
+        self.announce()
+        return is_first
 
     def note_failure(self, verdict: Verdict) -> bool:
         """Who announces this state does not give it, or it is another: ask somebody else first, if there is one."""
@@ -141,7 +194,8 @@ class Herald:
         self, up_to: int | None = None, *, at_least: int = 0, backups: bool = False, is_settled: bool = False
     ) -> Verdict | None:
         """The newest state that can be believed, of an epoch in that range; only a settled one if so wished."""
-        for epoch in self.announcements.epochs(self._session.roster, backups=backups):
+        epochs = set(self.announcements.epochs(self._session.roster, backups=backups))
+        for epoch in sorted(epochs if backups else epochs | self._appraised.keys(), reverse=True):
             if at_least <= epoch and (up_to is None or epoch <= up_to):
                 verdict = self.verdict(epoch, backups=backups)
                 if verdict is not None and (verdict.is_settled or not is_settled):
@@ -160,10 +214,6 @@ class Herald:
         ]
         return [peer for peer in dict.fromkeys(serving) if peer != self._session.peer_id]
 
-    def is_parting(self, verdict: Verdict) -> bool:
-        """Whether all who serve a state are about to leave."""
-        return bool(verdict.keepers) and all(self.announcements.is_leaving(peer) for peer in verdict.keepers)
-
     async def until_verdict(
         self, epoch: int | None, lineage: Lineage, until: float, *, at_least: int = 0, settle_seconds: float = 0.0
     ) -> Verdict:
@@ -181,6 +231,9 @@ class Herald:
                 verdict = self.newest(lineage.epoch, at_least=at_least, is_settled=must_settle)
             if verdict is not None and self._is_to_be_had(verdict):
                 return verdict
+            if clock.monotonic() < until and await self.settle(epoch, at_least):
+                await self.until_changed(SPEAK_PAUSE_SECONDS)  # for the lineage to tell of that epoch too
+                continue
             left = until - clock.monotonic()
             if left <= 0:
                 wanted = epoch if epoch is not None else max(lineage.epoch, at_least)
@@ -218,6 +271,7 @@ class Herald:
         if event.change in ("dead", "left"):
             self.announcements.forget(event.peer)
             self._failures.pop(event.peer, None)
+            self._liars.discard(event.peer)
         self._tell()
 
     def _tell(self) -> None:
@@ -252,6 +306,7 @@ class Herald:
             saved=self._saved(),
             leaving=self._is_leaving,
             beginner=self.beginner,
+            trouble=self.trouble,
         )
 
     async def _publish(self, topic: str, payload: bytes) -> None:
@@ -261,6 +316,10 @@ class Herald:
         except RetryableError as error:  # said again in a few seconds
             self.counts["unsaid"] += 1
             logger.debug("%s could not be told: %s", topic, error)
+
+
+async def _settles_nothing(epoch: int | None, at_least: int) -> bool:
+    return False
 
 
 def _speaker(delivery: Delivery) -> str:

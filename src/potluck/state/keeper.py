@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from potluck.errors import ConfigurationError
 from potluck.round.averager import RoundPeer
 from potluck.round.workers import Workers
 from potluck.state.announcement import KeptState, Verdict
+from potluck.state.appraising import Appraiser
 from potluck.state.assembly import Assembly
 from potluck.state.backupfile import BackupInfo
 from potluck.state.backups import BackupConfig, Backups
@@ -34,7 +36,8 @@ from potluck.state.resuming import EpochSource, Resuming
 from potluck.state.saving import Saver
 from potluck.state.serving import Serving, ServingConfig
 from potluck.state.shelf import Held, Shelf
-from potluck.state.snapshot import Snapshot, stage
+from potluck.state.sketch import SEED_BYTES, difference, sketch
+from potluck.state.snapshot import Snapshot, specs_of, stage
 from potluck.state.uploads import Uploads
 from potluck.state.uploadtargets import UploadTarget, target_of
 
@@ -44,6 +47,7 @@ T = TypeVar("T")
 
 RETRY_SECONDS = 0.5  # after a state that was not what it was said to be
 SETTLE_SECONDS = 2.0  # how long a repair waits for the last of the others to speak
+VERDICT_SECONDS = 5.0  # how long it looks for a state to take over: the training waits for it
 LAST_UPLOAD_SECONDS = 30.0  # for the last backup to get where backups are uploaded to
 
 
@@ -112,8 +116,21 @@ class StateKeeper:
         self._pool = ChunkPool()
         self._workers = workers or Workers(2)
         self._shelf = Shelf(self.config.num_kept)
-        self._comparison = Comparison(lambda epoch: self.herald.verdict(epoch))
+        self._comparison = Comparison(
+            lambda epoch: self.herald.verdict(epoch),
+            lambda verdict: self._appraiser.difference(verdict),
+            lambda state: self._appraiser.suspect(state),
+        )
         self.herald = Herald(session, self._shelf, self._holders, self._comparison.past, self._saved)
+        self._appraiser = Appraiser(
+            session,
+            self._links,
+            self.herald,
+            self._shelf,
+            self._workers,
+            averager.lineage,
+            on_checked=self._comparison.checked,
+        )
         self._serving = Serving(
             self._links,
             self._shelf,
@@ -166,6 +183,7 @@ class StateKeeper:
         What is uploaded gets there first, if it does in 30 s.
         """
         self._stop_listening()
+        await self._appraiser.close()
         await self._publisher.close()
         if self._saver is not None:
             await self._saver.close()
@@ -174,7 +192,7 @@ class StateKeeper:
         if self._uploads is not None:
             await self._uploads.close(timeout_seconds=LAST_UPLOAD_SECONDS)
         await self._workers.close()
-        self._shelf.clear()
+        self._shelf.close()
 
     # Publishing
 
@@ -209,10 +227,10 @@ class StateKeeper:
         await self._put(Held(epoch, snapshot, made_at=epoch), keeps=is_first or None)
         self.save(epoch, snapshot, made_at=epoch)
 
-    def save(self, epoch: int, snapshot: Snapshot, *, made_at: int) -> None:
-        """Have a state written to disk, if a backup is due."""
+    def save(self, epoch: int, snapshot: Snapshot, *, made_at: int, at_once: bool = False) -> None:
+        """Have a state written to disk, if a backup is due, or at once."""
         if self._saver is not None:
-            self._saver.offer(epoch, snapshot, made_at=made_at)
+            self._saver.offer(epoch, snapshot, made_at=made_at, at_once=at_once)
 
     def _saved(self) -> tuple[KeptState, ...]:
         return self._saver.saved if self._saver is not None else ()
@@ -227,15 +245,16 @@ class StateKeeper:
         """How many backups were offered, uploaded, passed over."""
         return self._uploads.counts if self._uploads is not None else Counter()
 
-    async def _put(self, held: Held, *, keeps: bool | None = None) -> None:
+    async def _put(self, held: Held, *, keeps: bool | None = None, is_taken: bool = False) -> None:
         if held.snapshot.inventory.has_common_tensors:
-            self._comparison.note(held.announced())
+            self._comparison.note(held.announced(), is_taken=is_taken)
         if self.keeps if keeps is None else keeps:
             self._shelf.put(held.epoch, held.snapshot, made_at=held.made_at)
         else:
             self._shelf.clear()
         self.herald.announce()
         await self._serving.make_room()
+        self._appraiser.came(held)
         self._comparison.compare()
 
     async def hand_over(self, *, timeout_seconds: float) -> bool:
@@ -282,10 +301,35 @@ class StateKeeper:
         if self.deviation is None:
             return None
         fetched = await self.fetch(
-            at_least_epoch=epoch, base=tensors, settle_seconds=SETTLE_SECONDS, timeout_seconds=timeout_seconds
+            at_least_epoch=epoch,
+            base=tensors,
+            settle_seconds=SETTLE_SECONDS,
+            verdict_seconds=VERDICT_SECONDS,
+            timeout_seconds=timeout_seconds,
         )
         self.counts["repaired"] += 1
         return fetched
+
+    async def look_for_damage(self) -> None:
+        """Compare the others' newest states by value, where their digests differ; who holds a damaged one is named."""
+        await self._appraiser.look()
+
+    async def is_rounding(self, fetched: FetchedState, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether a state that was fetched differs from these tensors, and by no more than rounding, everywhere."""
+        snapshot, seed = fetched.snapshot, secrets.token_bytes(SEED_BYTES)
+        if snapshot.inventory.tensors != specs_of(tensors):
+            return False
+
+        def compare() -> bool:
+            own = snapshot.inventory.own_names
+            mine = stage(tensors, fetched.metadata, self._pool, own=own).hashed()
+            try:
+                apart = difference(sketch(snapshot, seed), sketch(mine, seed))
+            finally:
+                mine.release()
+            return apart.is_rounding and not apart.is_confined
+
+        return await self._workers.run(compare)
 
     # Fetching
 
@@ -297,15 +341,19 @@ class StateKeeper:
         base: Mapping[str, Tensor] | None = None,
         progress: Progress | None = None,
         settle_seconds: float = 0.0,
+        verdict_seconds: float | None = None,
         timeout_seconds: float,
     ) -> FetchedState:
         """The newest state that can be believed, or that of an epoch, from as many keepers as have it.
 
         Only what is not in `base`, or on this peer's shelf, is fetched; do not change the tensors meanwhile. For
-        `settle_seconds` it waits for all keepers to have spoken, so that none is taken that most do not have.
+        `settle_seconds` it waits for all keepers to have spoken, so that none is taken that most do not have; and for
+        `verdict_seconds` at most until it is known which state to fetch.
         StateUnavailableError when nobody serves it in time: it says who offers what.
         """
-        until = self._session.clock.monotonic() + timeout_seconds
+        now = self._session.clock.monotonic()
+        until = now + timeout_seconds
+        known_until = until if verdict_seconds is None else min(until, now + verdict_seconds)
         await self._publisher.until_idle()  # what is older than the state to come must not be put in its place
         based = await self._staged(base)
         assembly = Assembly(self._pool, self._chunk_log())
@@ -313,7 +361,7 @@ class StateKeeper:
         try:
             while True:
                 verdict = await self.herald.until_verdict(
-                    epoch, self._averager.lineage, until, at_least=at_least_epoch, settle_seconds=settle_seconds
+                    epoch, self._averager.lineage, known_until, at_least=at_least_epoch, settle_seconds=settle_seconds
                 )
                 own = self._shelf.find(verdict.digest)
                 try:
@@ -376,6 +424,10 @@ class StateKeeper:
             self.herald.note_failure(verdict)
             await asyncio.sleep(RETRY_SECONDS)
             raise MovedOnError(f"{verdict.digest[:12]} was announced to be {verdict.common[:12]} in part, and is not")
+        if not await self._appraiser.verify(verdict, snapshot):
+            snapshot.release()
+            self.herald.note_failure(verdict)
+            raise MovedOnError(f"the state {verdict.digest[:12]} is not what its keeper answered for")
         self.counts["fetched"] += 1
         return snapshot
 
@@ -422,7 +474,7 @@ class StateKeeper:
     async def take_over(self, held: Held, *, keeps: bool | None = None) -> None:
         """This is the peer's state from now on, whatever it had before."""
         self._comparison.start_anew()
-        await self._put(held, keeps=keeps)
+        await self._put(held, keeps=keeps, is_taken=True)
 
     async def work(self, on_tensors: Callable[[], T]) -> T:
         """Have work on tensors done by one of the workers."""
@@ -432,6 +484,7 @@ class StateKeeper:
         """Counters."""
         parts = {
             "": self.counts + self._comparison.counts + self._resuming.counts,
+            "appraise_": self._appraiser.counts,
             "publish_": self._publisher.counts,
             "serve_": self._serving.counts,
         }

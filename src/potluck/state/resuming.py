@@ -102,6 +102,10 @@ class Resuming:
         while True:
             await herald.ask()
             self._asked(self._session.peer_id)
+            if lineage.epoch and herald.verdict(lineage.epoch) is None:
+                await herald.settle(None, 0)
+            if herald.disputed(lineage.epoch, at_least=max(lineage.epoch - 1, 1)) is not None:
+                since = clock.monotonic()  # others have a state, and cannot agree yet: nothing is adopted
             if lineage.epoch != head:
                 head, since = lineage.epoch, clock.monotonic()
             waited = clock.monotonic() - since

@@ -40,10 +40,10 @@ class Saver:
         """See what is on disk."""
         self.saved = await self._workers.run(self._backups.announced)
 
-    def offer(self, epoch: int, snapshot: Snapshot, *, made_at: int) -> None:
-        """Save this state, if a backup is due and the one before is written."""
+    def offer(self, epoch: int, snapshot: Snapshot, *, made_at: int, at_once: bool = False) -> None:
+        """Save this state, if a backup is due, or `at_once`, and the one before is written."""
         self._drop_unsaved()
-        if not self._backups.is_due(epoch):
+        if not (at_once or self._backups.is_due(epoch)):
             self._unsaved = Held(epoch, snapshot.hold(), made_at)
         elif self._task is not None and not self._task.done():
             self.counts["skipped"] += 1

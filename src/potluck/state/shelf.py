@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from potluck.state.announcement import KeptState
 from potluck.state.snapshot import Snapshot
 
+MAX_PINNED = 2
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
@@ -37,6 +39,7 @@ class Shelf:
     def __init__(self, num_kept: int) -> None:
         self._num_kept = num_kept
         self._states: list[Held] = []  # the oldest first
+        self._pinned: list[tuple[Held, float]] = []  # that somebody compares, and until when
 
     def __iter__(self) -> Iterator[Held]:
         return iter(list(self._states))
@@ -56,11 +59,32 @@ class Shelf:
 
     def find(self, digest: str) -> Snapshot | None:
         """The state with that digest."""
-        return next((state.snapshot for state in self._states if state.snapshot.digest == digest), None)
+        states = [*self._states, *(held for held, _ in self._pinned)]
+        return next((state.snapshot for state in states if state.snapshot.digest == digest), None)
 
     def get(self, epoch: int) -> Held | None:
         """The state of an epoch, backups aside."""
-        return next((state for state in self._states if state.epoch == epoch and not state.is_backup), None)
+        states = [*self._states, *(held for held, _ in self._pinned)]
+        return next((state for state in states if state.epoch == epoch and not state.is_backup), None)
+
+    def pin(self, held: Held, until: float) -> None:
+        """Hold a state that somebody compares with others; of several, the newest few."""
+        known = next((pin for pin in self._pinned if pin[0] is held), None)
+        if known is not None:
+            self._pinned.remove(known)
+        else:
+            held.snapshot.hold()
+        self._pinned.append((held, until))
+        self._unpin(self._pinned[:-MAX_PINNED])
+
+    def expire(self, now: float) -> None:
+        """Let go of what nobody compares any more."""
+        self._unpin([pin for pin in self._pinned if pin[1] <= now])
+
+    def _unpin(self, pins: list[tuple[Held, float]]) -> None:
+        for pin in list(pins):
+            self._pinned.remove(pin)
+            pin[0].snapshot.release()
 
     def drop_backup(self) -> None:
         """The run has gone on: the backup that was read is not needed in memory."""
@@ -69,6 +93,11 @@ class Shelf:
     def clear(self) -> None:
         """Hold nothing any more."""
         self._drop(list(self._states))
+
+    def close(self) -> None:
+        """Hold nothing, for nobody."""
+        self.clear()
+        self._unpin(self._pinned)
 
     def _drop(self, states: list[Held]) -> None:
         for state in states:

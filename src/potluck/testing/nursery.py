@@ -39,6 +39,7 @@ START_SETTINGS = (
     "OPENBLAS_",
     "TORCH",
     "PYTORCH",
+    "ATEN_",
     "LD_",
     "LC_",
     "LANG",

@@ -100,9 +100,6 @@ class FailureRecord(Message, frozen=True, kw_only=True):
     troubles: dict[str, str] = {}  # by name: who was in trouble, and which
 
 
-EVALUATION_LOSS = "evaluation_loss"  # among a preview's figures, where the recipe has one
-
-
 class Preview(Message, frozen=True, kw_only=True):
     """What the model said at one epoch."""
 

@@ -1,17 +1,20 @@
-"""What of this machine a trainer takes: a device, and memory, within a limit (cores: optim/cores.py)."""
+"""What of this machine a trainer takes: a device, cores, where several peers share them, memory, within a limit."""
 
 from __future__ import annotations
 
 import logging
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor, nn
 
 from potluck.errors import ConfigurationError
+from potluck.peer import environment
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,40 @@ def find_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ConfigurationError(f"--device {name} cannot be used here: {error}") from error
     return device
+
+
+def share_cores(num_threads: int | None = None) -> int:
+    """Have torch compute with so many threads; unless told, with this peer's share of the cores.
+
+    With one thread for each core in every process, peers on one machine wait for each other inside of each operation.
+    Who starts later takes its share of what is there then; those before keep theirs.
+    """
+    if num_threads is None and environment.names_threads():
+        return torch.get_num_threads()
+    if num_threads is None:
+        num_threads = max(1, _cores() // max(1, num_peers_here()))
+    torch.set_num_threads(num_threads)
+    return num_threads
+
+
+def num_peers_here() -> int:
+    """How many processes on this machine train with Potluck, this one included."""
+    return 1 + sum(_is_peer(process) for process in psutil.process_iter() if process.pid != os.getpid())
+
+
+def _is_peer(process: psutil.Process) -> bool:
+    """By its command, which is all that can be seen from outside; programs of users' own are not recognised."""
+    try:
+        command = process.cmdline()
+    except (psutil.Error, OSError):
+        return False
+    names = [Path(part).name for part in command[:4]]
+    is_potluck = "potluck" in names or "potluck.cli" in names
+    return is_potluck and any(verb in command for verb in ("join", "train"))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
 
 
 class MemoryLimit:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from potluck.errors import ConfigurationError, StoppedError
-from potluck.optim.cores import share_cores
 from potluck.optim.diloco import DiLoCo
 from potluck.optim.optimizer import Optimizer
 from potluck.peer.lease import LeaseView
@@ -33,7 +32,7 @@ from potluck.training.contributions import given_by
 from potluck.training.curriculum import data_at
 from potluck.training.feed import AHEAD_BATCHES, Feed
 from potluck.training.helping import Desks
-from potluck.training.machine import MemoryLimit, find_device
+from potluck.training.machine import MemoryLimit, find_device, share_cores
 from potluck.training.manifest import Manifest, Settings, Sync
 from potluck.training.models import untrained
 from potluck.training.optimizers import SharedOptimizer, follow, make_optimizer

@@ -1,0 +1,83 @@
+"""Trainers whose machines compute differently, as a CPU and a GPU do: the real commands, in real processes.
+
+`ATEN_CPU_CAPABILITY=default` has torch do without vector instructions: AdamW and clipping then give other last bits.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from commandline import PATIENCE_SECONDS, Terminal, events, until_event
+from organiser import Organiser, until_epoch
+
+from potluck.testing.polling import poll_until_sync
+from potluck.testing.processes import ManagedProcess
+
+EVERY_EPOCHS = 10  # how often a host saves
+SCALAR = {"ATEN_CPU_CAPABILITY": "default"}
+STEP = "        x, y = batch\n"
+
+
+def slowed(organiser: Organiser) -> None:
+    """A step takes as long as a larger model's would: epochs pass no faster than a busy machine can tell."""
+    text = organiser.recipe.read_text()
+    assert STEP in text
+    organiser.recipe.write_text(text.replace(STEP, f"        __import__('time').sleep(0.05)\n{STEP}"))
+    organiser.edit("target_batch_size = 256", "target_batch_size = 64")
+
+
+def saved_epochs(organiser: Organiser) -> list[int]:
+    """The backups that the host has."""
+    folder = organiser.terminal.folder / "hub" / "states" / "backups"
+    return sorted(int(path.stem.removeprefix("epoch-")) for path in folder.glob("epoch-*.json"))
+
+
+def newest_epoch(*processes: ManagedProcess) -> int:
+    """The epoch that one of them has told of."""
+    told = [each["epoch"] for process in processes for each in events(process) if each["event"] == "progress"]
+    return max(told, default=0)
+
+
+def trainer(organiser: Organiser, link: str, name: str, **environment: str) -> ManagedProcess:
+    process = organiser.join(link, name, "--batch-size", "4", "--verbose", **environment)
+    until_event(process, "training")
+    return process
+
+
+@pytest.mark.timeout(400)
+def test_backups_advance_a_newcomer_gets_in_and_little_is_lost_when_all_trainers_die(terminal: Terminal) -> None:
+    organiser = Organiser(terminal)
+    slowed(organiser)
+    host, link = organiser.host()
+    ada = trainer(organiser, link, "Ada")
+    grace = trainer(organiser, link, "Grace", **SCALAR)
+
+    def until_saved(least: int) -> int:
+        poll_until_sync(
+            lambda: max(saved_epochs(organiser), default=0) >= least,
+            PATIENCE_SECONDS,
+            lambda: f"a backup of epoch {least}, of {saved_epochs(organiser)}: {host.output()}",
+        )
+        return max(saved_epochs(organiser))
+
+    until_saved(2 * EVERY_EPOCHS)  # the first is made while one trains alone
+    late = trainer(organiser, link, "Lin")
+    until_epoch(late, 1)
+    for process in (ada, grace, late):
+        assert "repaired" not in process.output(), process.output()
+    late.kill()
+
+    saved = until_saved(newest_epoch(ada, grace))
+    until_epoch(ada, saved + 3)
+    reached = newest_epoch(ada, grace)
+    ada.kill()
+    grace.kill()
+    again = trainer(organiser, link, "Ada")
+    until_epoch(again, reached + 1)
+    output = host.output() + again.output()
+    assert "Traceback" not in output
+    assert "differ by more than rounding" not in output
+    lost = re.search(r"updates of epochs? (\d+)(?: to (\d+))? are lost", " ".join(output.split()))
+    num_lost = int(lost[2] or lost[1]) - int(lost[1]) + 1 if lost else 0
+    assert num_lost <= EVERY_EPOCHS, f"{num_lost} epochs of {reached} are lost"

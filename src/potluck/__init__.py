@@ -24,19 +24,18 @@ from typing import TYPE_CHECKING, Any
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
-    from potluck.optim.diloco import DiLoCo
-    from potluck.optim.optimizer import Optimizer
     from potluck.run.joined import join
     from potluck.state.backups import BackupConfig
     from potluck.state.keeper import StateConfig
+    from potluck.training.ownloop import DiLoCo, Optimizer
 
 __version__ = "0.1.0"
 __all__ = ["BackupConfig", "DiLoCo", "Optimizer", "PotluckError", "StateConfig", "__version__", "join"]
 
 _LAZY = {
     "BackupConfig": "potluck.state.backups",
-    "DiLoCo": "potluck.optim.diloco",
-    "Optimizer": "potluck.optim.optimizer",
+    "DiLoCo": "potluck.training.ownloop",
+    "Optimizer": "potluck.training.ownloop",
     "StateConfig": "potluck.state.keeper",
     "join": "potluck.run.joined",
 }

@@ -236,6 +236,27 @@ def test_a_host_ends_and_goes_on_where_it_was(terminal: Terminal) -> None:
     assert again.host.wait(PATIENCE_SECONDS) == 0
 
 
+def test_a_link_with_another_run_s_name_is_told_so(party: Party) -> None:
+    other = replace(party.link, run="bakeri")
+    for command in (("join",), ("monitor",), ("leaderboard",)):
+        said = party.terminal.refuse(*command, str(other), code=2)
+        assert (
+            said == "this hub has no run called 'bakeri': check the name in the link, or ask the organiser for another"
+        )
+    found = json.loads(party.terminal.run("doctor", str(other), "--json", code=1))
+    assert "no run called 'bakeri'" in found["checks"][-1]["remedy"]
+
+
+def test_data_are_fetched_by_a_run_s_folder_too(terminal: Terminal) -> None:
+    folder = terminal.folder / "my-run"
+    terminal.run("init", folder)
+    for named in (folder, folder / "run.toml", folder / "recipe.py"):
+        assert terminal.ask("download", "data", named) == []
+    (folder / "run.toml").write_text("name = 'x'")
+    assert "run.toml names no recipe" in terminal.refuse("download", "data", folder, code=2)
+    assert "there is no" in terminal.refuse("download", "data", terminal.folder, code=2)
+
+
 def test_whoever_has_another_version_than_the_host_is_told_the_line_that_installs_it(party: Party) -> None:
     assert party.link.wheel is not None
     other = replace(party.link, wheel=replace(party.link.wheel, version="99.1"))

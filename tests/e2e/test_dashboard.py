@@ -21,6 +21,7 @@ from commandline import PATIENCE_SECONDS, POTLUCK, Terminal, events, until_event
 from playwright.sync_api import Browser, Locator
 
 from potluck.hub.joinlink import JoinLink
+from potluck.monitor.dashboard import charts
 from potluck.monitor.dashboard.gate import TRIES
 from potluck.testing.faults import Faults
 from potluck.testing.polling import poll_until_sync
@@ -271,6 +272,8 @@ def test_on_a_phone_one_sees_where_one_is(bakery: Bakery) -> None:
             poll_until_sync(lambda here=here: _is_in_sight(here) or None, PATIENCE_SECONDS, f"the tab of {path}")
             wide = visit.page.evaluate("document.documentElement.scrollWidth")
             assert wide <= 390, f"{path} is {wide} pixels wide"
+        shown = [visit.page.evaluate(f"({charts.COMPACT})({value})") for value in ("12", "2e4", "5e17", "3e30")]
+        assert shown == ["12", "20k", "500P", "3.00e+30"], "what an axis says of large values stays short"
         assert visit.complaints == []
 
 

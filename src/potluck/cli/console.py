@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.logging import RichHandler
+from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -138,14 +139,25 @@ def show_check(check: Check) -> None:
 
 
 def show_table(rows: list[dict[str, Any]], *, empty: str) -> None:
-    """Rows as a table, its columns named by their keys; `empty` says that there are none."""
+    """Rows as a table, its columns named by their keys; `empty` says that there are none.
+
+    Where the table is wider than the terminal, a row is a line for each of its values: nothing is cut off.
+    """
     if not rows:
         out.print(empty, highlight=False)
         return
     table = Table(*(str(name) for name in rows[0]))
-    for row in rows:
-        table.add_row(*(Text(clean_lines(shortened(str(value)))) for value in row.values()))
-    out.print(table)
+    cells = [{name: Text(clean_lines(shortened(str(value)))) for name, value in row.items()} for row in rows]
+    for row in cells:
+        table.add_row(*row.values())
+    if Measurement.get(out, out.options.update(max_width=sys.maxsize), table).maximum <= out.width:
+        out.print(table)
+        return
+    for number, row in enumerate(cells):
+        if number:
+            out.print()
+        for name, value in row.items():
+            out.print(Text.assemble((f"{name}: ", "bold"), value), soft_wrap=True)
 
 
 def shortened(text: str) -> str:

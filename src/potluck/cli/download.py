@@ -21,7 +21,8 @@ def _group() -> None:
 @app.command("data")
 def data(
     recipe: Annotated[
-        str, typer.Argument(help="A recipe's name or file; unless given, that of the run.toml in this folder.")
+        str,
+        typer.Argument(help="A recipe's name or file, or a run's folder; unless given, the run.toml in this folder."),
     ] = "",
     folder: Annotated[
         Path | None, typer.Option(help="Where files go; else POTLUCK_DATA, else your data folder.")
@@ -31,20 +32,15 @@ def data(
 ) -> None:
     """Fetch the data that a recipe needs, check its hashes, and go on with what broke off.
 
-    Example: [bold]potluck download data my-recipe.py[/bold]
+    Examples: [bold]potluck download data my-recipe.py[/bold], [bold]potluck download data my-run[/bold]
     """
     from potluck.cli import console
-    from potluck.cli.folders import recipe_of_this_folder
-    from potluck.errors import ConfigurationError
+    from potluck.cli.folders import recipe_of
     from potluck.recipes.catalogue import recipe_class
     from potluck.recipes.downloads import is_whole, path_of
 
-    named = recipe or recipe_of_this_folder()
-    if not named:
-        raise ConfigurationError(
-            "which recipe? Name one, as in potluck download data my-recipe.py, or have a run.toml here"
-        )
-    downloads = recipe_class(named, Path()).downloads
+    named, where = recipe_of(recipe)
+    downloads = recipe_class(named, where).downloads
     if check:
         rows = [{"name": d.name, "whole": is_whole(d, folder), "path": str(path_of(d, folder))} for d in downloads]
     else:

@@ -29,9 +29,22 @@ def run_of_this_folder() -> str:
     return said_in(Path("run.toml"), "name")
 
 
-def recipe_of_this_folder() -> str:
-    """The recipe in the run.toml of the present folder; empty where there is none that can be read."""
-    return said_in(Path("run.toml"), "recipe")
+def recipe_of(named: str) -> tuple[str, Path]:
+    """A recipe's name and the folder it is in, by its name, its file, a run.toml or a run's folder.
+
+    Without any, that of the run.toml in the present folder. ConfigurationError where that names none.
+    """
+    run_file = Path(named or "run.toml")
+    run_file = run_file / "run.toml" if run_file.is_dir() else run_file
+    if named and run_file.suffix != ".toml":
+        return named, Path()
+    recipe = said_in(run_file, "recipe")
+    if not recipe:
+        what = f"{run_file} names no recipe" if run_file.exists() else f"there is no {run_file}"
+        raise ConfigurationError(
+            f"which recipe? {what}. Name a recipe, its file, or the folder of a run, as in potluck download data my-run"
+        )
+    return recipe, run_file.parent
 
 
 def said_in(run_file: Path, key: str) -> str:

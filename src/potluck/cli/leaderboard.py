@@ -57,8 +57,6 @@ def _own_receipts(run: str) -> dict[str, float]:
 
 def _show(book: ContributionBook, top: int, receipts: dict[str, float] | None, as_json: bool) -> None:
     import msgspec
-    from rich.table import Table
-    from rich.text import Text
 
     from potluck.cli import console
 
@@ -69,14 +67,12 @@ def _show(book: ContributionBook, top: int, receipts: dict[str, float] | None, a
             peers = [{**row, "receipts": receipts.get(row["peer"], 0.0)} for row in peers]
         console.print_json({"epoch": book.epoch, "missed": book.missed, "peers": peers})
         return
-    titles = ["", "who", "id", "samples", "epochs", "last seen in epoch"]
-    table = Table(*titles, *(["with your receipts"] if receipts is not None else []))
+    rows: list[dict[str, Any]] = []
     for place, (peer, given) in enumerate(ranked, 1):
-        who = Text(given.name or "-")  # other people's words: never read as markup
-        figures = [f"{given.samples:,.0f}", str(given.epochs), str(given.last_epoch)]
+        figures = {"samples": f"{given.samples:,.0f}", "epochs": given.epochs, "last seen in epoch": given.last_epoch}
         if receipts is not None:
-            figures.append(f"{receipts.get(peer, 0.0):,.0f}")
-        table.add_row(str(place), who, console.shortened(peer), *figures)
-    console.out.print(table)
+            figures["with your receipts"] = f"{receipts.get(peer, 0.0):,.0f}"
+        rows.append({"place": place, "who": given.name or "-", "id": peer, **figures})
+    console.show_table(rows, empty="Nobody has given anything yet.")
     if book.missed:
         console.out.print(f"{console.count(book.missed, 'epoch')} of {book.epoch} could not be written down.")

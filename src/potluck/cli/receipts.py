@@ -44,7 +44,7 @@ def receipts(
     else:
         named = " or ".join(map(str, files or ()))
         empty = f"There is no genuine receipt in {named}." if files else NONE_HERE.format(folder=receipts_folder())
-        console.show_table(rows, empty=empty)
+        console.show_table([{**row, "samples": f"{row['samples']:,.0f}"} for row in rows], empty=empty)
         if num_bad:
             console.err.print(f"[red]{console.count(num_bad, 'line')} of them cannot be trusted: not genuine.[/red]")
     raise typer.Exit(1 if num_bad or strangers else 0)

@@ -25,13 +25,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from potluck.errors import ConfigurationError
 from potluck.integrations.schedules import RunSchedule
-from potluck.optim.diloco import DiLoCo, DiLoCoConfig
+from potluck.optim.diloco import DiLoCoConfig
 from potluck.optim.methods.delayed import DelayedNesterov
 from potluck.optim.methods.outer import OuterSGD
 from potluck.optim.methods.sparseloco import SparseLoCo
-from potluck.optim.optimizer import Optimizer
 from potluck.optim.options import OptimizerConfig
 from potluck.run.joined import Joined
+from potluck.training.ownloop import DiLoCo, Optimizer
 
 logger = logging.getLogger(__name__)
 

@@ -50,7 +50,7 @@ class RunOptimizer(torch.optim.Optimizer):
             raise ConfigurationError("this optimizer trains in a run already: make another for another run")
         shared = make(self.inner)
         self.shared = shared
-        if clip is not None:
+        if clip is not None and shared.hosted is None:  # a hosted run's own clipping counts, for all alike
             self._hooks.append(self.inner.register_step_pre_hook(lambda inner, _args, _kwargs: clip(inner)))
         counts = shared.statistics()
         if any(counts.get(name) for name in CAME_LATER):

@@ -12,9 +12,8 @@ def number(value: float | None, digits: int = 3) -> str:
     """A number with some significant digits and a letter for thousands: 1,234 · 12.3k · 4.56M."""
     if value is None or not math.isfinite(value):
         return NOTHING
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            return f"{value / (limit if unit != 'k' else 1e3):.{digits}g}{unit}"
+    if abs(value) >= 1e4:
+        return _with_unit(value, digits)
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.{digits}g}"
 
 
@@ -27,10 +26,16 @@ def size(value: float | None) -> str:
     """Bytes."""
     if value is None or not math.isfinite(value):
         return NOTHING
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(value) >= limit:
-            return f"{value / limit:.3g} {unit}"
-    return f"{value:.0f} B"
+    return f"{_with_unit(value, 3, ' ')}B" if abs(value) >= 999.5 else f"{value:.0f} B"
+
+
+def _with_unit(value: float, digits: int, space: str = "") -> str:
+    """In thousands, millions and so on, of which there are fewer than a thousand after rounding too."""
+    for power, unit in enumerate("kMGTPE", 1):
+        scaled = f"{value / 1000**power:.{digits}g}"
+        if abs(float(scaled)) < 1000:
+            return f"{scaled}{space}{unit}"
+    return f"{value:.{digits}g}{space}"
 
 
 def speed(value: float | None) -> str:

@@ -25,7 +25,10 @@ from potluck.optim.parameters import (
     PARAMETER,
     STATISTIC,
     are_finite,
+    in_order,
+    is_named,
     named_parameters,
+    order_of,
     prefixed,
     without_prefix,
 )
@@ -62,6 +65,7 @@ class ModelState:
         self.model = named_parameters(optimizer, named)
         self.extra = _named_extra(extra_tensors)
         self.parameters = self._offloaded() if offload else self.model
+        self._order = order_of(self.parameters)
         self.scheduler = _scheduler(scheduler, optimizer)
 
     # Steps
@@ -151,23 +155,55 @@ class ModelState:
             if kept:
                 plain_state[name] = kept
         return {
+            "order": self._order,
             "groups": [_plain_items(group) for group in self.optimizer.param_groups],
             "state": plain_state,
             "scheduler": _plain_items(self.scheduler.state_dict()) if self.scheduler is not None else None,
         }
 
+    def take_names(self, tensors: Mapping[str, Tensor], metadata: Metadata) -> dict[str, str]:
+        """Call the parameters as somebody's state does, where only one side has names; what each is called from now on.
+
+        Nothing where names agree, or where it cannot be told which is which. `load` says so then.
+        """
+        theirs = without_prefix(PARAMETER, tensors)
+        if theirs.keys() == self.parameters.keys() or is_named(theirs) == is_named(self.parameters):
+            return {}
+        names = in_order(theirs, metadata.get("order"))
+        if names is None or [theirs[name].shape for name in names] != [p.shape for p in self.parameters.values()]:
+            return {}
+        renamed = dict(zip(list(self.parameters), names, strict=True))
+        rename(self.model, renamed)
+        if self.parameters is not self.model:
+            rename(self.parameters, renamed)
+        return renamed
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """ConfigurationError where somebody's state is of another model; it says what to write, where it may not be."""
+        theirs = without_prefix(PARAMETER, tensors)
+        for name, parameter in self.parameters.items():
+            given = theirs.get(name)
+            if given is not None and given.shape == parameter.shape:
+                continue
+            what = "is missing" if given is None else f"has shape {tuple(given.shape)}"
+            remedy = "this peer trains another model"
+            if not is_named(self.parameters) and is_named(theirs):
+                remedy = (
+                    f"the {len(self.parameters)} parameters here have no names, and are not like the run's "
+                    f"{len(theirs)} in order and shape. If it is the same model, give them their names: "
+                    "torch.optim.AdamW(model.named_parameters())"
+                )
+            raise ConfigurationError(
+                f"parameter {name!r} {what} in the run's state, and has shape {tuple(parameter.shape)} here: {remedy}"
+            )
+
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
         """Take over somebody's state; ConfigurationError where it is of another model."""
+        self.take_names(tensors, metadata)
+        self.check(tensors)
         for name, parameter in self.parameters.items():
-            given = tensors.get(PARAMETER + name)
-            if given is None or given.shape != parameter.shape:
-                what = "is missing" if given is None else f"has shape {tuple(given.shape)}"
-                raise ConfigurationError(
-                    f"parameter {name!r} {what} in the run's state, and has shape {tuple(parameter.shape)} here: "
-                    "this peer trains another model"
-                )
-            parameter.copy_(given)
+            parameter.copy_(tensors[PARAMETER + name])
         for name, tensor in self.extra.items():
             # Nobody else vouches for them: what is of no use is not taken.
             if (given := tensors.get(EXTRA + name)) is not None and given.shape == tensor.shape and are_finite([given]):
@@ -184,6 +220,8 @@ class ModelState:
         for group, values in zip(self.optimizer.param_groups, metadata.get("groups", ()), strict=False):
             for key, value in values.items():
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        if in_order(self.parameters, metadata.get("order")) is not None:
+            self._order = metadata["order"]  # one order for all, however this peer's groups are made
         if self.scheduler is not None and metadata.get("scheduler") is not None:
             self.scheduler.load_state_dict({**self.scheduler.state_dict(), **metadata["scheduler"]})
 
@@ -243,6 +281,13 @@ class ModelState:
                 for key, value in kept.items()
             }
         return copies
+
+
+def rename(tensors: dict[str, Any], renamed: Mapping[str, str]) -> None:
+    """Put other names on these, in place and in the same order."""
+    items = [(renamed[name], tensor) for name, tensor in tensors.items()]
+    tensors.clear()
+    tensors.update(items)
 
 
 def _is_moment(value: object, parameter: Tensor) -> bool:

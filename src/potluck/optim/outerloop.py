@@ -37,7 +37,7 @@ from potluck.optim.methods.outer import OuterOptimizer
 from potluck.optim.methods.quorum import token_weight
 from potluck.optim.methods.streaming import Schedule, mix, split
 from potluck.optim.methods.transform import Plain, Transform
-from potluck.optim.modelstate import ModelState
+from potluck.optim.modelstate import ModelState, rename
 from potluck.optim.parameters import (
     EXTRA,
     GRADIENT,
@@ -274,6 +274,7 @@ class OuterLoop(Method):
         """Numbers beside them; hyperparameters and the scheduler too, so that a newcomer trains as the others do."""
         state = self.state.metadata()
         return {
+            "order": state["order"],
             "groups": state["groups"],
             "scheduler": state["scheduler"],
             "outer": self.outer.numbers(),
@@ -287,13 +288,12 @@ class OuterLoop(Method):
         has_work = self.samples > 0 or len(self.fragments) > 1  # of fragments whose turn it was not
         self._is_offered = False
         self._leave_spoilt_work()
+        self._take_names(tensors, metadata)
+        self._check(tensors)
         for name, shared in self._shared.items():
-            given = tensors.get(PARAMETER + name)
-            if given is None or given.shape != shared.shape:
-                raise ConfigurationError(f"parameter {name!r} is not like that in the run's state: another model")
             parameter = self.state.parameters[name]
             change = shared - parameter.float()
-            shared.copy_(given)
+            shared.copy_(tensors[PARAMETER + name])
             parameter.copy_(shared - change if has_work and are_finite([change]) else shared)
         for name, tensor in self.state.extra.items():
             if (given := tensors.get(EXTRA + name)) is not None:
@@ -305,6 +305,20 @@ class OuterLoop(Method):
         self.state.load_numbers(metadata)
         self._fresh, self._fresh_extra, self._fresh_measures, self._offered = set(), {}, {}, {}
         self.state.land()
+
+    def _take_names(self, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
+        if renamed := self.state.take_names(tensors, metadata):
+            rename(self._shared, renamed)
+            self.fragments = split(list(self.state.parameters), self.schedule.num_fragments)  # it goes by names
+
+    def _check(self, tensors: Mapping[str, Tensor]) -> None:
+        self.state.check(tensors)
+        theirs = {name for name in without_prefix(EXTRA, tensors) if "/" not in name}
+        if lacking := sorted(theirs - self.state.extra.keys()):
+            raise ConfigurationError(
+                f"the run's state has {', '.join(lacking[:3])}{' …' if lacking[3:] else ''} beside its parameters, and "
+                "this peer has not: give extra_tensors=dict(model.named_buffers())"
+            )
 
     def load_numbers(self, metadata: Metadata) -> None:
         """Take over hyperparameters, the scheduler, the turn, and the numbers of outer optimizer and transform."""

@@ -3,11 +3,15 @@
 Peers find out that they train the same model by the names, shapes and dtypes of their tensors; so names must come out
 the same for all. They are the optimizer's own (`param_names`, when it was made from named parameters), or those of the
 `named` argument, or else the position: group-index. Frozen parameters are left out, and tied ones stand there once.
+
+A run's state says its parameters' order too (`order_of`). So a peer whose parameters have no names takes the run's,
+where shapes and order agree; and a peer whose parameters have names takes positions, in a run that began without names.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -75,6 +79,32 @@ def named_parameters(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]] |
     if not found:
         raise ConfigurationError("the optimizer has no parameter that requires a gradient: there is nothing to train")
     return found
+
+
+MAX_ORDERED = 10_000  # parameters: their order is part of each state's metadata
+_POSITION = re.compile(r"[0-9]+-[0-9]+")
+
+
+def is_named(names: Iterable[str]) -> bool:
+    """Whether any of these is more than a position."""
+    return not all(_POSITION.fullmatch(name) for name in names)
+
+
+def order_of(names: Iterable[str]) -> list[int] | None:
+    """For each name, in the order of the alphabet, its place among these; None where they are too many to say."""
+    places = {name: place for place, name in enumerate(names)}
+    return [places[name] for name in sorted(places)] if len(places) <= MAX_ORDERED else None
+
+
+def in_order(names: Iterable[str], order: object) -> list[str] | None:
+    """The names in the order that `order_of` told; None where that is not an order of so many."""
+    known = sorted(names)
+    if not isinstance(order, list) or not all(isinstance(place, int) for place in order):
+        return None
+    if sorted(order) != list(range(len(known))):
+        return None
+    placed = dict(zip(order, known, strict=True))
+    return [placed[place] for place in range(len(known))]
 
 
 @torch.no_grad()

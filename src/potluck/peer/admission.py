@@ -19,6 +19,7 @@ from potluck.errors import (
     DeadlineExceededError,
     HubUnavailableError,
     NotAdmittedError,
+    PermissionDeniedError,
     PotluckError,
     ProtocolError,
     RetryableError,
@@ -216,6 +217,10 @@ async def _ask(hub: HubConnection, subjects: Subjects, peer_id: str, application
             subjects.lobby(peer_id), encode(application), timeout_seconds=ANSWER_TIMEOUT_SECONDS
         )
         return decode(Answer, payload)
+    except PermissionDeniedError as error:  # the lobby is open to everybody, but only that of the hub's own run
+        raise ConfigurationError(
+            f"this hub has no run called {subjects.run!r}: check the name in the link, or ask the organiser for another"
+        ) from error
     except (RetryableError, NotAdmittedError) as error:
         raise HubUnavailableError(NOBODY_THERE) from error
     except ProtocolError as error:

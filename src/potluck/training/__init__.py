@@ -16,6 +16,7 @@ ledger.py      who trains on which shard (pure); shards.py: asked of the coordin
 feed.py        batches, shard after shard
 readiness.py   whether there is something to train here, before torch is imported
 trainer.py     one peer's training loop               helping.py: what aux peers do, and coordinators
+ownloop.py     potluck.Optimizer and potluck.DiLoCo: a program's own loop, with the settings of the run
 leaving.py     how it ends: what is done is handed in
 viewing.py     the run's newest state, for whoever only looks
 contributions.py  who has given how much               receipts.py: the coordinator's signed word for it

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from potluck.optim.diloco import DiLoCo
-from potluck.optim.methods.outer import Nesterov
+from potluck.optim.methods.outer import Nesterov, OuterOptimizer
 from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
 from potluck.optim.optimizer import Optimizer
 from potluck.round.aggregators import AggregatorSpec
@@ -32,45 +33,49 @@ def make_optimizer(
 
     `state` says whether this peer keeps states for others, and writes backups.
     """
-    settings = manifest.settings[0]  # what may change is set before each step
-    spec, training = settings.optimizer, settings.training
-    inner = _inner(spec, model.parameters())
+    inner = _inner(manifest.settings[0].optimizer, model.parameters())
     # By the model's own names, so that a checkpoint says what is in it.
     inner.param_groups[0]["param_names"] = [name for name, _ in model.named_parameters()]
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-    codecs = CodecChoice.by_role({"gradient": manifest.exchange.codec})
-    max_grad_norm = spec.max_grad_norm or None
-    state = state or StateConfig()
+    options = {**options_of(manifest), "state": state or StateConfig()}
+    if isinstance(manifest.settings[0].training, manifests.Sync):
+        return Optimizer(run, inner, extra_tensors=buffers, **options)
+    return DiLoCo(run, inner, extra_tensors=buffers, outer=outer_of(manifest), **options)
+
+
+def options_of(manifest: Manifest) -> dict[str, Any]:
+    """What a manifest says about the options of OptimizerConfig, or of DiLoCoConfig."""
+    settings = manifest.settings[0]  # what may change is set before each step
+    training = settings.training
+    for_all = {
+        "max_grad_norm": settings.optimizer.max_grad_norm or None,
+        "codecs": CodecChoice.by_role({"gradient": manifest.exchange.codec}),
+        "gather": gathering(manifest),
+    }
     if isinstance(training, manifests.Sync):
-        return Optimizer(
-            run,
-            inner,
-            extra_tensors=buffers,
-            target_batch_size=training.target_batch_size,
-            matchmaking_seconds=training.matchmaking_seconds,
-            delay_grad_averaging=training.delay_averaging,
-            max_grad_norm=max_grad_norm,
-            codecs=codecs,
-            gather=gathering(manifest),
-            state=state,
-        )
-    return DiLoCo(
-        run,
-        inner,
-        extra_tensors=buffers,
-        outer=Nesterov(training.outer_learning_rate, training.outer_momentum),
-        inner_steps=training.inner_steps,
-        steps_by_speed=training.steps_by_speed,
-        num_fragments=training.num_fragments,
-        overlap_steps=training.overlap_steps,
-        mixing=training.mixing,
-        min_peers=training.min_peers,
-        grace_seconds=training.grace_seconds,
-        max_grad_norm=max_grad_norm,
-        codecs=codecs,
-        gather=gathering(manifest),
-        state=state,
-    )
+        return {
+            **for_all,
+            "target_batch_size": training.target_batch_size,
+            "matchmaking_seconds": training.matchmaking_seconds,
+            "delay_grad_averaging": training.delay_averaging,
+        }
+    return {
+        **for_all,
+        "inner_steps": training.inner_steps,
+        "steps_by_speed": training.steps_by_speed,
+        "num_fragments": training.num_fragments,
+        "overlap_steps": training.overlap_steps,
+        "mixing": training.mixing,
+        "min_peers": training.min_peers,
+        "grace_seconds": training.grace_seconds,
+    }
+
+
+def outer_of(manifest: Manifest) -> OuterOptimizer:
+    """The outer optimizer of a run with DiLoCo."""
+    training = manifest.settings[0].training
+    assert isinstance(training, manifests.DiLoCo), "it has one"
+    return Nesterov(training.outer_learning_rate, training.outer_momentum)
 
 
 def gathering(manifest: Manifest) -> GatherConfig:

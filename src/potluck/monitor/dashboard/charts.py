@@ -25,7 +25,8 @@ ROLE_COLOURS = {"trainer": TOMATO, "aux": BLUE, "observer": GREY}
 MAX_DRAWN_LINKS = 600
 # Large numbers with a letter; others as short as they are.
 COMPACT = """value => { const size = Math.abs(value);
-    for (const [limit, letter] of [[1e9, 'G'], [1e6, 'M'], [1e4, 'k']])
+    if (size >= 1e21) return value.toExponential(2);
+    for (const [limit, letter] of [[1e18, 'E'], [1e15, 'P'], [1e12, 'T'], [1e9, 'G'], [1e6, 'M'], [1e4, 'k']])
         if (size >= limit) return +(value / (letter == 'k' ? 1e3 : limit)).toPrecision(4) + letter;
     return String(+value.toPrecision(6)); }"""
 

@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from statelab import Keeping, StateLab, model, same, state_lab
+from statelab import MIB, Keeping, StateLab, model, same, state_lab
 
 from potluck.state.backups import BackupConfig
 from potluck.state.following import Follower
+from potluck.testing.memorycarrier import Conditions
 from potluck.testing.virtualloop import in_virtual_time
 
 TIMEOUT_SECONDS = 120.0
@@ -28,11 +29,38 @@ async def following(lab: StateLab, aux: Keeping, num_training: int) -> AsyncIter
         await follower.close()
 
 
+def set_line(lab: StateLab, sender: Keeping, receiver: Keeping, *, seconds: float) -> None:
+    """Have 2 MiB take so long from one to the other."""
+    line = Conditions(bytes_per_second=2 * MIB / seconds)
+    lab.run.network.set_conditions(line, kind="direct", sender=sender.id, receiver=receiver.id)
+
+
+@in_virtual_time
+async def test_where_epochs_are_long_it_has_the_newest_state_for_newcomers(tmp_path: Path) -> None:
+    async with state_lab() as lab:
+        aux = await lab.join("aux", role="aux", folder=tmp_path, backups=BackupConfig(every_epochs=5))
+        trainer = await lab.join("trainer", coordinates=False)
+        set_line(lab, trainer, aux, seconds=1.0)
+        async with following(lab, aux, num_training=1):
+            for epoch in range(1, 5):
+                lab.commit(epoch, trainer)
+                await trainer.publish(model(epoch, 2), epoch)
+                await asyncio.sleep(30.0)
+                assert aux.keeper.kept_epoch == epoch
+            assert aux.keeper.backups is not None
+            assert aux.keeper.backups.epochs() == [1], "it saves as often as it was told"
+            newcomer = await lab.join("newcomer", coordinates=False)
+            with await newcomer.keeper.fetch(timeout_seconds=TIMEOUT_SECONDS) as fetched:
+                assert fetched.report.given[aux.id] > 0
+            assert trainer.served < 4 * 3 + 3, "the trainer gave each epoch once, and the newcomer not all of it"
+
+
 @in_virtual_time
 async def test_it_takes_over_a_state_every_so_many_epochs_and_saves_it(tmp_path: Path) -> None:
     async with state_lab() as lab:
         aux = await lab.join("aux", role="aux", folder=tmp_path, backups=BackupConfig(every_epochs=5))
         trainer = await lab.join("trainer", coordinates=False)
+        set_line(lab, trainer, aux, seconds=9.3)  # a newer one than is due would take too much of the time
         async with following(lab, aux, num_training=1) as follower:
             for epoch in range(1, 12):
                 lab.commit(epoch, trainer)
@@ -56,13 +84,14 @@ async def test_it_takes_over_what_only_who_leaves_has(tmp_path: Path) -> None:
     async with state_lab() as lab:
         aux = await lab.join("aux", role="aux", folder=tmp_path, backups=BackupConfig(every_epochs=10))
         trainer = await lab.join("trainer", coordinates=False)
+        set_line(lab, trainer, aux, seconds=9.3)  # a newer one than is due would take too much of the time
         async with following(lab, aux, num_training=1):
             for epoch in range(1, 6):
                 lab.commit(epoch, trainer)
                 await trainer.publish(model(epoch, 2), epoch)
                 await asyncio.sleep(30.0)
             assert aux.keeper.kept_epoch == 1
-            assert await trainer.keeper.hand_over(timeout_seconds=10.0)
+            assert await trainer.keeper.hand_over(timeout_seconds=30.0)
             assert aux.keeper.kept_epoch == 5
 
 

@@ -1,8 +1,9 @@
 """Keeping without training: an aux peer takes over the trainers' state now and then, and sees that the run goes on.
 
-It has no model, so it fetches as a newcomer would: every so many epochs, and for a tenth of the time at most; and what
-only those have who are about to leave (handingover.py). What it has it serves and saves, so that a run survives though
-all trainers are gone. And where the trainers have all come back
+It has no model, so it fetches as a newcomer would: every so many epochs, and for a tenth of the time at most; in
+between, for a twentieth, so that where epochs are long newcomers get the newest state from it, and no trainer has to
+give it to each of them; and what only those have who are about to leave (handingover.py). What it has it serves and
+saves, so that a run survives though all trainers are gone. And where the trainers have all come back
 from disk, and nobody has the state of the present epoch, it chooses with them what to go on from, as the coordinator
 that it often is.
 """
@@ -29,6 +30,7 @@ LOOK_EVERY_SECONDS = 1.0
 DOWN_SECONDS = 3.0  # without a state of the present epoch: each epoch is without one for a moment
 FETCH_SECONDS = 600.0
 PAUSE_FACTOR = 9  # a fetch that took a second is followed by nine without
+FRESH_PAUSE_FACTOR = 19  # … and by nineteen, where no state is due and one that is newer would only be nice to have
 FAILED_PAUSE_SECONDS = 2.0
 EPOCHS_WITHOUT_BACKUPS = 10  # between two fetches, where nothing is saved
 
@@ -54,6 +56,8 @@ class Follower:
         self._num_training = num_training
         self._epoch: int | None = None  # of the state that was taken last
         self._next_at = 0.0
+        self._due_epoch: int | None = None  # of the one that was taken last because it was due, and is saved
+        self._fresh_at = 0.0
         self._num_late = 0  # how many epochs after it was due the last fetch had ended
         self._up_at = clock.monotonic()  # when somebody had the state of the present epoch, or trained, last
         self._task: asyncio.Task[None] | None = None
@@ -77,18 +81,21 @@ class Follower:
             await asyncio.sleep(LOOK_EVERY_SECONDS)
 
     async def _fetch(self, at_least_epoch: int) -> None:
-        busy_seconds = await self._take(self._compare_and_fetch(at_least_epoch))
-        self._num_late = max(self._averager.lineage.epoch - at_least_epoch, 0)
+        is_due = at_least_epoch >= self._next_epoch
+        busy_seconds = await self._take(self._compare_and_fetch(at_least_epoch), is_due=is_due)
+        if is_due:
+            self._num_late = max(self._averager.lineage.epoch - at_least_epoch, 0)
         # Only what took others' time is made up for: a fetch that failed, or waited, has taken none.
         pause = FAILED_PAUSE_SECONDS if busy_seconds is None else PAUSE_FACTOR * busy_seconds
         self._next_at = self._clock.monotonic() + pause
+        self._fresh_at = self._clock.monotonic() + max(pause, FRESH_PAUSE_FACTOR * (busy_seconds or 0.0))
 
     async def _compare_and_fetch(self, at_least_epoch: int) -> FetchedState:
         await self._keeper.look_for_damage()
         return await self._keeper.fetch(at_least_epoch=at_least_epoch, timeout_seconds=FETCH_SECONDS)
 
-    async def _take(self, coming: Coroutine[Any, Any, FetchedState | None]) -> float | None:
-        """For how long it was given a state; None: it got none."""
+    async def _take(self, coming: Coroutine[Any, Any, FetchedState | None], *, is_due: bool = True) -> float | None:
+        """For how long it was given a state; None: it got none. One that is due is saved at once."""
         try:
             fetched = await coming
         except RetryableError as error:
@@ -101,7 +108,8 @@ class Follower:
             if fetched is not None:
                 with fetched:
                     self._epoch = fetched.epoch
-                    self._keeper.save(fetched.epoch, fetched.snapshot, made_at=fetched.made_at, at_once=True)
+                    self._due_epoch = fetched.epoch if is_due else self._due_epoch
+                    self._keeper.save(fetched.epoch, fetched.snapshot, made_at=fetched.made_at, at_once=is_due)
                     self.counts["followed"] += 1
                     return fetched.report.busy_seconds
         return None
@@ -120,7 +128,7 @@ class Follower:
         backups = self._keeper.backups
         every = backups.config.every_epochs if backups is not None else EPOCHS_WITHOUT_BACKUPS
         # As many epochs earlier as the last one came late: what all trainers' death would cost is one interval.
-        return 1 if self._epoch is None else self._epoch + max(every - self._num_late, 1)
+        return 1 if self._due_epoch is None else self._due_epoch + max(every - self._num_late, 1)
 
     def _wanted(self) -> int | None:
         """From which epoch on a state should be fetched now; None: none is due."""
@@ -133,6 +141,8 @@ class Follower:
             return None
         epoch, keepers = offered
         if keepers and all(herald.announcements.is_leaving(peer) for peer in keepers):
+            return epoch
+        if self._epoch is not None and self._clock.monotonic() >= self._fresh_at:
             return epoch
         is_due = epoch >= self._next_epoch and self._clock.monotonic() >= self._next_at
         return self._next_epoch if is_due else None

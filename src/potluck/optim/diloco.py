@@ -296,6 +296,8 @@ class DiLoCo:
         if self.driver.num_loaded != self._num_loaded:
             self._stride.offered()
             self._keep_in_step()
+            if not self.method.samples:
+                return  # its work was dropped, by a rollback: however little time is left, there is nothing to offer
         if not self._stride.is_done(self._fast_steps_per_second):
             return
         stand_by = self._stand_by()

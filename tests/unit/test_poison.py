@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
-from trainlab import TrainLab, together, train_lab
+from trainlab import PATIENCE_SECONDS, TrainLab, together, train_lab
 
 from potluck.optim.optimizer import Optimizer
 from potluck.recipes.digits import Config, Digits
@@ -24,7 +26,8 @@ LEARNS = 0.8  # of the held-out digits; a run that withstands gets 0.9, a poison
 class Program:
     """A person's own loop; the first of four multiplies its gradients."""
 
-    def __init__(self, lab: TrainLab, number: int, aggregator: str) -> None:
+    def __init__(self, lab: TrainLab, number: int, aggregator: str, all_are_there: threading.Barrier) -> None:
+        self.all_are_there = all_are_there
         torch.manual_seed(0)
         self.recipe = Digits(Config())
         self.model = self.recipe.model()
@@ -39,6 +42,7 @@ class Program:
             self.run, inner, target_batch_size=64, gather=self.gather, matchmaking_seconds=20.0, num_threads=1
         )
         self.optimizer = optimizer
+        self.all_are_there.wait(PATIENCE_SECONDS)  # alone, the poisoner would be measured against nobody
         while optimizer.epoch < EPOCHS:
             shards = [self.recipe.samples(number, self.generator) for number in range(self.recipe.num_shards)]
             chosen = torch.randint(len(shards), (samples,), generator=self.generator).tolist()
@@ -66,7 +70,8 @@ def test_one_poisoner_of_four_does_not_win_by_its_weight(
     aggregator: str, samples: int, claimed: int, factor: float
 ) -> None:
     with train_lab() as lab:
-        programs = [Program(lab, number, aggregator) for number in (3, 0, 1, 2)]
+        all_are_there = threading.Barrier(4)
+        programs = [Program(lab, number, aggregator, all_are_there) for number in (3, 0, 1, 2)]
         honest = {"samples": HONEST_SAMPLES, "claimed": HONEST_SAMPLES, "factor": 1.0}
         poison = {"samples": samples, "claimed": claimed, "factor": factor}
         work = [lambda p=program, o=poison if i == 1 else honest: p.train(**o) for i, program in enumerate(programs)]

@@ -77,7 +77,8 @@ class DiLoCoConfig:
     """*run* Nobody waits for anybody: each peer's change is an epoch of its own."""
 
     steps_by_speed: bool = True
-    """Slow peers take fewer local steps, so that all are done at the same time (DyLU)."""
+    """Slow peers take fewer local steps, so that all are done at the same time (DyLU). Not with a scheduler: it counts
+    local steps, and would have another learning rate on each peer."""
 
     min_peers: int = 1
     """*run* An exchange starts when so many are ready, and the others have had their grace."""
@@ -188,7 +189,7 @@ class DiLoCo:
         states = source_of_states(run, self.collaboration, source, config.state)
         self.driver = Driver(run, self.method, self.collaboration, config.driver(), states)
         self._unscaler = Unscaler(self.method.state.model.values(), cast(torch.optim.Optimizer, self))
-        self._stride = Stride(self.method.schedule, by_speed=config.steps_by_speed)
+        self._stride = Stride(self.method.schedule, by_speed=config.steps_by_speed and scheduler is None)
         self.collaboration.averager.listen(self._stride.cadence.committed)
         self.driver.begin()
         self._num_loaded = self.driver.num_loaded

@@ -18,8 +18,9 @@ A peer's contribution weighs tokens · (tokens/steps): the more it has seen, and
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Self
 
@@ -30,6 +31,7 @@ from potluck.round.specs import StartSpec
 from potluck.round.trigger import Quorum, ReadySender
 
 KEPT_ROUNDS = 16
+REMEMBERED_ROUNDS = 64
 LEAST_SHARE = 1 / 3  # of a round's work
 LEAST_REACH_SECONDS = 2.0  # where the work of a round takes milliseconds, a busy machine is late by more than all of it
 LONGEST_GRACE_SECONDS = 300.0  # that trainers can make a host wait
@@ -71,9 +73,13 @@ class AdaptiveGrace:
             self._work.append(work_seconds)
         self._latest.append(0.0)
 
-    def observe(self, lateness_seconds: float) -> None:
-        """Of the round that began last: so long after the quorum another one was ready, in time or not."""
-        if self._latest and 0.0 <= lateness_seconds <= min(self.reach_seconds, self.most_seconds):
+    def observe(self, lateness_seconds: float, *, of_most: bool = False) -> None:
+        """Of the round that began last: so long after the quorum another one was ready, in time or not.
+
+        `of_most`: most trainers were. Then those in time are the exception, and their work is no measure for the rest.
+        """
+        reach_seconds = self.most_seconds if of_most else min(self.reach_seconds, self.most_seconds)
+        if self._latest and 0.0 <= lateness_seconds <= reach_seconds:
             self._latest[-1] = max(self._latest[-1], lateness_seconds)
 
 
@@ -85,10 +91,9 @@ class AdaptiveQuorum:
             raise ConfigurationError(f"min_senders={min_senders}: a round needs at least 1 peer that contributes")
         self.grace = grace or AdaptiveGrace()
         self._min_senders = min_senders
-        self._epoch: int | None = None  # whose round began last
-        self._began_at = 0.0
-        self._reached_at = 0.0
-        self._came: set[str] = set()  # for it, in time or not
+        self._began_at: float | None = None  # the last round
+        self._rounds: OrderedDict[int, _Round] = OrderedDict()  # by epoch, those that began last
+        self._num_trainers = 0
 
     @classmethod
     def of(cls, start: StartSpec) -> Self:
@@ -106,6 +111,7 @@ class AdaptiveQuorum:
 
     def due_at(self, ready: Sequence[ReadySender], trainers: frozenset[str]) -> float | None:
         """As Quorum, with the window as it is now."""
+        self._num_trainers = len(trainers)
         quorum = Quorum(min_senders=self._min_senders, grace_seconds=self.grace.seconds)
         return quorum.due_at(ready, trainers)
 
@@ -114,23 +120,36 @@ class AdaptiveQuorum:
         times = sorted(sender.since for sender in ready)
         if len(times) < self._min_senders:
             return
-        if epoch != self._epoch:
-            self._reached_at = times[self._min_senders - 1]
-            self.grace.round_begins(self._reached_at - self._began_at if self._epoch is not None else None)
-            self._epoch, self._came = epoch, set()
+        if epoch not in self._rounds:
+            begins = self._rounds[epoch] = _Round(times[self._min_senders - 1])
+            self.grace.round_begins(None if self._began_at is None else begins.reached_at - self._began_at)
+            while len(self._rounds) > REMEMBERED_ROUNDS:
+                self._rounds.popitem(last=False)
         self._began_at = now
         for sender in ready:
-            self._observe(sender.peer, sender.since)
+            self._rounds[epoch].came.add(sender.peer)
+            self.grace.observe(max(0.0, sender.since - self._rounds[epoch].reached_at))
 
     def came_late(self, epoch: int, peer: str, now: float) -> None:
-        """Learn from those who did not."""
-        if epoch == self._epoch:
-            self._observe(peer, now)
+        """Learn from those who did not. A peer much slower than the rest is late by several rounds."""
+        late_for = self._rounds.get(epoch)
+        if late_for is None or peer in late_for.came:
+            return
+        late_for.came.add(peer)
+        late_for.late_seconds.append(max(0.0, now - late_for.reached_at))
+        if 2 * len(late_for.late_seconds) > self._num_trainers:
+            self.grace.observe(max(late_for.late_seconds), of_most=True)
+        elif epoch == next(reversed(self._rounds)):
+            self.grace.observe(late_for.late_seconds[-1])
 
-    def _observe(self, peer: str, at: float) -> None:
-        if peer not in self._came:
-            self._came.add(peer)
-            self.grace.observe(max(0.0, at - self._reached_at))
+
+@dataclass(slots=True)
+class _Round:
+    """One round that began, and who came for it."""
+
+    reached_at: float  # when the quorum was there
+    came: set[str] = field(default_factory=set)  # in time or not
+    late_seconds: list[float] = field(default_factory=list)  # of those who were not in time
 
 
 class ByMost:

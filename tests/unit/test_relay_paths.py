@@ -663,6 +663,7 @@ async def test_forged_words_about_credit_are_counted_and_change_nothing(pair: Pa
 async def test_whoever_has_not_the_key_opens_no_path_in_anothers_name(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     """The hub shows Bob the right key of Alice, and plays Alice itself."""
     usurper = RelayCarrier(pair.alice.owner, "ALICE", SUBJECTS, pair.alice.wire, LinkKeys.generate(), clock=pair.clock)
     pair.alice.carrier = usurper

@@ -107,6 +107,9 @@ class RelayConfig:
             raise ConfigurationError(f"tick_seconds is {self.tick_seconds}: it must be more than 0")
 
 
+SUSPICIOUS_PACKETS = 16
+
+
 class RelayCarrier:
     """Moves packets through the hub. Lives on one event loop."""
 
@@ -418,7 +421,9 @@ class RelayCarrier:
         name = "replayed" if isinstance(error, ReplayedError) else "lost" if isinstance(error, LostError) else "forged"
         self._counts[name] += 1
         if name == "forged" and self._counts[name].bit_count() == 1:  # the 1st, 2nd, 4th, …
-            logger.warning(
+            # Packets of a path that has just ended do not open under the keys of the next one: a few are no news.
+            logger.log(
+                logging.WARNING if self._counts[name] >= SUSPICIOUS_PACKETS else logging.INFO,
                 "the hub delivered something in the name of %s that this peer did not send like this (%s; %d times so "
                 "far): it was thrown away. Who runs the hub?",
                 path.peer,

@@ -33,11 +33,11 @@ from potluck.peer.admission import be_admitted
 from potluck.peer.identity import Identity
 from potluck.peer.session import REQUEST_TIMEOUT_SECONDS, new_session_id
 from potluck.round.lineage import Lineage
-from potluck.round.plan import Commit, CommittedMember, RoundKey
+from potluck.round.plan.messages import Commit, CommittedMember, RoundKey
 from potluck.run.host import Host, HostConfig
 from potluck.run.linknews import TOPIC, LinkFigures, LinkNews
-from potluck.training.contributions import KEY, ContributionBook, added
-from potluck.training.history import TAIL_KEY, HistoryLog, record_of, round_key
+from potluck.training.books.contributions import KEY, ContributionBook, added
+from potluck.training.books.history import TAIL_KEY, HistoryLog, record_of, round_key
 
 RUN = "crowd"
 EPOCH_SECONDS = 2.0

@@ -24,7 +24,7 @@ from potluck.optim.collaboration import Collaboration
 from potluck.optim.helper import OTHERWISE
 from potluck.optim.methods.quorum import ByMost
 from potluck.round.codecs import CodecChoice
-from potluck.round.coordinator import CoordinatorConfig
+from potluck.round.coordinator.coordinator import CoordinatorConfig
 from potluck.run.host import Host, HostConfig
 from potluck.run.peer import Peer, PeerConfig
 from potluck.state.keeper import StateConfig, StateKeeper

@@ -27,8 +27,8 @@ from potluck.messages import decode, encode
 from potluck.peer import admission
 from potluck.peer.admission import be_admitted, refusal, why_refused
 from potluck.peer.identity import Identity
-from potluck.testing.memoryhub import MemoryConnection, MemoryHub
-from potluck.testing.virtualloop import LoopClock, in_virtual_time
+from potluck.sim.memoryhub import MemoryConnection, MemoryHub
+from potluck.sim.virtualloop import LoopClock, in_virtual_time
 
 SUBJECTS = Subjects("test")
 PEER = Identity.temporary().peer_id

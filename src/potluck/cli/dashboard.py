@@ -150,7 +150,7 @@ async def _of_hosted_run(
     from potluck.monitor.dashboard.gate import Gate, load_or_create_token
     from potluck.monitor.dashboard.state import Organising
     from potluck.run.peer import Peer, PeerConfig
-    from potluck.training.steering import Steering
+    from potluck.training.manifest.steering import Steering
 
     where, record = hosted_run(run, folder)
     keys = HubKeys.load_or_create(where / "identity")

@@ -13,9 +13,9 @@ import typer
 if TYPE_CHECKING:
     from potluck.hub.guard.member import AccessRequest
     from potluck.hub.guard.organise import MemberState, Organiser
-    from potluck.round.plan import Commit
+    from potluck.round.plan.messages import Commit
     from potluck.run.hostrecord import HostRecord
-    from potluck.training.steering import Steering
+    from potluck.training.manifest.steering import Steering
 
 T = TypeVar("T")
 MOST_SHOWN = 10  # of those whom a name could mean

@@ -17,5 +17,5 @@ How they are carried out:
     leaders.py                         which servers of a cluster lead the stores
     huggingface.py                     whose token it is
     registry.py, rosterwriter.py       the records, in the hub's stores
-    errands.py                         work on the side
+    background.py                         work on the side
 """

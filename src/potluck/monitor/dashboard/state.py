@@ -18,8 +18,8 @@ from potluck.monitor.dashboard.actions import Action, ActionLog
 from potluck.monitor.dashboard.gate import Gate, Visitor
 from potluck.monitor.follower import RunFollower
 from potluck.monitor.view import Overview, PeerRow
-from potluck.training.manifest import Settings
-from potluck.training.steering import Steering
+from potluck.training.manifest.manifest import Settings
+from potluck.training.manifest.steering import Steering
 
 if TYPE_CHECKING:
     from potluck.monitor.previews import Previewer

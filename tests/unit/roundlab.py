@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ from potluck.round.coordinator.gathering import GatherConfig
 from potluck.round.coordinator.trigger import Quorum
 from potluck.round.outcome import RoundResult
 from potluck.round.plan.partition import PartitionConfig
+from potluck.run.group import Group
 from potluck.sim.inlineworkers import InlineWorkers
 from potluck.sim.memoryrun import MemoryPeer, MemoryRun
 from potluck.sim.virtualloop import LoopClock, VirtualTimeLoop, process
 
 TIMEOUT_SECONDS = 60.0
+GROUPS = ("main", "critic")  # that suites run in
+GROUP = ContextVar("group", default="main")  # whose rounds a lab makes: see the fixture `each_group`
 ELEMENTS = 100_000  # several chunks for each of a few reducers
 SMALL_CHUNKS = PartitionConfig(default_bytes_per_second=3e6)  # as on slow lines
 EXACT = CodecChoice.everything("float32")
@@ -82,7 +86,9 @@ class Lab:
         options.setdefault("coordinates", not self.members)
         with process(process_name(number, self.run.next_session)):
             peer = await self.run.join(f"m{number}", identity=identity, **options)
-            averager = Averager(peer, self.config, workers=InlineWorkers())
+            group = Group(peer, GROUP.get())
+            await group.enter()
+            averager = Averager(group, self.config, workers=InlineWorkers())
             await averager.start()
         member = Member(peer, averager, number, options)
         self.members.append(member)

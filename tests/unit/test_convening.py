@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from gatheringroom import commit_of, presence, ready
 
+from potluck.hub.subjects import Subjects
 from potluck.peer.identity import Identity
 from potluck.peer.lease import LeaseView
 from potluck.peer.roster import Roster
@@ -35,9 +36,7 @@ class Hall:
         self.lineage = SimpleNamespace(epoch=0, head=None)
         self.lease = SimpleNamespace(view=LeaseView())
         self.counts: Counter[str] = Counter()
-        session = SimpleNamespace(
-            clock=self.clock, roster=self.roster, now=self.clock.wall, subjects=SimpleNamespace(run="run")
-        )
+        session = SimpleNamespace(clock=self.clock, roster=self.roster, now=self.clock.wall, subjects=Subjects("run"))
         auditor = SimpleNamespace(barred=lambda _head: dict(self.excluded))
         self.convener = Convener(
             session,  # type: ignore[arg-type]

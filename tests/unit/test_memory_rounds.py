@@ -28,6 +28,8 @@ from potluck.round.plan.messages import Average, Contribution, Participant, Plan
 from potluck.round.plan.signing import sign_word
 from potluck.sim.virtualloop import in_virtual_time
 
+pytestmark = pytest.mark.usefixtures("each_group")
+
 
 def now() -> float:
     return asyncio.get_running_loop().time()

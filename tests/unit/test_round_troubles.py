@@ -21,6 +21,8 @@ from potluck.sim.memorycarrier import Conditions
 from potluck.sim.memoryhub import MemoryRule
 from potluck.sim.virtualloop import in_virtual_time
 
+pytestmark = pytest.mark.usefixtures("each_group")
+
 
 def now() -> float:
     return asyncio.get_running_loop().time()

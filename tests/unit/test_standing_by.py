@@ -16,6 +16,8 @@ from potluck.round.outcome import RoundResult
 from potluck.round.plan.messages import Ready
 from potluck.sim.virtualloop import in_virtual_time, process
 
+pytestmark = pytest.mark.usefixtures("each_group")
+
 EXPECTED = StandBy(awaits=2.0, seconds=3.0, word_seconds=0.5)
 
 

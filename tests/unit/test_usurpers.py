@@ -17,6 +17,8 @@ from potluck.round.plan.messages import Commit, RoundKey
 from potluck.round.plan.signing import sign_commit
 from potluck.sim.virtualloop import in_virtual_time
 
+pytestmark = pytest.mark.usefixtures("each_group")
+
 NEVER = 2**62
 
 

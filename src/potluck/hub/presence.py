@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from potluck.hub.keys import verify
+from potluck.hub.subjects import MAIN
 from potluck.messages import PROTOCOL_VERSION, Message
 
 Role = Literal["trainer", "aux", "observer", "worker"]  # a worker uses queues, and takes part in no round
@@ -29,6 +30,7 @@ class Card(Message, frozen=True, kw_only=True):
     lan_addresses: tuple[str, ...] = ()  # more of them, worth dialling only from the same LAN; also of a client peer
     upload_bytes_per_second: float | None = None  # as measured; None: not known yet
     download_bytes_per_second: float | None = None
+    groups: tuple[str, ...] = (MAIN,)  # that it is in
 
 
 def with_link_proof(card: Card, run: str, peer: str, sign: Callable[[bytes], bytes]) -> Card:
@@ -82,3 +84,4 @@ class CardAnswer(Message, frozen=True, kw_only=True):
     accepted: bool
     message: str = ""  # why not: a newer process has taken this peer's place, or the role is not allowed
     banned: bool = False  # that is why; it may be told before the connection is cut
+    refused_groups: tuple[str, ...] = ()  # of those in the card: it was accepted without them

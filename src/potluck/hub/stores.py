@@ -68,6 +68,10 @@ STORES: tuple[StoreDefinition, ...] = (
         name="lease", description="who coordinates", readers="all", writers="coordinators", expires=True
     ),
     StoreDefinition(name="lineage", description="the committed epochs", readers="all", writers="coordinators"),
+    StoreDefinition(
+        name="groups", description="the same for each other group, and cuts", readers="all", writers="coordinators",
+        expires=True,
+    ),
     StoreDefinition(name="shards", description="who trains on what", readers="all", writers="coordinators"),
     StoreDefinition(name="contributions", description="who gave how much", readers="all", writers="coordinators"),
     StoreDefinition(name="history", description="how the run has gone", readers="all", writers="coordinators"),

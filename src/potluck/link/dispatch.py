@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from potluck.errors import ConfigurationError, PotluckError, ProtocolError, RetryableError
 from potluck.link.carrier import Buffer
 from potluck.link.counters import Counters
-from potluck.link.envelope import Envelope, Role, tag_of
+from potluck.link.envelope import Envelope, Role, route
 from potluck.link.limits import LinkConfig
 from potluck.messages import Message, decode
 from potluck.tasks import end
@@ -107,12 +107,16 @@ class Dispatcher:
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._closed = False
 
-    def register(self, kind: type[M], handler: Handler[M]) -> None:
-        """Have messages of that kind handled so; there is one handler per kind."""
-        tag = tag_of(kind)
+    def register(self, kind: type[M], handler: Handler[M], group: str = "") -> None:
+        """Have messages of that kind and group handled so; there is one handler for each."""
+        tag = route(kind, group)
         if tag in self._registrations:
             raise ConfigurationError(f"messages of kind {tag} have a handler already: give the new kind another tag")
         self._registrations[tag] = _Registration(kind, handler, inspect.iscoroutinefunction(handler))
+
+    def unregister(self, kind: type[Message], group: str = "") -> None:
+        """Handle no more messages of that kind and group."""
+        self._registrations.pop(route(kind, group), None)
 
     def take(self, arrived: Arrived) -> None:
         """A message or a request has come; messages of one peer come here in order."""

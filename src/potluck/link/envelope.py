@@ -37,7 +37,7 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Every body on a link. Later versions may add fields at the end."""
 
     role: Role
-    kind: str = ""  # the message's tag
+    kind: str = ""  # the message's tag, with the group that it is for: see `route`
     number: int = 0  # of the request or stream, counted by who began it
     body: bytes = b""
     by_sender: bool = True  # streams: whether the sender of this envelope opened it
@@ -71,9 +71,14 @@ def tag_of(kind: type[Message]) -> str:
     return tag
 
 
-def encode_message(message: Message) -> tuple[str, bytes]:
-    """The tag and the bytes of a message; ConfigurationError when it is too large to be sent."""
-    tag = tag_of(type(message))
+def route(kind: type[Message], group: str = "") -> str:
+    """What stands for a kind of message of one group on the wire; no group: the run as a whole."""
+    return f"{tag_of(kind)}@{group}" if group else tag_of(kind)
+
+
+def encode_message(message: Message, group: str = "") -> tuple[str, bytes]:
+    """The route and the bytes of a message; ConfigurationError when it is too large to be sent."""
+    tag = route(type(message), group)
     try:
         body = encode(message)
     except (TypeError, ValueError, OverflowError) as error:

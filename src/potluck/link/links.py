@@ -82,16 +82,28 @@ class Links:
 
     # Messages
 
-    def handle(self, kind: type[M], handler: Handler[M]) -> None:
+    def handle(self, kind: type[M], handler: Handler[M], *, group: str = "") -> None:
         """Call `handler` with each message or request of that kind; see dispatch.py for the order and the limits."""
-        self._dispatcher.register(kind, handler)
+        self._dispatcher.register(kind, handler, group)
 
-    def handle_stream(self, kind: type[Message], handler: StreamHandler) -> None:
+    def handle_stream(self, kind: type[Message], handler: StreamHandler, *, group: str = "") -> None:
         """Call `handler` with each stream that a peer opens with a message of that kind."""
-        self._streams.register(kind, handler)
+        self._streams.register(kind, handler, group)
+
+    def unhandle(self, kind: type[Message], *, group: str = "") -> None:
+        """Take nothing more of that kind, neither messages nor streams."""
+        self._dispatcher.unregister(kind, group)
+        self._streams.unregister(kind, group)
 
     async def send(
-        self, peer: str, message: Message, frames: Sequence[Buffer] = (), *, timeout_seconds: float, bulk: bool = False
+        self,
+        peer: str,
+        message: Message,
+        frames: Sequence[Buffer] = (),
+        *,
+        timeout_seconds: float,
+        bulk: bool = False,
+        group: str = "",
     ) -> Receipt:
         """Queue a message for a peer; returns once there is room for it.
 
@@ -99,7 +111,7 @@ class Links:
         sending, except that those with `bulk` let the others pass. DeadlineExceededError when the queue stays full,
         PeerUnreachableError when there is no such peer.
         """
-        tag, body = encode_message(message)
+        tag, body = encode_message(message, group)
         envelope = Envelope(role=Role.MESSAGE, kind=tag, body=body)
         return await self._post(peer, envelope, as_views(frames), bulk=bulk, timeout_seconds=timeout_seconds)
 
@@ -119,15 +131,18 @@ class Links:
         reply: type[M],
         timeout_seconds: float,
         bulk: bool = False,
+        group: str = "",
     ) -> Incoming[M]:
         """Ask a peer and return its answer; what its handler raises is raised here, as far as it may be told."""
-        return await self._requests.ask(peer, message, frames, reply=reply, timeout_seconds=timeout_seconds, bulk=bulk)
+        return await self._requests.ask(
+            peer, message, frames, reply=reply, timeout_seconds=timeout_seconds, bulk=bulk, group=group
+        )
 
     async def open_stream(
-        self, peer: str, message: Message, frames: Sequence[Buffer] = (), *, timeout_seconds: float
+        self, peer: str, message: Message, frames: Sequence[Buffer] = (), *, timeout_seconds: float, group: str = ""
     ) -> Stream:
         """Begin a stream with a peer; its handler for this kind of message gets the other end."""
-        return await self._streams.open(peer, message, frames, timeout_seconds=timeout_seconds)
+        return await self._streams.open(peer, message, frames, timeout_seconds=timeout_seconds, group=group)
 
     async def _post(
         self, peer: str, envelope: Envelope, frames: Sequence[memoryview], *, bulk: bool, timeout_seconds: float

@@ -71,9 +71,10 @@ class Requests:
         reply: type[M],
         timeout_seconds: float,
         bulk: bool,
+        group: str = "",
     ) -> Incoming[M]:
         """Send a request and return its answer."""
-        tag, body = encode_message(message)
+        tag, body = encode_message(message, group)
         wanted = tag_of(reply)
         number, self._next_number = self._next_number, self._next_number + 1
         envelope = Envelope(

@@ -11,7 +11,7 @@ from potluck.errors import ConfigurationError, PeerError, PeerUnreachableError, 
 from potluck.link.carrier import Buffer
 from potluck.link.channel.budget import ReceiveBudget
 from potluck.link.dispatch import Arrived
-from potluck.link.envelope import Envelope, Post, Role, Tell, as_views, encode_message, tag_of
+from potluck.link.envelope import Envelope, Post, Role, Tell, as_views, encode_message, route
 from potluck.link.limits import STREAM_ITEM_BYTES, LinkConfig
 from potluck.link.stream import Stream
 from potluck.messages import Message, decode
@@ -39,16 +39,22 @@ class Streams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def register(self, kind: type[Message], handler: StreamHandler) -> None:
-        """Have streams that open with a message of that kind handled so."""
-        tag = tag_of(kind)
+    def register(self, kind: type[Message], handler: StreamHandler, group: str = "") -> None:
+        """Have streams that open with a message of that kind and group handled so."""
+        tag = route(kind, group)
         if tag in self._handlers:
             raise ConfigurationError(f"streams of kind {tag} have a handler already: give the new kind another tag")
         self._handlers[tag] = (kind, handler)
 
-    async def open(self, peer: str, message: Message, frames: Sequence[Buffer], *, timeout_seconds: float) -> Stream:
+    def unregister(self, kind: type[Message], group: str = "") -> None:
+        """Accept no more streams of that kind and group; those that are open go on."""
+        self._handlers.pop(route(kind, group), None)
+
+    async def open(
+        self, peer: str, message: Message, frames: Sequence[Buffer], *, timeout_seconds: float, group: str = ""
+    ) -> Stream:
         """Begin a stream; the other side's handler gets it when the message arrives."""
-        tag, body = encode_message(message)
+        tag, body = encode_message(message, group)
         views = as_views(frames)
         number, self._next_number = self._next_number, self._next_number + 1
         stream = self._add(peer, number, True, message, views, STREAM_ITEM_BYTES)

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from potluck import tasks
 from potluck.errors import HubUnavailableError
+from potluck.hub.subjects import MAIN
 from potluck.optim.cores import mark_trainer, share_cores_unless_chosen
 from potluck.optim.parameters import RolesByPrefix
 from potluck.optim.progress.keeper import ProgressKeeper
 from potluck.optim.progress.tracker import RunProgress
+from potluck.peer.groupsession import GroupSession
 from potluck.peer.session import Session
 from potluck.round.averager import Averager, AveragerConfig, RoundPeer
 from potluck.round.codecs import CodecChoice, CodecSpec
@@ -26,6 +28,7 @@ from potluck.round.member.wish import StandBy
 from potluck.round.member.workers import Workers
 from potluck.round.outcome import RoundResult
 from potluck.round.plan.messages import Commit
+from potluck.run.group import group_of
 from potluck.run.joined import Joined
 from potluck.state.keeper import StateKeeper
 
@@ -44,6 +47,11 @@ class CollaborationConfig(Protocol):
     @property
     def target_batch_size(self) -> int | None:
         """Samples per epoch; None: it does not depend on them."""
+        ...
+
+    @property
+    def group(self) -> str:
+        """Whose rounds they are."""
         ...
 
     @property
@@ -75,6 +83,8 @@ class Collaboration:
         workers: Workers | None = None,
     ) -> None:
         """Made on the event loop. `target` is the samples of an epoch; None: whatever the trainers say."""
+        self.peer = peer = group_of(peer)
+        """This peer's place in the group whose rounds they are."""
         config = AveragerConfig(codecs=codecs, roles=ROLES, coordinator=coordinator, num_threads=num_threads)
         self.averager = Averager(peer, config, workers=workers)
         self.progress = ProgressKeeper(peer.session, self.averager.lease, lambda: self.averager.epoch, target)
@@ -165,7 +175,7 @@ class Collaboration:
         self.progress.committed()
 
 
-async def until_hub_is_there(session: Session) -> None:
+async def until_hub_is_there(session: Session | GroupSession) -> None:
     """Wait for a hub that is away just now, and say so. Raises why the session ended, if it does meanwhile."""
     has_said = False
     while not session.hub.is_connected:
@@ -177,7 +187,7 @@ async def until_hub_is_there(session: Session) -> None:
         await asyncio.sleep(LOOK_EVERY_SECONDS)
 
 
-async def require_hub(session: Session) -> None:
+async def require_hub(session: Session | GroupSession) -> None:
     """HubUnavailableError if the hub is away, and not back in a moment."""
     try:
         async with asyncio.timeout(BACK_SECONDS):
@@ -186,14 +196,16 @@ async def require_hub(session: Session) -> None:
         raise HubUnavailableError(f"the hub is away, and was not back within {BACK_SECONDS:g} s") from None
 
 
-async def has_other_trainers(session: Session) -> bool:
+async def has_other_trainers(session: GroupSession) -> bool:
     """Whether somebody else trains."""
     return any(p.card.role == "trainer" and p.peer != session.peer_id for p in session.roster.alive())
 
 
 def join_collaboration(run: Joined, config: CollaborationConfig, codec: CodecSpec | None = None) -> Collaboration:
     """Start averaging and progress on the run's loop; they end with the run. `codec` is for gradients, if not None."""
-    run.claim("an optimizer")
+    run.claim("an optimizer" if config.group == MAIN else f"an optimizer of group {config.group!r}")
+    run.call_unless_leaving(until_hub_is_there(run.peer.session))
+    group = run.group(config.group)
     if run.peer.session.card.role == "trainer":
         share_cores_unless_chosen()
         unmark = mark_trainer()
@@ -205,7 +217,7 @@ def join_collaboration(run: Joined, config: CollaborationConfig, codec: CodecSpe
 
     async def start() -> Collaboration:
         collaboration = Collaboration(
-            run.peer,
+            group,
             target=config.target_batch_size,
             codecs=config.codecs if codec is None else config.codecs.with_gradients_in(codec),
             coordinator=config.coordinator(),
@@ -214,7 +226,6 @@ def join_collaboration(run: Joined, config: CollaborationConfig, codec: CodecSpe
         await collaboration.start()
         return collaboration
 
-    run.call_unless_leaving(until_hub_is_there(run.peer.session))
     collaboration = run.call(start())
     run.attach(collaboration.close)
     return collaboration

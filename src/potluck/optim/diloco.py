@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from potluck.errors import ConfigurationError
+from potluck.hub.subjects import MAIN, check_group_name
 from potluck.optim.collaboration import join_collaboration, require_hub
 from potluck.optim.driver import Driver, DriverConfig
 from potluck.optim.gradscaler import Unscaler
@@ -57,6 +58,9 @@ ASYNCHRONOUS_ATTEMPTS = 20  # to contribute before going on with local steps: ot
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCoConfig:
     """Options of `potluck.DiLoCo`. Those marked *run* must be the same for all peers of a run."""
+
+    group: str = MAIN
+    """*run* Whose epochs these are: a run may have several groups, each with a model and an optimizer of its own."""
 
     inner_steps: int = 500
     """*run* Local steps between two exchanges of the same parameters."""
@@ -118,6 +122,7 @@ class DiLoCoConfig:
     coordinates plans by its manifest, or by what is usual: whom to trust is not for trainers to say."""
 
     def __post_init__(self) -> None:
+        check_group_name(self.group)
         self.schedule()
         self.driver()
         if self.min_peers < 1 or self.grace_seconds < 0:

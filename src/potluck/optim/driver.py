@@ -215,7 +215,7 @@ class Driver:
     async def _average(
         self, offer: Offer, epoch: int, stand_by: StandBy | None, timeout_seconds: float
     ) -> RoundResult | None:
-        if not offer.weight and not await has_other_trainers(self._run.peer.session):
+        if not offer.weight and not await has_other_trainers(self._collaboration.peer.session):
             raise RoundFailedError(f"nobody has anything for epoch {epoch}")
         if not offer.is_made:
             await self._collaboration.work(lambda: offer.tensors)

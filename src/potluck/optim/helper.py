@@ -58,13 +58,13 @@ class Helper:
             num_threads=num_threads,
         )
         await collaboration.start()
-        return await cls.start(peer, collaboration, state or StateConfig())
+        return await cls.start(collaboration, state or StateConfig())
 
     @classmethod
-    async def start(cls, peer: RoundPeer, collaboration: Collaboration, state: StateConfig) -> Self:
+    async def start(cls, collaboration: Collaboration, state: StateConfig) -> Self:
         """Stand ready, with a collaboration that was started; it is closed with the helper."""
-        keeper = collaboration.keeper = StateKeeper(peer, collaboration.averager, state)
-        session = peer.session
+        keeper = collaboration.keeper = StateKeeper(collaboration.peer, collaboration.averager, state)
+        session = collaboration.peer.session
         follower = Follower(
             keeper,
             collaboration.averager,

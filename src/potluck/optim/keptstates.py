@@ -121,7 +121,7 @@ def source_of_states(
         return source
 
     async def start() -> StateKeeper:
-        keeper = collaboration.keeper = StateKeeper(run.peer, collaboration.averager, config)
+        keeper = collaboration.keeper = StateKeeper(collaboration.peer, collaboration.averager, config)
         await keeper.start()
         return keeper
 

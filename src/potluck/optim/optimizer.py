@@ -77,7 +77,7 @@ class Optimizer(torch.optim.Optimizer):
         self._helper: Helper | None = None
         if config.auxiliary:
             self.collaboration = join_collaboration(run, config)
-            self._helper = run.call(Helper.start(run.peer, self.collaboration, config.state))
+            self._helper = run.call(Helper.start(self.collaboration, config.state))
             run.attach(self._helper.close)
             return
         if optimizer is None:
@@ -200,7 +200,7 @@ class Optimizer(torch.optim.Optimizer):
         if not samples or self.driver.is_behind:
             return 0
         deadline = time.monotonic() + timeout_seconds
-        has_others = self.run.call(has_other_trainers(self.run.peer.session))
+        has_others = self.run.call(has_other_trainers(self.collaboration.peer.session))
         if has_others and (not self._comes_before(epoch, deadline) or self.driver.is_behind):
             return 0
         left = max(deadline - time.monotonic(), LEAST_ROUND_SECONDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from potluck.errors import ConfigurationError
+from potluck.hub.subjects import MAIN, check_group_name
 from potluck.optim.driver import DriverConfig
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator.coordinator import CoordinatorConfig
@@ -19,6 +20,9 @@ class OptimizerConfig:
 
     target_batch_size: int
     """*run* So many samples of all peers together make an epoch."""
+
+    group: str = MAIN
+    """*run* Whose epochs these are: a run may have several groups, each with a model and an optimizer of its own."""
 
     batch_size_per_step: int | None = None
     """Samples per call of `step`, where that does not say."""
@@ -82,6 +86,7 @@ class OptimizerConfig:
     coordinates plans by its manifest, or by what is usual: whom to trust is not for trainers to say."""
 
     def __post_init__(self) -> None:
+        check_group_name(self.group)
         if self.target_batch_size < 1:
             raise ConfigurationError(f"target_batch_size={self.target_batch_size}: an epoch needs at least 1 sample")
         if self.batch_size_per_step is not None and self.batch_size_per_step < 1:

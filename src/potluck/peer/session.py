@@ -24,16 +24,18 @@ from potluck.clock import Clock, SystemClock
 from potluck.errors import (
     AccessError,
     BannedError,
+    DeadlineExceededError,
     FatalError,
     NotAdmittedError,
     PotluckError,
     ProtocolError,
     RetryableError,
 )
-from potluck.hub.connection import Entry, HubConnection, Subscription
+from potluck.hub.connection import Entry, HubConnection, Store, Subscription
 from potluck.hub.presence import Beacon, Card, CardAnswer, Presence, is_link_proven, with_link_proof
-from potluck.hub.subjects import Subjects
+from potluck.hub.subjects import MAIN, Subjects
 from potluck.messages import decode, encode
+from potluck.peer.heartbeat import Heartbeat
 from potluck.peer.hubtime import HubTime
 from potluck.peer.identity import Identity
 from potluck.peer.roster import Roster
@@ -98,11 +100,15 @@ class Session:
         """Done when the session is over: with the reason, or with None once `close` was called."""
         self._connect = connect
         self._card = with_link_proof(card, subjects.run, identity.peer_id, identity.sign)
-        self._beacon = Beacon(session=card.session)
+        self.refused_groups: tuple[str, ...] = ()
+        """Of those in the card: the hub has accepted it without them."""
+        self._beacons = {MAIN: Beacon(session=card.session)}  # by group; that of `main` is the sign of life
         self._hub: HubConnection | None = None
+        self._heartbeat: Heartbeat | None = None
         self._watch: Subscription | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._card_wanted = asyncio.Event()
+        self._card_waiters: list[asyncio.Future[None]] = []
         self._time_wanted = asyncio.Event()
         self._is_away = False
         self._listeners: list[Callable[[HubChange], None]] = []
@@ -125,6 +131,18 @@ class Session:
     def card(self) -> Card:
         """What this peer says about itself now."""
         return self._card
+
+    def store(self, name: str) -> Store:
+        """The run's store of that name."""
+        return self.hub.store(name)
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """What keeps this peer's leases of groups alive, all of them."""
+        if self._heartbeat is None:
+            store = self.hub.store("groups")
+            self._heartbeat = Heartbeat(store, self.peer_id, self._card.session, self.clock)
+        return self._heartbeat
 
     def now(self) -> float:
         """Hub time."""
@@ -177,14 +195,35 @@ class Session:
             self._card = card
             self._card_wanted.set()
 
-    def update_beacon(self, **changes: Any) -> None:
-        """Change what the next beacons say."""
-        self._beacon = msgspec.structs.replace(self._beacon, **changes)
+    async def card_accepted(self, timeout_seconds: float) -> None:
+        """Wait until the hub has the card as it is now. DeadlineExceededError when that takes too long."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._card_waiters.append(waiter)
+        self._card_wanted.set()
+        waiting: set[asyncio.Future[None]] = {waiter, self.ended}
+        await asyncio.wait(waiting, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+        if self.ended.done():
+            self.ended.result()
+        if not waiter.done():
+            self._card_waiters.remove(waiter)
+            raise DeadlineExceededError(f"the hub did not answer within {timeout_seconds:g} s: it may be away")
 
-    async def publish_beacon(self) -> None:
+    def update_beacon(self, group: str = MAIN, /, **changes: Any) -> None:
+        """Change what the next beacons say, of a group; a group has some from its first change on."""
+        beacon = self._beacons.get(group) or Beacon(session=self._card.session)
+        self._beacons[group] = msgspec.structs.replace(beacon, **changes)
+
+    def end_beacons(self, group: str) -> None:
+        """Send no more of a group; `main` always has them."""
+        if group != MAIN:
+            self._beacons.pop(group, None)
+
+    async def publish_beacon(self, group: str = MAIN) -> None:
         """Say now what the next beacon would say, since others wait for it. RetryableError while the hub is away."""
-        await self.hub.publish(self.subjects.beacon(self.peer_id), encode(self._beacon))
-        self._counts["beacons"] += 1
+        beacon = self._beacons.get(group)
+        if beacon is not None:
+            await self.hub.publish(self.subjects.of_group(group).beacon(self.peer_id), encode(beacon))
+            self._counts["beacons"] += 1
 
     def statistics(self) -> dict[str, int | float]:
         """Counters of this session."""
@@ -283,7 +322,7 @@ class Session:
         self._end(error)
 
     async def _say_good_bye(self, hub: HubConnection) -> None:
-        subject, beacon = self.subjects.leave(self.peer_id), encode(self._beacon)
+        subject, beacon = self.subjects.leave(self.peer_id), encode(self._beacons[MAIN])
         try:
             await hub.request(subject, beacon, timeout_seconds=GOOD_BYE_SECONDS)
         except PotluckError as error:  # the hub's disconnect event tells the others as well
@@ -293,6 +332,19 @@ class Session:
 
     async def _hand_in_card(self, timeout_seconds: float = REQUEST_TIMEOUT_SECONDS) -> None:
         self._card_wanted.clear()
+        waiters, self._card_waiters = self._card_waiters, []
+        try:
+            answer = await self._ask_to_take_card(timeout_seconds)
+        except BaseException:
+            self._card_waiters += waiters
+            raise
+        self.refused_groups = answer.refused_groups
+        self._counts["cards"] += 1
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def _ask_to_take_card(self, timeout_seconds: float) -> CardAnswer:
         payload = await self.hub.request(
             self.subjects.card(self.peer_id), encode(self._card), timeout_seconds=timeout_seconds
         )
@@ -301,7 +353,7 @@ class Session:
             raise BannedError(answer.message)
         if not answer.accepted:
             raise NotAdmittedError(f"the hub does not take this peer in: {answer.message}")
-        self._counts["cards"] += 1
+        return answer
 
     async def _ask_time(self, timeout_seconds: float = REQUEST_TIMEOUT_SECONDS) -> None:
         sent = self.clock.monotonic()
@@ -313,7 +365,8 @@ class Session:
     async def _send_beacons(self) -> None:
         while True:
             try:
-                await self.publish_beacon()
+                for group in list(self._beacons):
+                    await self.publish_beacon(group)
             except RetryableError as error:
                 logger.debug("no beacon this second: %s", error)
             await asyncio.sleep(BEACON_EVERY_SECONDS)

@@ -19,16 +19,14 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from potluck import tasks
 from potluck.errors import ConfigurationError
-from potluck.link.links import Links
 from potluck.peer.lease import Lease
 from potluck.peer.roster import RosterEvent
-from potluck.peer.session import Session
 from potluck.round.codecs import CodecChoice, Role
 from potluck.round.coordinator.coordinator import Coordinator, CoordinatorConfig
 from potluck.round.lineage import Lineage
@@ -38,24 +36,15 @@ from potluck.round.member.workers import Workers
 from potluck.round.outcome import FailedRound, RoundResult
 from potluck.round.plan.layout import FlatTensors, Layout
 from potluck.round.plan.messages import Commit, Restoration
+from potluck.run.group import Group, LinkedPeer, group_of
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class RoundPeer(Protocol):
-    """What an averager needs of a peer; `potluck.run.peer.Peer` is one."""
-
-    @property
-    def session(self) -> Session:
-        """Its session with the hub, open."""
-        ...
-
-    @property
-    def links(self) -> Links:
-        """Its links."""
-        ...
+RoundPeer = Group | LinkedPeer
+"""Whose rounds they are: a group, or a peer, which stands for its place in `main`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,18 +72,15 @@ class Averager:
     ) -> None:
         """The peer must have joined; `workers` do the tensor work, in threads of their own unless given."""
         self.config = config or AveragerConfig()
-        self._session = peer.session
-        self._links = peer.links
-        session = self._session
-        self.lease = Lease(
-            session.hub.store("lease"),
-            session.peer_id,
-            session.clock,
-            session=session.card.session,
+        group = group_of(peer)
+        self._links = group.links
+        self._session = session = group.session
+        self.lease: Lease = session.lease(
             is_gone=self._is_gone,
             on_change=self._lease_changed,
+            may_hand_over=lambda: not self._coordinator.is_in_round,
         )
-        self.lineage = Lineage(session.hub.store("lineage"), session.subjects.run, self._committed, lease=self.lease)
+        self.lineage = Lineage(session.store("lineage"), session.subjects.scope, self._committed, lease=self.lease)
         self._workers = workers or Workers(self.config.num_threads)
         start = self.config.coordinator.trigger.start
         self._participation = Participation(self._links, session, self.lease.view, self.lineage, self._workers, start)

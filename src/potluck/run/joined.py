@@ -19,11 +19,13 @@ import potluck
 from potluck.errors import ConfigurationError, StoppedError
 from potluck.hub.guard.lobby import Answer
 from potluck.hub.joinlink import JoinLink, fetch_address
+from potluck.hub.subjects import MAIN, check_group_name
 from potluck.link.links import Links
 from potluck.peer import environment
 from potluck.peer.identity import Identity
 from potluck.peer.session import Session
 from potluck.run.calls import LOOK_UP_SECONDS, Call
+from potluck.run.group import Group
 from potluck.run.loopthread import LEAVE_SECONDS, LoopThread, RunningLoop
 from potluck.run.peer import Peer, PeerConfig
 
@@ -63,6 +65,7 @@ class Joined:
         self._peer: RunningPeer | None = None
         self._closers: list[Callable[[], Awaitable[None]]] = []
         self._claimed: set[str] = set()
+        self._groups: dict[str, Group] = {}
         self._is_interrupted = False
         self.is_leaving: Callable[[], bool] = lambda: False
         """Whether this peer was told to leave; for programs whose training thread gets no Ctrl-C."""
@@ -121,6 +124,13 @@ class Joined:
             raise ConfigurationError(f"this run has {part} already: a peer has one; join again for another")
         self._claimed.add(part)
 
+    def group(self, name: str = MAIN) -> Group:
+        """This peer's place in a group, which it joins now unless it is in it. AccessError when it may not."""
+        if name not in self._groups:
+            check_group_name(name)
+            self._groups[name] = self.call_unless_leaving(self._enter_group(name))
+        return self._groups[name]
+
     def attach(self, close: Callable[[], Awaitable[None]]) -> None:
         """Have something closed, on the loop, before the peer leaves."""
         self._closers.append(close)
@@ -162,6 +172,15 @@ class Joined:
     async def _enter(self) -> None:
         self._peer = await self._start()
 
+    async def _enter_group(self, name: str) -> Group:
+        group = Group(self.peer, name)
+        try:
+            await group.enter()
+        except BaseException:
+            group.close()
+            raise
+        return group
+
     async def _leave(self) -> None:
         peer = self.peer
         while self._closers:
@@ -170,6 +189,9 @@ class Joined:
                 await close()
             except Exception:  # the rest must be closed all the same; logged
                 logger.exception("closing a part of the run failed")
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
         await peer.close()
 
 

@@ -24,9 +24,10 @@ import msgspec
 
 from potluck import tasks
 from potluck.errors import PotluckError, RetryableError
-from potluck.link.links import Incoming, Links
+from potluck.link.grouplinks import GroupLinks
+from potluck.link.links import Incoming
 from potluck.messages import Message
-from potluck.peer.session import Session
+from potluck.peer.groupsession import GroupSession
 from potluck.round.lineage import Lineage
 from potluck.round.member.workers import Workers
 from potluck.state.announcement import Appraised, Counted, Digest, KeptState, Verdict
@@ -92,8 +93,8 @@ class Appraiser:
 
     def __init__(
         self,
-        session: Session,
-        links: Links,
+        session: GroupSession,
+        links: GroupLinks,
         directory: StateDirectory,
         shelf: Shelf,
         workers: Workers,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from potluck.errors import BackupError, ConfigurationError
 from potluck.faultpoints import reach
 from potluck.hub.server.diskspace import measure
+from potluck.hub.subjects import MAIN
 from potluck.state.announcement import MAX_SAVED, KeptState
 from potluck.state.backupfile import BackupInfo, read_info, read_snapshot, record_path, write_backup
 
@@ -94,8 +95,13 @@ class Restored:
     snapshot: Snapshot
 
 
+def backup_folder(folder: Path, group: str = MAIN) -> Path:
+    """Where the backups of a group are, in the folder of a run."""
+    return folder / "backups" if group == MAIN else folder / "groups" / group / "backups"
+
+
 class Backups:
-    """The backups of one run in one folder. Its methods block; one thread at a time may save."""
+    """The backups of one group of a run in one folder. Its methods block; one thread at a time may save."""
 
     def __init__(
         self, folder: Path, config: BackupConfig | None = None, *, run: str = "", pool: ChunkPool | None = None

@@ -15,8 +15,8 @@ from potluck import tasks
 from potluck.errors import ProtocolError, RetryableError, StateUnavailableError
 from potluck.hub.connection import Delivery, Subscription
 from potluck.messages import decode, encode
+from potluck.peer.groupsession import GroupSession
 from potluck.peer.roster import RosterEvent
-from potluck.peer.session import Session
 from potluck.round.lineage import Lineage
 from potluck.state.announcement import (
     KEPT,
@@ -47,7 +47,7 @@ class StateDirectory:
 
     def __init__(
         self,
-        session: Session,
+        session: GroupSession,
         shelf: Shelf,
         holders: Callable[[int], tuple[str, ...]],
         past: Callable[[], Iterable[KeptState]] = tuple,

@@ -18,7 +18,7 @@ from potluck import tasks
 from potluck.clock import Clock
 from potluck.errors import ConfigurationError, PotluckError, ProtocolError, StateUnavailableError
 from potluck.faultpoints import reach
-from potluck.link.links import Links
+from potluck.link.grouplinks import GroupLinks
 from potluck.round.member.workers import Workers
 from potluck.state.assembly import Assembly
 from potluck.state.chunkpool import Chunk
@@ -94,7 +94,7 @@ class Fetcher:
 
     def __init__(
         self,
-        links: Links,
+        links: GroupLinks,
         clock: Clock,
         workers: Workers,
         config: FetchConfig,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from potluck.peer.session import Session
+from potluck.peer.groupsession import GroupSession
 from potluck.state.directory import StateDirectory
 from potluck.state.shelf import Shelf
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 HEARD_SECONDS = 0.5  # until it is known who else is leaving
 
 
-async def hand_over(session: Session, directory: StateDirectory, shelf: Shelf, timeout_seconds: float) -> bool:
+async def hand_over(session: GroupSession, directory: StateDirectory, shelf: Shelf, timeout_seconds: float) -> bool:
     """Wait until somebody who stays has the newest state that this peer holds, or trains on; False: not in time."""
     newest = shelf.newest()
     if newest is None or not session.hub.is_connected or not _stays(session, directory, "aux"):
@@ -46,7 +46,7 @@ async def hand_over(session: Session, directory: StateDirectory, shelf: Shelf, t
             return False
 
 
-def _stays(session: Session, directory: StateDirectory, role: str) -> bool:
+def _stays(session: GroupSession, directory: StateDirectory, role: str) -> bool:
     """Whether somebody else in this role is there, and has not said that it leaves."""
     return any(
         presence.card.role == role and not directory.announcements.is_leaving(presence.peer)

@@ -17,11 +17,12 @@ from torch import Tensor
 from potluck.errors import ConfigurationError
 from potluck.round.averager import RoundPeer
 from potluck.round.member.workers import Workers
+from potluck.run.group import group_of
 from potluck.state.announcement import KeptState, Verdict
 from potluck.state.appraising import Appraiser
 from potluck.state.assembly import Assembly
 from potluck.state.backupfile import BackupInfo
-from potluck.state.backups import BackupConfig, Backups
+from potluck.state.backups import BackupConfig, Backups, backup_folder
 from potluck.state.chunklog import ChunkLog
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.comparing import Comparison
@@ -110,8 +111,9 @@ class StateKeeper:
     ) -> None:
         self.config = config or StateConfig()
         self.counts: Counter[str] = Counter()
-        self._session = session = peer.session
-        self._links = peer.links
+        group = group_of(peer)
+        self._session = session = group.session
+        self._links = group.links
         self._averager = averager
         self._pool = ChunkPool()
         self._workers = workers or Workers(2)
@@ -145,8 +147,8 @@ class StateKeeper:
         self.backups: Backups | None = None
         self._saver: Saver | None = None
         if self.config.folder is not None and self.config.backups is not None:
-            folder = self.config.folder / "backups"
-            self.backups = Backups(folder, self.config.backups, run=session.subjects.run, pool=self._pool)
+            folder = backup_folder(self.config.folder, session.subjects.group)
+            self.backups = Backups(folder, self.config.backups, run=session.subjects.scope, pool=self._pool)
             self._saver = Saver(self.backups, self._workers, self._backed_up)
         self._uploads = _uploads_by(self.config)
         self._resuming = Resuming(

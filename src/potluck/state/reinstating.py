@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 
 from potluck.errors import BackupError, StateUnavailableError
-from potluck.peer.session import Session
+from potluck.peer.groupsession import GroupSession
 from potluck.round.member.workers import Workers
 from potluck.state.announcement import Verdict
 from potluck.state.backups import Backups
@@ -28,7 +28,7 @@ class Reinstating:
 
     def __init__(
         self,
-        session: Session,
+        session: GroupSession,
         directory: StateDirectory,
         shelf: Shelf,
         taker: StateTaker,

@@ -10,8 +10,8 @@ from typing import Protocol
 from torch import Tensor
 
 from potluck.errors import StateUnavailableError
+from potluck.peer.groupsession import GroupSession
 from potluck.peer.lease import Lease
-from potluck.peer.session import Session
 from potluck.round.lineage import Lineage
 from potluck.round.member.workers import Workers
 from potluck.state.announcement import Verdict
@@ -66,7 +66,7 @@ class Resuming:
 
     def __init__(
         self,
-        session: Session,
+        session: GroupSession,
         averager: EpochSource,
         directory: StateDirectory,
         shelf: Shelf,

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from potluck.clock import Clock
 from potluck.errors import ConfigurationError, DeadlineExceededError, PeerError, RetryableError
 from potluck.faultpoints import reach
-from potluck.link.links import Incoming, Links, Receipt, Stream
+from potluck.link.grouplinks import GroupLinks
+from potluck.link.links import Incoming, Receipt, Stream
 from potluck.messages import Message
 from potluck.round.member.workers import Workers
 from potluck.state.announcement import Digest
@@ -141,7 +142,7 @@ class Serving:
 
     def __init__(
         self,
-        links: Links,
+        links: GroupLinks,
         shelf: Shelf,
         config: ServingConfig,
         clock: Clock,

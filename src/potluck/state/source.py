@@ -14,7 +14,8 @@ from typing import Literal, Protocol
 from potluck import tasks
 from potluck.clock import Clock
 from potluck.errors import PotluckError, ProtocolError
-from potluck.link.links import Links, Stream
+from potluck.link.grouplinks import GroupLinks
+from potluck.link.links import Stream
 from potluck.state.inventory import MIB, Inventory
 from potluck.state.serving import NUMBER, PACKED, FetchChunks
 
@@ -50,7 +51,7 @@ class Source:
         self,
         keeper: str,
         inventory: Inventory,
-        links: Links,
+        links: GroupLinks,
         owner: SourceOwner,
         clock: Clock,
         *,

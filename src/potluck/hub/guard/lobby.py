@@ -420,6 +420,8 @@ def merged(first: Scopes, second: Scopes) -> Scopes:
         organiser=first.organiser or second.organiser,
         seats=first.seats | second.seats,
         queues=merged_rights(first.queues, second.queues),
+        # One that names no group allows all.
+        groups=tuple(dict.fromkeys(first.groups + second.groups)) if first.groups and second.groups else (),
     )
 
 

@@ -15,7 +15,7 @@ import msgspec
 from potluck.errors import ConfigurationError
 from potluck.hub.presence import Role
 from potluck.hub.queues import EVERY, Rights, check_rights
-from potluck.hub.subjects import PEER_ID
+from potluck.hub.subjects import PEER_ID, check_group_name
 from potluck.messages import Message
 
 Service = Literal["local", "cloud", "colab", "kaggle"]
@@ -36,11 +36,18 @@ class Scopes(Message, frozen=True, kw_only=True):
     organiser: bool = False  # may invite, approve and ban
     seats: dict[Service, int] = {}  # live peers per service, where it differs from the run's policy
     queues: Rights = {}  # what it may do with which queues and topics
+    groups: tuple[str, ...] = ()  # that it may be in; none named: all
 
     def __post_init__(self) -> None:
         check_roles(self.roles)
         check_rights(self.queues)
         check_seats(self.seats)
+        for group in self.groups:
+            check_group_name(group)
+
+    def allows_group(self, group: str) -> bool:
+        """Whether it may be in a group."""
+        return not self.groups or group in self.groups
 
     @property
     def queue_rights(self) -> Rights:

@@ -16,7 +16,7 @@ from potluck.hub.guard.connections import Lane
 from potluck.hub.guard.member import Scopes
 from potluck.hub.queues import QueueDefinition, QueueSubjects, queue_permissions
 from potluck.hub.stores import readable_stores, writable_stores
-from potluck.hub.subjects import Subjects
+from potluck.hub.subjects import ANY_GROUP, MAIN, Subjects
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,7 @@ def bulk_permissions(subjects: Subjects, peer: str) -> Permissions:
 def main_permissions(subjects: Subjects, peer: str, scopes: Scopes) -> Permissions:
     """A member's main connection."""
     readable = [store.name for store in readable_stores()]
+    groups = [subjects.of_group(group) for group in scopes.groups or (ANY_GROUP,) if group != MAIN]
     publish = [
         subjects.card(peer),
         subjects.beacon(peer),
@@ -51,11 +52,13 @@ def main_permissions(subjects: Subjects, peer: str, scopes: Scopes) -> Permissio
         subjects.ask(peer, "*"),
         *(subjects.read(peer, store) for store in readable),
         subjects.news(peer, ">"),
+        *(group.beacon(peer) for group in groups),
+        *(group.news(peer, ">") for group in groups),
     ]
     if scopes.organiser:
         publish.append(subjects.organise(peer, "*"))
     if scopes.coordinates:
-        publish += [subjects.plan(peer), subjects.commit(peer)]
+        publish += [subjects.plan(peer), subjects.commit(peer), *(group.plan(peer) for group in groups)]
     publish += [subjects.write(peer, store.name, ">") for store in writable_stores(scopes.coordinates)]
     subscribe = [
         f"{Subjects.inbox(peer)}.>",
@@ -63,6 +66,7 @@ def main_permissions(subjects: Subjects, peer: str, scopes: Scopes) -> Permissio
         subjects.plan("*"),
         subjects.commit("*"),
         subjects.news("*", ">"),
+        *(subject for group in groups for subject in (group.beacon("*"), group.plan("*"), group.news("*", ">"))),
         *(subjects.store_change(store, ">") for store in readable),
     ]
     return Permissions(publish=tuple(publish), subscribe=tuple(subscribe))

@@ -12,6 +12,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from potluck.clock import Clock
 from potluck.errors import ProtocolError, RetryableError
 from potluck.hub.guard import lobby
@@ -24,7 +26,7 @@ from potluck.hub.guard.presencecore import ConnectionId, PresenceCore, Standing
 from potluck.hub.guard.registry import Registry, Spawn
 from potluck.hub.guard.rosterwriter import RosterWriter
 from potluck.hub.presence import Beacon, Card, CardAnswer, is_link_proven
-from potluck.hub.subjects import PEER_ID
+from potluck.hub.subjects import PEER_ID, RUN_NAME
 from potluck.messages import PROTOCOL_VERSION, decode
 from potluck.plaintext import check_plain
 
@@ -33,7 +35,8 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.25
 COMPARE_SECONDS = 15.0  # how often the table of connections is compared with the hub's lists
 FORGET_TEMPORARY_SECONDS = 24 * 3600.0  # a monitor on a machine that sleeps finds its way back the next morning
-MAX_CARD_BYTES = 4096
+MAX_CARD_BYTES = 8192
+MAX_GROUPS = 64  # that one peer is in
 MAX_BEACON_BYTES = 1024
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARACTERS = 128
@@ -97,6 +100,11 @@ class PresenceKeeper:
         if refusal_of_key := self._check_link_key(peer, card):
             self.counts["refused_link_keys"] += 1
             return CardAnswer(accepted=False, message=refusal_of_key)
+        refused_groups = tuple(group for group in card.groups if not member.scopes.allows_group(group))
+        if refused_groups:
+            self.counts["refused_groups"] += 1
+            allowed = tuple(group for group in card.groups if group not in refused_groups)
+            card = msgspec.structs.replace(card, groups=allowed)
         host = self._connections.host_of(peer) or self._known_host(peer)
         changes = self._core.card(peer, card, host=host, standing=standing_of(member))
         if changes is None:
@@ -105,7 +113,7 @@ class PresenceKeeper:
         self.counts["cards"] += 1
         self._writer.want(changes)
         await self._writer.written(peer)
-        return CardAnswer(accepted=True)
+        return CardAnswer(accepted=True, refused_groups=refused_groups)
 
     def beacon(self, peer: str, payload: bytes) -> None:
         """A sign of life."""
@@ -319,3 +327,7 @@ def check_card(card: Card) -> None:
     for speed in (card.upload_bytes_per_second, card.download_bytes_per_second):
         if speed is not None and not 0 <= speed < 1e15:
             raise ProtocolError("a card's speeds are numbers of bytes per second, 0 or more")
+    if len(card.groups) > MAX_GROUPS or len(set(card.groups)) != len(card.groups):
+        raise ProtocolError(f"a card names at most {MAX_GROUPS} groups, each once")
+    if not all(RUN_NAME.fullmatch(group) for group in card.groups):
+        raise ProtocolError("a card's groups have names of lower-case letters, digits and inner hyphens")

@@ -21,9 +21,9 @@ from potluck.hub.connection import Delivery, Subscription
 from potluck.hub.presence import Beacon
 from potluck.messages import decode, encode
 from potluck.optim.progress.tracker import ProgressTracker, RunProgress
+from potluck.peer.groupsession import GroupSession
 from potluck.peer.lease import Lease
 from potluck.peer.roster import RosterEvent
-from potluck.peer.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ MAX_PROGRESS_BYTES = 1024
 class ProgressKeeper:
     """One peer's view of the run's progress."""
 
-    def __init__(self, session: Session, lease: Lease, epoch: Callable[[], int], target: int | None) -> None:
+    def __init__(self, session: GroupSession, lease: Lease, epoch: Callable[[], int], target: int | None) -> None:
         self.latest: RunProgress | None = None
         """The newest word of the coordinator. Immutable, so any thread may read it."""
         self.way_seconds = 0.0

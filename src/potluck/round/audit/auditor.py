@@ -23,8 +23,8 @@ from potluck import tasks
 from potluck.errors import DeadlineExceededError, PotluckError
 from potluck.faultpoints import reach
 from potluck.link.carrier import Buffer
-from potluck.link.links import Links
-from potluck.peer.session import Session
+from potluck.link.grouplinks import GroupLinks
+from potluck.peer.groupsession import GroupSession
 from potluck.round.aggregators import aggregator_for
 from potluck.round.audit.auditcore import Action, Ask, Audit, AuditConfig, Recompute, Verdict, draw_chunks
 from potluck.round.audit.disputes import UNPROVEN, Holding, read_holding, settle
@@ -47,8 +47,8 @@ class Auditor:
 
     def __init__(
         self,
-        links: Links,
-        session: Session,
+        links: GroupLinks,
+        session: GroupSession,
         workers: Workers,
         config: AuditConfig,
         counts: Counter[str],
@@ -82,7 +82,7 @@ class Auditor:
         inquiry = _Inquiry(
             self._links,
             self._workers,
-            Notary(self._session.subjects.run, plan.key),
+            Notary(self._session.subjects.scope, plan.key),
             plan,
             reports,
             self._config.answer_seconds,
@@ -141,7 +141,7 @@ class _Inquiry:
 
     def __init__(
         self,
-        links: Links,
+        links: GroupLinks,
         workers: Workers,
         notary: Notary,
         plan: Plan,

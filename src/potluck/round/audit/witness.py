@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from potluck.errors import ProtocolError
 from potluck.link.carrier import Buffer
-from potluck.link.links import Incoming, Links
+from potluck.link.grouplinks import GroupLinks
+from potluck.link.links import Incoming
 from potluck.round.audit.merkle import NOTHING, merkle_path
 from potluck.round.audit.testimony import Challenge, Holdings, Input, Inventory, Testimony
 from potluck.round.member.messenger import Audience
@@ -21,7 +22,7 @@ from potluck.round.plan.messages import RoundKey
 class Witness:
     """Testifies in the round that this peer is in."""
 
-    def __init__(self, links: Links, workers: Workers, audience: Callable[[], Audience | None]) -> None:
+    def __init__(self, links: GroupLinks, workers: Workers, audience: Callable[[], Audience | None]) -> None:
         """`audience` is the round and its coordinator, to whom alone we answer."""
         self.counts: Counter[str] = Counter()
         self._workers = workers

@@ -8,8 +8,8 @@ from collections import Counter
 
 from potluck.errors import RetryableError, RevisionConflictError
 from potluck.faultpoints import reach
+from potluck.peer.groupsession import GroupSession
 from potluck.peer.lease import Lease
-from potluck.peer.session import Session
 from potluck.round.lineage import Lineage
 from potluck.round.plan.messages import Commit, Plan
 from potluck.round.plan.signing import Word, sign_word
@@ -22,7 +22,7 @@ RETRY_SECONDS = 0.2
 class Announcer:
     """The pen of one candidate."""
 
-    def __init__(self, session: Session, lease: Lease, lineage: Lineage, counts: Counter[str]) -> None:
+    def __init__(self, session: GroupSession, lease: Lease, lineage: Lineage, counts: Counter[str]) -> None:
         """`counts` are the coordinator's."""
         self._session = session
         self._lease = lease
@@ -32,7 +32,7 @@ class Announcer:
     async def say(self, word: Word) -> None:
         """Tell everybody, once: a plan is said again while somebody has not answered it."""
         session = self._session
-        data = sign_word(word, session.identity, session.subjects.run)
+        data = sign_word(word, session.identity, session.subjects.scope)
         try:
             await session.hub.publish(session.subjects.plan(session.peer_id), data)
         except RetryableError as error:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from potluck.errors import PotluckError
+from potluck.peer.groupsession import GroupSession
 from potluck.peer.lease import Lease
-from potluck.peer.session import Session
 from potluck.round.audit.auditor import Auditor
 from potluck.round.audit.exclusions import Absences
 from potluck.round.coordinator.adoption import Adoption, Claim, find_adoption, read_claims
@@ -71,7 +71,7 @@ class Convener:
 
     def __init__(
         self,
-        session: Session,
+        session: GroupSession,
         lease: Lease,
         lineage: Lineage,
         auditor: Auditor,
@@ -181,7 +181,7 @@ class Convener:
     def _claims(self, candidates: list[Candidate], epoch: int) -> list[Claim]:
         """What members say that they completed under a coordinator before us."""
         said = {c.peer: c.ready.completed for c in candidates if c.ready.completed is not None}
-        claims, bad = read_claims(said, self._session.subjects.run, self._lease.view.past_holders, epoch)
+        claims, bad = read_claims(said, self._session.subjects.scope, self._lease.view.past_holders, epoch)
         self._counts["bad_claims"] += len(bad)
         for peer, why in bad.items():
             logger.debug("what %s says that it completed does not count: %s", peer, why)

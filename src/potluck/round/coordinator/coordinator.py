@@ -20,11 +20,13 @@ from dataclasses import dataclass, field, replace
 from potluck import tasks
 from potluck.errors import ProtocolError, RetryableError
 from potluck.hub.connection import Delivery, Subscription
-from potluck.link.links import Incoming, Links
+from potluck.link.grouplinks import GroupLinks
+from potluck.link.links import Incoming
 from potluck.messages import decode
+from potluck.peer.groupsession import GroupSession
 from potluck.peer.lease import Lease
 from potluck.peer.roster import RosterEvent
-from potluck.peer.session import HubChange, Session
+from potluck.peer.session import HubChange
 from potluck.round.audit.auditcore import Verdict
 from potluck.round.audit.auditor import Auditor
 from potluck.round.coordinator.adoption import Adoption
@@ -67,8 +69,8 @@ class Coordinator:
 
     def __init__(
         self,
-        links: Links,
-        session: Session,
+        links: GroupLinks,
+        session: GroupSession,
         lease: Lease,
         lineage: Lineage,
         workers: Workers,
@@ -119,6 +121,11 @@ class Coordinator:
         """Start and plan the next rounds by this; how they are audited stays."""
         self._config = config
         self._convener.configure(config.gather, config.trigger)
+
+    @property
+    def is_in_round(self) -> bool:
+        """Whether a round is under way that this peer directs."""
+        return self._director is not None
 
     def measured(self, allowances: Mapping[str, float]) -> None:
         """How many medians each peer may give to an epoch over time, by its measured speed (weights.py)."""

@@ -12,7 +12,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from potluck.link.links import Incoming, Links
+from potluck.link.grouplinks import GroupLinks
+from potluck.link.links import Incoming
 from potluck.round.member.roundwork import RoundWork
 from potluck.round.plan.messages import Average, Contribution, RoundKey
 
@@ -25,7 +26,7 @@ class IncomingFrames:
     """Sorts what members send."""
 
     def __init__(
-        self, links: Links, current: Callable[[], RoundWork | None], expects: Callable[[RoundKey], bool]
+        self, links: GroupLinks, current: Callable[[], RoundWork | None], expects: Callable[[RoundKey], bool]
     ) -> None:
         """`current` is the round we are in; `expects` tells whether a plan with that key may still come."""
         self.counts: Counter[str] = Counter()

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from potluck import tasks
 from potluck.errors import DeadlineExceededError, PeerUnreachableError
 from potluck.link.carrier import Buffer
-from potluck.link.links import Links, Receipt
+from potluck.link.grouplinks import GroupLinks
+from potluck.link.links import Receipt
 from potluck.round.plan.messages import Average, Contribution, RoundKey
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Lane:
 
     def __init__(
         self,
-        links: Links,
+        links: GroupLinks,
         peer: str,
         key: RoundKey,
         *,

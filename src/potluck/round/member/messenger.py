@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from potluck import tasks
 from potluck.errors import PotluckError, RetryableError
 from potluck.faultpoints import reach
-from potluck.link.links import Links
+from potluck.link.grouplinks import GroupLinks
 from potluck.messages import encode
-from potluck.peer.session import Session
+from potluck.peer.groupsession import GroupSession
 from potluck.round.member.roundwork import RoundWork
 from potluck.round.plan.messages import Ready, Report
 
@@ -49,8 +49,8 @@ class Messenger:
 
     def __init__(
         self,
-        links: Links,
-        session: Session,
+        links: GroupLinks,
+        session: GroupSession,
         *,
         ready: Callable[[], Ready | None],
         audience: Callable[[], Audience | None],

@@ -25,9 +25,9 @@ import msgspec
 from potluck import tasks
 from potluck.errors import ConfigurationError, PotluckError, ProtocolError, RoundFailedError
 from potluck.hub.connection import Delivery, Subscription
-from potluck.link.links import Links
+from potluck.link.grouplinks import GroupLinks
+from potluck.peer.groupsession import GroupSession
 from potluck.peer.lease import LeaseView
-from potluck.peer.session import Session
 from potluck.round.audit.exclusions import why_excluded
 from potluck.round.audit.seals import Notary, Sealer
 from potluck.round.audit.witness import Witness
@@ -73,8 +73,8 @@ class Participation:
 
     def __init__(
         self,
-        links: Links,
-        session: Session,
+        links: GroupLinks,
+        session: GroupSession,
         lease: LeaseView,
         lineage: Lineage,
         workers: Workers,
@@ -312,7 +312,7 @@ class Participation:
     def _word_came(self, delivery: Delivery) -> None:
         sender = delivery.subject.rsplit(".", 1)[-1]
         try:
-            word = read_word(delivery.payload, sender, self._session.subjects.run)
+            word = read_word(delivery.payload, sender, self._session.subjects.scope)
         except ProtocolError as error:
             self.counts["bad_words"] += 1
             logger.warning("a plan from %s is ignored: %s", sender, error)
@@ -404,7 +404,7 @@ class Participation:
     def _work(self, plan: Plan) -> TensorWork:
         if not plan.audit:
             return TensorWork()
-        run = self._session.subjects.run
+        run = self._session.subjects.scope
         return SealedWork(Sealer(self._session.identity, run, plan.key), Notary(run, plan.key))
 
     def _broke(self, wish: Wish, error: Exception) -> None:

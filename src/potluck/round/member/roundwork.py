@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from potluck.clock import Clock
 from potluck.errors import NotFiniteError, PeerError, ProtocolError
 from potluck.link.carrier import Buffer
-from potluck.link.links import Links
+from potluck.link.grouplinks import GroupLinks
 from potluck.round.aggregators import aggregator_for
 from potluck.round.codecs import Codec
 from potluck.round.member.exchange import Action, Complete, Discard, Exchange, Reduce, SendAverage, SendContribution
@@ -62,7 +62,7 @@ class RoundWork:
 
     def __init__(
         self,
-        links: Links,
+        links: GroupLinks,
         workers: Workers,
         plan: Plan,
         me: int,

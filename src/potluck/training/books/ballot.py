@@ -22,6 +22,7 @@ from potluck.hub.connection import Delivery, Subscription
 from potluck.hub.keys import Signer, verify
 from potluck.hub.presence import Presence
 from potluck.messages import Message, decode, encode
+from potluck.peer.groupsession import GroupSession
 from potluck.peer.session import Session
 from potluck.plaintext import clean_all
 
@@ -134,7 +135,7 @@ async def send_vote(session: Session, name: str, signer: Signer) -> None:
 class BallotDesk:
     """Writes the ballot while this peer holds the coordinator's lease. Lives on the event loop."""
 
-    def __init__(self, session: Session, averager: Averager) -> None:
+    def __init__(self, session: GroupSession, averager: Averager) -> None:
         self.counts: Counter[str] = Counter()
         self._session = session
         self._lease = averager.lease

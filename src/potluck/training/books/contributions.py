@@ -15,6 +15,7 @@ import msgspec
 
 from potluck.errors import ProtocolError, RetryableError
 from potluck.messages import Message, decode, encode
+from potluck.peer.groupsession import GroupSession
 from potluck.peer.session import Session
 from potluck.plaintext import clean_all
 from potluck.round.plan.messages import Commit
@@ -85,7 +86,7 @@ def given_by(peer: str, commit: Commit) -> float:
 class ContributionDesk(CommitDesk):
     """Writes the book while this peer holds the coordinator's lease."""
 
-    def __init__(self, session: Session, averager: Averager) -> None:
+    def __init__(self, session: GroupSession, averager: Averager) -> None:
         super().__init__(averager, "contributions")
         self._session = session
         self._store = session.hub.store("contributions")
@@ -112,7 +113,7 @@ class ContributionDesk(CommitDesk):
         return True
 
 
-async def read_book(session: Session) -> tuple[ContributionBook, int]:
+async def read_book(session: Session | GroupSession) -> tuple[ContributionBook, int]:
     """The book as it stands in the hub, and its revision; empty, with 0, when there is none."""
     entry = await session.hub.store("contributions").get(KEY)
     if entry is None or entry.value is None:

@@ -17,8 +17,8 @@ from potluck.errors import ProtocolError, RetryableError
 from potluck.hub.connection import Delivery, Subscription
 from potluck.hub.presence import Beacon
 from potluck.messages import decode, encode
+from potluck.peer.groupsession import GroupSession
 from potluck.peer.roster import RosterEvent
-from potluck.peer.session import Session
 from potluck.round.averager import Averager
 from potluck.round.outcome import FailedRound
 from potluck.round.plan.messages import Commit
@@ -57,7 +57,7 @@ class _Told:
 class HistoryDesk:
     """Adds points and rounds to the history."""
 
-    def __init__(self, session: Session, averager: Averager) -> None:
+    def __init__(self, session: GroupSession, averager: Averager) -> None:
         self.counts: Counter[str] = Counter()
         self._session = session
         self._lease = averager.lease

@@ -16,6 +16,7 @@ from potluck.hub.connection import Entry, HubConnection, Subscription
 from potluck.hub.keys import Signer, verify
 from potluck.hub.stores import MANIFEST_KEY
 from potluck.messages import Message, decode, encode
+from potluck.peer.groupsession import GroupSession
 from potluck.peer.session import Session
 from potluck.training.manifest.manifest import Manifest
 
@@ -79,7 +80,7 @@ class NoticeBoard:
         self._listeners: list[Callable[[Manifest], None]] = []
 
     @classmethod
-    def of(cls, session: Session) -> Self:
+    def of(cls, session: Session | GroupSession) -> Self:
         """That of a peer, which knows from its join link who the organiser is."""
         return cls(session.hub, session.subjects.run, session.check_organiser)
 

@@ -8,6 +8,7 @@ from typing import Self
 from potluck.optim.collaboration import Collaboration
 from potluck.optim.helper import Helper
 from potluck.round.averager import RoundPeer
+from potluck.run.group import Group, LinkedPeer, group_of
 from potluck.state.keeper import StateConfig
 from potluck.training.books.ballot import BallotDesk
 from potluck.training.books.contributions import ContributionDesk
@@ -25,6 +26,7 @@ class Desks:
 
     def __init__(self, peer: RoundPeer, collaboration: Collaboration, manifest: Callable[[], Manifest | None]) -> None:
         """`manifest` returns the newest one."""
+        peer = group_of(peer)
         averager, keeper = collaboration.averager, collaboration.keeper
         self.shards = ShardDesk(peer, averager.lease, averager.measured)
         self.contributions = ContributionDesk(peer.session, averager)
@@ -46,36 +48,40 @@ class Desks:
 class AuxiliaryWork:
     """The whole part of a peer that trains nothing itself."""
 
-    def __init__(self, board: NoticeBoard, helper: Helper, desks: Desks) -> None:
+    def __init__(self, group: Group, board: NoticeBoard, helper: Helper, desks: Desks) -> None:
         self.board = board
+        self._group = group
         self._helper = helper
         self._desks = desks
 
     @classmethod
-    async def start(cls, peer: RoundPeer, state: StateConfig | None = None) -> Self:
+    async def start(cls, peer: LinkedPeer, state: StateConfig | None = None) -> Self:
         """Help with what the manifest says; without one, with whatever the trainers do. `state`: see StateConfig.
 
         ConfigurationError where the manifest is signed by somebody else than the organiser.
         """
-        board = NoticeBoard.of(peer.session)
-        await board.start()
+        group = Group(peer)
+        board = NoticeBoard.of(group.session)
         try:
+            await board.start()
             board.check()
             manifest = board.manifest
             helper = await Helper.of(
-                peer,
+                group,
                 coordinator=coordinating(manifest) if manifest is not None else None,
                 state=state,
             )
         except BaseException:
             await board.close()
+            group.close()
             raise
         collaboration = helper.collaboration
         board.listen(lambda newest: collaboration.coordinate_by(coordinating(newest)))
-        return cls(board, helper, Desks(peer, collaboration, lambda: board.manifest))
+        return cls(group, board, helper, Desks(group, collaboration, lambda: board.manifest))
 
     async def close(self) -> None:
         """Leave the round that is under way. Calling it twice does no harm."""
         await self._desks.close()
         await self._helper.close()
         await self.board.close()
+        self._group.close()

@@ -25,6 +25,7 @@ from potluck.optim.diloco import DiLoCo
 from potluck.optim.optimizer import Optimizer
 from potluck.peer.lease import LeaseView
 from potluck.recipes.recipe import Batch, Recipe, RecipeConfig, require_downloads
+from potluck.round.averager import RoundPeer
 from potluck.round.plan.messages import Commit
 from potluck.run.joined import Joined
 from potluck.state.keeper import StateConfig
@@ -152,7 +153,9 @@ class Trainer:
         self._lease = self.optimizer.collaboration.averager.lease
         run.attach(run.call(_open_desks(run, self.optimizer, manifest)).close)
         if self._config.receipts is not None:
-            keeper = run.call(_keep_receipts(run, self._lease.view, self._config.receipts))
+            keeper = run.call(
+                _keep_receipts(self.optimizer.collaboration.peer, self._lease.view, self._config.receipts)
+            )
             run.attach(keeper.close)
         self._seed = zlib.crc32(run.peer_id.encode())
         self.steps = 0
@@ -372,8 +375,8 @@ class Trainer:
 
 async def _open_desks(run: Joined, optimizer: SharedOptimizer, manifest: Callable[[], Manifest]) -> Desks:
     """Be ready to do what coordinators do: in a private run trainers are."""
-    return Desks(run.peer, optimizer.collaboration, manifest)
+    return Desks(optimizer.collaboration.peer, optimizer.collaboration, manifest)
 
 
-async def _keep_receipts(run: Joined, coordinators: LeaseView, path: Path) -> ReceiptKeeper:
-    return ReceiptKeeper(run.peer, coordinators, path)
+async def _keep_receipts(peer: RoundPeer, coordinators: LeaseView, path: Path) -> ReceiptKeeper:
+    return ReceiptKeeper(peer, coordinators, path)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from typing import Self
 
+from potluck.hub.subjects import MAIN
 from potluck.peer.lease import Lease
-from potluck.round.averager import RoundPeer
 from potluck.round.lineage import Lineage
 from potluck.round.plan.messages import Commit
+from potluck.run.group import Group, LinkedPeer
 from potluck.state.fetched import FetchedState
 from potluck.state.fetcher import Progress
 from potluck.state.keeper import StateConfig, StateKeeper
@@ -23,17 +24,18 @@ class StateViewer:
 
     is_in_round = False  # it only looks
 
-    def __init__(self, peer: RoundPeer) -> None:
-        session = peer.session
-        self.lineage = Lineage(session.hub.store("lineage"), session.subjects.run, self._committed)
-        self.lease = Lease(session.hub.store("lease"), session.peer_id, session.clock)  # it never stands for it
-        self._keeper = StateKeeper(peer, self, StateConfig(keep="never", backups=None))
+    def __init__(self, peer: LinkedPeer, group: str = MAIN) -> None:
+        self._group = Group(peer, group)
+        session = self._group.session
+        self.lineage = Lineage(session.store("lineage"), session.subjects.scope, self._committed)
+        self.lease = Lease(session.store("lease"), session.peer_id, session.clock)  # it never stands for it
+        self._keeper = StateKeeper(self._group, self, StateConfig(keep="never", backups=None))
         self._moved = asyncio.Event()
 
     @classmethod
-    async def start(cls, peer: RoundPeer) -> Self:
-        """Follow the run."""
-        viewer = cls(peer)
+    async def start(cls, peer: LinkedPeer, group: str = MAIN) -> Self:
+        """Follow a group of the run."""
+        viewer = cls(peer, group)
         try:
             await viewer.lineage.start()
             await viewer._keeper.start()
@@ -46,6 +48,7 @@ class StateViewer:
         """Follow no more. Calling it twice does no harm."""
         await self._keeper.close()
         await self.lineage.close()
+        self._group.close()
 
     async def until_epoch(self, epoch: int) -> None:
         """Wait until so many epochs are committed."""

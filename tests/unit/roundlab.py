@@ -41,10 +41,13 @@ def process_name(number: int, session: str) -> str:
 class Member:
     """One peer with its averager and tensors, in a process of its own as far as freezing is concerned."""
 
-    def __init__(self, peer: MemoryPeer, averager: Averager, number: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self, peer: MemoryPeer, group: Group, averager: Averager, number: int, options: dict[str, Any]
+    ) -> None:
         self.peer = peer
         self.options = options  # with which it has joined
         self.averager = averager
+        self.links = group.links
         self.number = number
         self.values = torch.full((ELEMENTS,), float(number))
         self.is_aux = peer.session.card.role == "aux"
@@ -79,6 +82,19 @@ class Lab:
         self.run = run
         self.config = config
         self.members: list[Member] = []
+        self.subjects = run.hub.subjects.of_group(GROUP.get())
+
+    def writes_of(self, store: str) -> str:
+        """The subject of all writes to a store of the group."""
+        return self._of_store(self.run.hub.subjects.store_write, store)
+
+    def changes_of(self, store: str) -> str:
+        """The subject on which the hub tells the changes of a store of the group."""
+        return self._of_store(self.run.hub.subjects.store_change, store)
+
+    def _of_store(self, subject: Callable[[str, str], str], store: str) -> str:
+        prefix = self.subjects.key_prefix
+        return subject("groups", f"{prefix}{store}.>") if prefix else subject(store, ">")
 
     async def join(self, *, identity: Identity | None = None, number: int | None = None, **options: Any) -> Member:
         """A new member; the first one coordinates unless said otherwise."""
@@ -90,7 +106,7 @@ class Lab:
             await group.enter()
             averager = Averager(group, self.config, workers=InlineWorkers())
             await averager.start()
-        member = Member(peer, averager, number, options)
+        member = Member(peer, group, averager, number, options)
         self.members.append(member)
         return member
 

@@ -334,7 +334,7 @@ async def test_messages_whose_plan_never_comes_are_dropped_after_a_while() -> No
         victim, sender = there.members
         tasks = there.start([victim], timeout_seconds=30.0)
         message = Contribution(key=RoundKey(epoch=1, token=99, attempt=0), chunk=0, generation=0)
-        await sender.peer.links.send(victim.id, message, [b"x"], timeout_seconds=1.0, bulk=True)
+        await sender.links.send(victim.id, message, [b"x"], timeout_seconds=1.0, bulk=True)
         await asyncio.sleep(0.1)
         assert victim.averager.statistics()["early_messages"] == 1
         tasks += there.start([sender])
@@ -347,7 +347,7 @@ async def test_messages_whose_plan_never_comes_are_dropped_after_a_while() -> No
 async def test_a_plan_that_the_hub_lost_is_said_again() -> None:
     async with lab(3) as there:
         await asyncio.sleep(1.0)
-        lost = there.run.hub.drop(there.run.hub.subjects.plan("*"), count=1)
+        lost = there.run.hub.drop(there.subjects.plan("*"), count=1)
         started = now()
         await there.average()
         assert lost.num_caught == 1
@@ -363,8 +363,8 @@ async def test_words_of_others_than_the_coordinator_are_ignored_and_counted() ->
         key = RoundKey(epoch=2, token=victim.averager.lease.view.token, attempt=9)
         members = (Participant(peer=victim.id, session=victim.peer.session.card.session, weight=1.0),)
         plan = Plan(key=key, members=members, parts=(), layout="", deadline=1e12)
-        hub, subjects = liar.peer.session.hub, liar.peer.session.subjects
-        signed = sign_word(plan, liar.peer.identity, subjects.run)
+        hub, subjects = liar.peer.session.hub, there.subjects
+        signed = sign_word(plan, liar.peer.identity, subjects.scope)
         await hub.publish(subjects.plan(liar.id), signed)  # it does not hold the lease
         await hub.publish(subjects.plan(victim.id), signed)  # it is not who it says it is
         await hub.publish(subjects.plan(liar.id), b"\xc1")
@@ -381,7 +381,7 @@ async def test_a_word_may_come_before_the_news_of_its_lease() -> None:
         first = there.coordinator()
         others = [member for member in there.members if member is not first]
         await asyncio.sleep(1.0)
-        slow = there.run.hub.hold(there.run.hub.subjects.store_change("lease", ">"))
+        slow = there.run.hub.hold(there.changes_of("lease"))
         await there.kill(first)
         tasks = there.start(others)
         await asyncio.sleep(0.2)
@@ -404,7 +404,7 @@ async def test_what_strangers_and_hostile_members_send_changes_nothing() -> None
                         for kind in (Average, Contribution):
                             message = kind(key=key, chunk=chunk, generation=chunk % 3)
                             frames = [b"x" * 10] if chunk % 2 else []
-                            await attacker.peer.links.send(target.id, message, frames, timeout_seconds=1.0, bulk=True)
+                            await attacker.links.send(target.id, message, frames, timeout_seconds=1.0, bulk=True)
 
         attacks: list[asyncio.Task[None]] = []
         with at_point("round.planned", lambda: attacks.append(asyncio.create_task(attack())), peer=attacker.id):
@@ -419,7 +419,7 @@ async def test_what_strangers_and_hostile_members_send_changes_nothing() -> None
 @in_virtual_time
 async def test_garbage_from_those_who_are_ready_is_counted() -> None:
     async with lab(2) as there:
-        hub, subjects = there.members[1].peer.session.hub, there.members[1].peer.session.subjects
+        hub, subjects = there.members[1].peer.session.hub, there.subjects
         await hub.publish(subjects.news(there.members[1].id, "ready"), b"\xc1")
         await hub.publish(subjects.news("NOBODY", "ready"), encode(Ready(session="s", epoch=1)))
         await asyncio.sleep(0.1)

@@ -87,7 +87,7 @@ async def test_a_plan_of_the_last_moment_finds_it_there() -> None:
         one, two = there.members
         first = start(one)
         await asyncio.sleep(EXPECTED.seconds - 0.1)
-        held = there.run.hub.hold(there.run.hub.subjects.plan("*"))
+        held = there.run.hub.hold(there.subjects.plan("*"))
         second = start(two)
         await asyncio.sleep(0.3)  # it has stopped standing by, and a plan is on its way
         held.release()
@@ -101,7 +101,7 @@ async def test_nobody_is_planned_with_who_no_longer_stands_by() -> None:
     async with lab(3, trigger=Quorum(grace_seconds=0.1)) as there:
         one, two, three = there.members
         first = start(one)
-        held = there.run.hub.hold(there.run.hub.subjects.news(one.id, "ready"))
+        held = there.run.hub.hold(there.subjects.news(one.id, "ready"))
         await asyncio.sleep(EXPECTED.seconds + 0.2)
         results = await asyncio.gather(*there.start([two, three]))
         held.release()
@@ -118,7 +118,7 @@ async def test_who_is_in_a_plan_waits_on_whatever_becomes_of_it() -> None:
         heard: list[Ready] = []
         session = one.peer.session
         await session.hub.subscribe(
-            session.subjects.news(two.id, "ready"), lambda delivery: heard.append(decode(Ready, delivery.payload))
+            there.subjects.news(two.id, "ready"), lambda delivery: heard.append(decode(Ready, delivery.payload))
         )
         await results_of(start(two), start(one))
         assert (heard[0].awaits, heard[0].until > 0) == (EXPECTED.awaits, True)

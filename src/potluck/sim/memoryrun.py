@@ -23,6 +23,7 @@ from potluck.clock import Clock
 from potluck.errors import AccessError, HubUnavailableError
 from potluck.hub.connection import Delivery
 from potluck.hub.presence import Beacon, Card, CardAnswer, Presence, Role, State
+from potluck.hub.subjects import MAIN
 from potluck.link.limits import LinkConfig
 from potluck.link.links import Links
 from potluck.messages import decode, encode
@@ -87,6 +88,7 @@ class MemoryRun:
         self.link_config = link_config
         self.peers: dict[str, MemoryPeer] = {}
         self._presences: dict[str, Presence] = {}
+        self._allowed_groups: dict[str, frozenset[str]] = {}  # by peer; none: all
         self._num_sessions = 0
         self._guard = self.hub.connect("GUARD")
 
@@ -118,8 +120,13 @@ class MemoryRun:
         is_client: bool = False,
         identity: Identity | None = None,
         carriers: Sequence[str] = ("direct",),
+        groups: Sequence[str] = (MAIN,),
+        allowed_groups: Sequence[str] = (),
     ) -> MemoryPeer:
-        """A new peer; with the identity of one that was killed, its next life. It is linked by what others have too."""
+        """A new peer, in these groups; with the identity of one that was killed, its next life.
+
+        It is linked by what others have too. `allowed_groups` are those that it may be in; none named: all.
+        """
         identity = identity or Identity(nkeys.encode_seed(self._keys.randbytes(32), nkeys.PREFIX_BYTE_USER))
         session = self.next_session
         self._num_sessions += 1
@@ -128,6 +135,7 @@ class MemoryRun:
             role=role,
             name=name,
             addresses=() if is_client else (f"tcp://127.0.0.1:{self._num_sessions}",),
+            groups=tuple(groups),
         )
         for other in self.peers:  # cuts belong to the life before
             for kind in CARRIERS:
@@ -144,6 +152,7 @@ class MemoryRun:
             coordinates=coordinates,
             trusted=trusted,
         )
+        self._allowed_groups[peer.peer_id] = frozenset(allowed_groups)
         await peer.open()
         self.peers[peer.peer_id] = peer
         return peer
@@ -206,10 +215,13 @@ class MemoryRun:
 
     async def _card_came(self, delivery: Delivery) -> None:
         peer = delivery.subject.rsplit(".", 1)[-1]
-        self._presences[peer] = msgspec.structs.replace(self._presences[peer], card=decode(Card, delivery.payload))
+        card, allowed = decode(Card, delivery.payload), self._allowed_groups.get(peer)
+        refused = tuple(group for group in card.groups if allowed and group not in allowed)
+        card = msgspec.structs.replace(card, groups=tuple(group for group in card.groups if group not in refused))
+        self._presences[peer] = msgspec.structs.replace(self._presences[peer], card=card)
         with contextlib.suppress(HubUnavailableError):
             await self.tell(peer, "alive")
-            await delivery.respond(encode(CardAnswer(accepted=True)))
+            await delivery.respond(encode(CardAnswer(accepted=True, refused_groups=refused)))
 
     async def _left(self, delivery: Delivery) -> None:
         peer = delivery.subject.rsplit(".", 1)[-1]

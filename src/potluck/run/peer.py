@@ -26,7 +26,7 @@ from potluck.hub.joinlink import JoinLink
 from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
 from potluck.hub.nats.keeper import KeeperConfig
 from potluck.hub.presence import Card, Role
-from potluck.hub.subjects import Subjects
+from potluck.hub.subjects import MAIN, Subjects, check_group_name
 from potluck.link.direct.addresses import default_listen, local_interfaces
 from potluck.link.direct.carrier import DirectCarrier, DirectConfig
 from potluck.link.direct.reachability import ReachabilityConfig
@@ -72,6 +72,9 @@ class PeerConfig:
     service: str = field(default_factory=environment.service)
     """Where it runs: kaggle, colab, cloud or local."""
 
+    groups: tuple[str, ...] = (MAIN,)
+    """The groups of the run that it is in from the start; it may enter others later."""
+
     link: JoinLink | None = field(default=None, repr=False)
     """The join link it comes by: that has the invite, and says whose manifest counts (organisers.py)."""
 
@@ -115,6 +118,10 @@ class PeerConfig:
             raise ConfigurationError(
                 "a peer that sends everything through the hub accepts no links: leave out --listen"
             )
+        if len(set(self.groups)) != len(self.groups):
+            raise ConfigurationError(f"groups={self.groups}: name each group once")
+        for group in self.groups:
+            check_group_name(group)
         self.reachability()
         try:
             check_plain(self.application())
@@ -181,6 +188,7 @@ class Peer:
             link_key=self.direct.link_key,
             upload_bytes_per_second=config.links.send_bytes_per_second,  # until it is measured
             download_bytes_per_second=config.links.receive_bytes_per_second,
+            groups=config.groups,
         )
         self.session = Session(
             self._connect, identity, self._subjects, card, self.clock, check_organiser=checking(config.link)

@@ -63,4 +63,5 @@ class Announcer:
                 return
 
     def _labels(self, plan: Plan) -> dict[str, object]:
-        return {"peer": self._session.peer_id, "epoch": plan.key.epoch, "role": "coordinator"}
+        group = self._session.subjects.group
+        return {"peer": self._session.peer_id, "epoch": plan.key.epoch, "role": "coordinator", "group": group}

@@ -34,15 +34,15 @@ def tell(**what: Any) -> None:
 
 
 class Fuse:
-    """Puts a fault in place once each group has made an epoch of three members."""
+    """Puts a fault in place once this peer has coordinated an epoch of three members in each of its groups."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._waiting = set(arguments["groups"])
         self._fault = arguments["fault"]
         self._fired = Path(arguments["fired"])
 
-    def made(self, group: str, num_members: int) -> None:
-        if num_members >= 3:
+    def made(self, group: str, num_members: int, *, is_ours: bool) -> None:
+        if num_members >= 3 and is_ours:
             self._waiting.discard(group)
         if self._fault and not self._waiting:
             faultpoints.install(FaultHook([Fault(**self._fault)], self._fired))
@@ -56,7 +56,7 @@ async def take_part(group: Group, value: float, fuse: Fuse, parent: int) -> None
         members = sorted(member.peer for member in commit.members if member.weight)
         told = {"epoch": commit.epoch, "digest": commit.digest, "parent": commit.parent, "members": members}
         tell(commit=group.name, coordinator=commit.coordinator, **told)
-        fuse.made(group.name, len(members))
+        fuse.made(group.name, len(members), is_ours=commit.coordinator == group.session.peer_id)
 
     averager.listen(committed)
     await averager.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -78,12 +79,12 @@ async def test_the_coordinator_of_two_groups_is_killed_in_the_middle_of_a_round(
     async with open_house(tmp_path / "hub") as house:
         labels = {"group": "x", "role": "coordinator"}
         fault = {"point": "round.plan_published", "action": "kill", "labels": labels}
-        dying = await spawn(house, children, tmp_path, keys[0], number=0, groups="xy", coordinates=True, fault=fault)
-        others = [
-            await spawn(house, children, tmp_path, keys[1], number=1, groups="xyz", coordinates=True),
-            await spawn(house, children, tmp_path, keys[2], number=2, groups="xz"),
-            await spawn(house, children, tmp_path, keys[3], number=3, groups="yz"),
-        ]
+        dying, *others = await asyncio.gather(
+            spawn(house, children, tmp_path, keys[0], number=0, groups="xy", coordinates=True, fault=fault),
+            spawn(house, children, tmp_path, keys[1], number=1, groups="xyz", coordinates=True),
+            spawn(house, children, tmp_path, keys[2], number=2, groups="xz"),
+            spawn(house, children, tmp_path, keys[3], number=3, groups="yz"),
+        )
         await dying.until_exit(PATIENCE_SECONDS)
         fired = [json.loads(line) for line in (tmp_path / "fired.jsonl").read_text().splitlines()]
         assert len(fired) == 1

@@ -12,7 +12,7 @@ import pytest
 from roundhouse import ANYTHING, NO_COORDINATOR, RUN, RoundHouse, open_house
 
 from potluck.errors import AccessError, PermissionDeniedError
-from potluck.hub.guard.member import Scopes
+from potluck.hub.access.member import Scopes
 from potluck.hub.keys import public_key
 from potluck.peer.grouplease import in_order
 from potluck.peer.identity import Identity

@@ -34,6 +34,7 @@ def test_who_reads_and_writes_what() -> None:
         "manifest",
         "lease",
         "lineage",
+        "groups",
         "shards",
         "contributions",
         "history",
@@ -43,6 +44,7 @@ def test_who_reads_and_writes_what() -> None:
     assert names(writable_stores(coordinates=True)) == {
         "lease",
         "lineage",
+        "groups",
         "shards",
         "contributions",
         "history",

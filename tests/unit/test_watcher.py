@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import json
 import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from potluck.cli import host
+from potluck.cli.monitor import picture
 from potluck.errors import HubUnavailableError
 from potluck.hub.access.member import Scopes
 from potluck.hub.guard.permissions import main_permissions
+from potluck.hub.leaserecord import LeaseRecord
 from potluck.hub.presence import Beacon, Card, Presence
 from potluck.hub.subjects import Subjects
 from potluck.messages import encode
@@ -114,6 +118,42 @@ async def test_what_peers_say_is_seen_and_what_is_wrong_raises_alarms() -> None:
     [alarm] = watcher.alarms()
     assert alarm.kind == "standstill"
     assert watcher.view.overview(scene.session.clock.monotonic()).samples == 0  # nobody has said anything for long
+    await watcher.close()
+
+
+@in_virtual_time
+async def test_groups_are_seen_when_there_is_more_than_one() -> None:
+    scene = Scene()
+    watcher = await Watcher.started(scene.session)
+    await scene.commit(1, at=10.0)
+    await asyncio.sleep(0.1)
+    assert [(row.name, row.epoch, row.num_members) for row in watcher.view.groups()] == [("main", 1, 1)]
+    peer = scene.trainer.peer_id
+    card = Card(session="t", role="trainer", name="Ada", groups=("main", "critic"))
+    scene.session.roster.apply(Presence(peer=peer, card=card, state="alive", host="", person="Ada"))
+    store = scene.guard.store("groups")
+    await store.put("g.critic.lease.coordinator", encode(LeaseRecord(holder=peer)))
+    made = Commit(
+        epoch=7, key=RoundKey(epoch=7, token=1, attempt=0), term=1, coordinator=peer,
+        members=(), digest="", parent="", layout="", committed_at=20.0,
+    )  # fmt: skip
+    forged = Head(term=1, commit=sign_commit(made, scene.trainer, "test"))  # signed for `main`, not for the group
+    await store.put("g.critic.lineage.head", encode(forged))
+    await asyncio.sleep(0.1)
+    assert watcher.view.groups()[1].epoch == 0
+    assert watcher.counts["bad_groups"] == 1
+    signed = sign_commit(made, scene.trainer, SUBJECTS.of_group("critic").scope)
+    await store.put("g.critic.lineage.head", encode(Head(term=1, commit=signed)))
+    await asyncio.sleep(0.1)
+    main, critic = watcher.view.groups()
+    assert (main.name, main.epoch) == ("main", 1)
+    assert (critic.name, critic.epoch, critic.num_members, critic.coordinator) == ("critic", 7, 1, "Ada")
+    now = scene.session.clock.monotonic()
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(picture(watcher.view.overview(now), watcher.view.rows(now), (), watcher.view.groups()))
+    assert "critic" in console.export_text()
+    console.print(picture(watcher.view.overview(now), watcher.view.rows(now), (), watcher.view.groups()[:1]))
+    assert "critic" not in console.export_text()
     await watcher.close()
 
 

@@ -58,6 +58,10 @@ def invite(
         list[str] | None,
         typer.Option("--queue", help="A queue or topic they may use: NAME=put,take, or * for all; may be repeated."),
     ] = None,
+    groups: Annotated[
+        list[str] | None,
+        typer.Option("--group", help="A group of the run that they may be in; may be repeated. Unless given: all."),
+    ] = None,
     person: Annotated[str, typer.Option(help="Whose invite it is; seats are counted by person.")] = "",
     note: Annotated[str, typer.Option(help="For yourself.")] = "",
     as_json: AsJson = False,
@@ -67,6 +71,8 @@ def invite(
     Example: [bold]potluck members invite --uses 20 --days 3 --note "the Discord"[/bold]
 
     For a fleet: [bold]potluck members invite --queue experience=put --queue weights=take[/bold]
+
+    For one group of a run: [bold]potluck members invite --group critic[/bold]
     """
     from dataclasses import replace
 
@@ -84,7 +90,9 @@ def invite(
         wanted = roles or usual
         allowed = msgspec.convert([role.value for role in wanted], tuple[Role, ...])
         made, secret = await organiser.create_invite(
-            scopes=Scopes(roles=allowed, coordinates=coordinates, trusted=trusted, queues=rights),
+            scopes=Scopes(
+                roles=allowed, coordinates=coordinates, trusted=trusted, queues=rights, groups=tuple(groups or ())
+            ),
             uses=uses or None,
             lifetime_seconds=days * 86400 or None,
             person=f"guest:{person}" if person and ":" not in person else person,

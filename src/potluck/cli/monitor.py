@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from potluck.monitor.alarms import Alarm
     from potluck.monitor.exporters import Exporters
-    from potluck.monitor.view import Overview, PeerRow
+    from potluck.monitor.view import GroupRow, Overview, PeerRow
     from potluck.monitor.watcher import Watcher
     from potluck.run.peer import Peer
 
@@ -90,13 +90,17 @@ async def _watch(peer: Peer, stop: asyncio.Event, exporters: Exporters, *, once:
                 if as_json:
                     peers = [msgspec.to_builtins(row) for row in rows]
                     told = [{"kind": alarm.kind, "text": alarm.text, "peer": alarm.peer} for alarm in alarms]
+                    told_groups = [msgspec.to_builtins(row) for row in watcher.view.groups()]
                     figures = {**msgspec.to_builtins(overview), "paused": watcher.is_paused, "alarms": told}
                     if (pause := watcher.pause) is not None:
                         figures |= {"paused_by": pause.by, "paused_because": pause.reason}
+                    if len(told_groups) > 1:
+                        figures["groups"] = told_groups
                     console.print_json({"event": "run", **figures, "peers": peers})
                 else:
                     width = console.out.width
-                    shown = picture(overview, rows, alarms, pause=_pause_words(watcher), width=width)
+                    groups = watcher.view.groups()
+                    shown = picture(overview, rows, alarms, groups, pause=_pause_words(watcher), width=width)
                     screen.show(shown, (overview.epoch, watcher.is_paused, [alarm.text for alarm in alarms]))
                 if once or peer.session.ended.done():
                     break
@@ -139,12 +143,14 @@ def picture(
     overview: Overview,
     rows: list[PeerRow],
     alarms: Sequence[Alarm] = (),
+    groups: Sequence[GroupRow] = (),
     *,
     pause: str = "",
     width: int | None = None,
 ) -> RenderableType:
     """The run as a person sees it: a line of figures, a table of peers, and what is wrong.
 
+    A run with several groups has a table of them too.
     `pause` says that the run is paused, and why. Without a width, any will do.
     """
     from rich.console import Group
@@ -185,7 +191,12 @@ def picture(
             row.state,
         )
         table.add_row(*(cell for column, cell in zip(COLUMNS, cells, strict=True) if column in columns))
-    return Group(head, table, *(Text(f"! {alarm.text}", style="bold red") for alarm in alarms))
+    tables = [table]
+    if len(groups) > 1:
+        tables.insert(0, Table("group", "epoch", "members", "coordinator"))
+        for group in groups:
+            tables[0].add_row(group.name, str(group.epoch), str(group.num_members), Text(group.coordinator or "nobody"))
+    return Group(head, *tables, *(Text(f"! {alarm.text}", style="bold red") for alarm in alarms))
 
 
 def _pause_words(watcher: Watcher) -> str:

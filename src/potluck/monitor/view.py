@@ -11,6 +11,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 from potluck.hub.presence import Beacon, Presence
+from potluck.hub.subjects import MAIN
 from potluck.round.plan.messages import Commit
 from potluck.run.linknews import LinkFigures, LinkNews
 from potluck.training.books.history import mean_loss
@@ -56,6 +57,17 @@ class LinkRow:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupRow:
+    """One group of the run, as a table shows it."""
+
+    name: str
+    epoch: int
+    num_members: int
+    coordinator: str
+    committed_at: float | None = None  # hub time of its newest epoch
+
+
+@dataclass(frozen=True, slots=True)
 class Overview:
     """The whole run in a few figures."""
 
@@ -92,6 +104,8 @@ class RunView:
     _presences: dict[str, Presence] = field(default_factory=dict)
     _beacons: dict[str, _Heard] = field(default_factory=dict)
     _links: dict[str, LinkNews] = field(default_factory=dict)
+    _group_heads: dict[str, Commit] = field(default_factory=dict)
+    _group_holders: dict[str, str] = field(default_factory=dict)
     _commits: deque[Commit] = field(default_factory=lambda: deque(maxlen=KEPT_COMMITS))
 
     def peer_changed(self, presence: Presence) -> None:
@@ -117,6 +131,14 @@ class RunView:
     def committed(self, commit: Commit) -> None:
         """An epoch is final."""
         self._commits.append(commit)
+
+    def group_committed(self, group: str, commit: Commit) -> None:
+        """An epoch of a group other than `main` is final."""
+        self._group_heads[group] = commit
+
+    def group_held(self, group: str, holder: str) -> None:
+        """Who coordinates a group other than `main`."""
+        self._group_holders[group] = holder
 
     @property
     def epoch(self) -> int:
@@ -156,6 +178,24 @@ class RunView:
             roles=dict(Counter(row.role for row in everybody).most_common()),
             places=dict(Counter(row.place for row in everybody).most_common()),
             committed_at=self._commits[-1].committed_at if self._commits else None,
+        )
+
+    def groups(self) -> list[GroupRow]:
+        """All groups that have members or epochs, `main` first; one, where a run has no other."""
+        members = Counter(group for presence in self._presences.values() for group in presence.card.groups)
+        heads, holders = dict(self._group_heads), {**self._group_holders, MAIN: self.coordinator}
+        if self._commits:
+            heads[MAIN] = self._commits[-1]
+        names = sorted({*members, *heads} - {MAIN})
+        return [self._group_row(name, members[name], heads.get(name), holders.get(name, "")) for name in (MAIN, *names)]
+
+    def _group_row(self, name: str, num_members: int, head: Commit | None, holder: str) -> GroupRow:
+        return GroupRow(
+            name=name,
+            epoch=head.epoch if head is not None else 0,
+            num_members=num_members,
+            coordinator=self._name(holder) if holder else "",
+            committed_at=head.committed_at if head is not None else None,
         )
 
     def links(self) -> list[LinkRow]:

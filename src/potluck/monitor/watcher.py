@@ -8,17 +8,20 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Self
 
-from potluck.errors import ProtocolError, RetryableError
+from potluck.errors import ConfigurationError, ProtocolError, RetryableError
 from potluck.hub.connection import Delivery, Entry, Subscription
+from potluck.hub.leaserecord import LeaseRecord
 from potluck.hub.presence import Beacon, Presence
 from potluck.messages import decode
 from potluck.monitor.alarms import Alarm, Alarms
 from potluck.monitor.view import RunView
+from potluck.peer.groupsession import STORE as GROUPS
 from potluck.peer.lease import LeaseView
 from potluck.peer.roster import RosterEvent
 from potluck.peer.session import Session
-from potluck.round.lineage import Lineage
+from potluck.round.lineage import Head, Lineage
 from potluck.round.plan.messages import Commit
+from potluck.round.plan.signing import read_commit
 from potluck.run.hostnews import MAX_NEWS_BYTES as MAX_HOST_NEWS_BYTES
 from potluck.run.hostnews import TOPIC as HOST_NEWS
 from potluck.run.hostnews import HostNews
@@ -77,6 +80,7 @@ class Watcher:
         follow(await hub.subscribe(subjects.news("*", LINK_NEWS), self._links_told))
         follow(await hub.subscribe(subjects.news("*", KEPT), self._kept_came))
         follow(await hub.subscribe(subjects.news("*", HOST_NEWS), self._host_told))
+        follow(await hub.store(GROUPS).watch(self._group_changed, "g."))
         await self._lineage.start()
         await self.board.start()
 
@@ -120,6 +124,21 @@ class Watcher:
     def _lease_changed(self, entry: Entry) -> None:
         self._lease.apply(entry)
         self.view.coordinator = self._lease.holder or ""
+
+    def _group_changed(self, entry: Entry) -> None:
+        """A group's lease or head; entries are `g.GROUP.lease.coordinator` and `g.GROUP.lineage.head`."""
+        _, group, store, _ = (*entry.key.split(".", 3), "", "", "")[:4]
+        try:
+            if store == "lease":
+                holder = decode(LeaseRecord, entry.value).holder if entry.value is not None else ""
+                self.view.group_held(group, holder)
+            elif store == "lineage" and entry.value is not None:
+                head = decode(Head, entry.value)
+                if head.commit is not None:
+                    commit = read_commit(head.commit, self._session.subjects.of_group(group).scope)
+                    self.view.group_committed(group, commit)
+        except (ProtocolError, ConfigurationError):
+            self.counts["bad_groups"] += 1
 
     def _preview_changed(self, entry: Entry) -> None:
         if entry.value is None:

@@ -55,6 +55,9 @@ class OverviewPage:
                     self._roles = Bars("Nobody is here.")
                 with card("Places"):
                     self._places = Bars("Nobody is here.")
+                with card("Groups") as self._groups_sheet:
+                    self._groups = Bars("There is one group.")
+                self._groups_sheet.set_visibility(False)
         with box("grid three"):
             with card("Speed", "samples per second"):
                 self._speed_chart = Chart({}, "chart short")
@@ -83,7 +86,17 @@ class OverviewPage:
         )
         for bars, counts in ((self._roles, overview.roles), (self._places, overview.places)):
             bars.show([(name, count / overview.num_peers, str(count)) for name, count in counts.items()])
+        self._show_groups()
         self._draw()
+
+    def _show_groups(self) -> None:
+        rows = self._dashboard.follower.view.groups()
+        self._groups_sheet.set_visibility(len(rows) > 1)
+        if len(rows) > 1:
+            furthest = max(row.epoch for row in rows) or 1
+            self._groups.show(
+                [(row.name, row.epoch / furthest, f"epoch {row.epoch:,}, {row.num_members} members") for row in rows]
+            )
 
     def _show_alarms(self) -> None:
         texts = [alarm.text for alarm in self._dashboard.alarms()]

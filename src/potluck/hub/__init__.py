@@ -6,6 +6,7 @@ What others use:
     wheelpin.py      which wheel a host serves, as its link says it
     access/          records of members and invites, and what members ask of the guard
     subjects.py, patterns.py, stores.py     the subjects and tables of a run
+    groupstore.py    what one group keeps in the store of all groups
     ratelimit.py     how often somebody may try
     presence.py, leaserecord.py             card, beacon, the guard's word on a peer; who coordinates
     keys.py, privatefiles.py                keys and signatures; files that nobody else may read

@@ -2,6 +2,7 @@
 
 What others use:
     links.py         Links: send, request, open_stream, handle; the one interface
+    grouplinks.py    GroupLinks: the same for the messages of one group
     limits.py        LinkConfig, and what both ends count on without being told; throttle.py: a cap on bandwidth
     counters.py      what `statistics()` returns
 

@@ -7,6 +7,9 @@ roster.py       who is there (pure): the guard's word in, joined / changed / sus
 hubtime.py      how far this machine's clock is off (pure)
 organisers.py   whose word counts for a run: the key in the join link, or the one that was seen first
 lease.py        holding the coordinator's lease, with a fencing token
+grouplease.py   the same for a named group: who comes first, and how groups are spread
+heartbeat.py    one record that keeps all of a peer's leases of named groups alive
+groupsession.py the session as one group sees it: members, subjects, stores, beacon
 preflight.py    what could keep this machine from helping, in plain words
 environment.py  all that is read from the environment
 """

@@ -16,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,10 +44,10 @@ class DriverConfig:
     """How patient a driver is."""
 
     averaging_timeout_seconds: float = 120.0
-    """A round that takes longer has failed; its work counts again in the next."""
+    """A round in which nothing moves for so long has failed; its work counts again in the next."""
 
     load_state_timeout_seconds: float = 600.0
-    """How long to look for somebody who has the run's state."""
+    """How long to look for somebody who has the run's state, and to wait for a keeper that sends nothing."""
 
     keep_last_good: bool = True
     """Keep a copy of the last finite state, to go back to."""
@@ -135,14 +137,16 @@ class Driver:
     ) -> bool:
         """Take part in the next epoch, and step; False if our offer did not count (then it may have been caught up).
 
-        With `stand_by` it is not due yet; if it does not become so in time, the offer counts again as well.
+        With `stand_by` it is not due yet; if it does not become so in time, the offer counts again as well. After
+        `timeout_seconds` the round is left, also if it goes on.
         """
         pending = self._start(timeout_seconds, stand_by=stand_by)
         self._pending = pending
+        until = time.monotonic() + timeout_seconds if timeout_seconds is not None else math.inf
         is_over = False
         try:
-            while not is_over and not self.gives_up():
-                is_over = pending.result.wait(LOOK_UP_SECONDS)
+            while not is_over and not self.gives_up() and (left := until - time.monotonic()) > 0:
+                is_over = pending.result.wait(min(LOOK_UP_SECONDS, left))
         finally:
             if not is_over:  # this peer is stopped, or Ctrl-C: leave the round before anything else
                 self._leave_round()

@@ -53,7 +53,10 @@ class GatherConfig:
     least_round_seconds: float = 20.0
     """The deadline of the quickest round."""
 
-    most_round_seconds: float = 900.0
+    least_bytes_per_second: float = 32 * 1024
+    """The slowest line that a round's deadline has room for."""
+
+    most_round_seconds: float = 3600.0
     """The deadline of the slowest round."""
 
     def __post_init__(self) -> None:
@@ -192,7 +195,7 @@ class Gathering:
             runs=runs,
             chunk_bytes=chunk_bytes,
             aggregator=self.config.aggregator,
-            deadline=hub_now + self._deadline_seconds(predicted_seconds),
+            deadline=hub_now + self._deadline_seconds(predicted_seconds, traffic_bytes(runs, len(taken))),
             audit=self._is_audited(taken, members),
             left_out=left_out,
         )
@@ -281,8 +284,9 @@ class Gathering:
         speeds = [member.upload_bytes_per_second for member in members if member.sends]
         return min(known_speeds(speeds, self.config.partition.default_bytes_per_second))
 
-    def _deadline_seconds(self, predicted_seconds: float) -> float:
-        wanted = 10.0 + 5.0 * predicted_seconds
+    def _deadline_seconds(self, predicted_seconds: float, contribution_bytes: int) -> float:
+        """Far above what is predicted, or what a slow line needs: lines that stand still are seen much earlier."""
+        wanted = 10.0 + 5.0 * max(predicted_seconds, contribution_bytes / self.config.least_bytes_per_second)
         return min(max(wanted, self.config.least_round_seconds), self.config.most_round_seconds)
 
 

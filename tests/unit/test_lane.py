@@ -17,7 +17,7 @@ from potluck.sim.virtualloop import in_virtual_time
 KEY = RoundKey(epoch=1, token=1, attempt=0)
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeReceipt:
     error: Exception | None = None
     watchers: list[Callable[[], None]] = field(default_factory=list)

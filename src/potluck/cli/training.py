@@ -71,10 +71,12 @@ def _state_config(backups: BackupOptions | None, run: str, peer_id: str) -> Stat
 
     if backups is None:
         return StateConfig(keep="never")
-    if not backups.backup_every_step:
-        return StateConfig()
     folder = backups.state_path or states_folder(run, peer_id)
-    return StateConfig(folder=folder, backups=BackupConfig(every_epochs=backups.backup_every_step))
+    every_epochs = backups.backup_every_step
+    kept = (
+        BackupConfig(every_epochs=every_epochs) if every_epochs else BackupConfig(every_epochs=0, keep_last=1, spread=0)
+    )
+    return StateConfig(folder=folder, backups=kept)
 
 
 async def _first_manifest(peer: Peer, board: NoticeBoard, stop: asyncio.Event, as_json: bool) -> Manifest | None:

@@ -21,6 +21,7 @@ MOVING_SECONDS = 1.0  # bulk that has not moved for so long leaves the line to s
 MOST_EARNED_BYTES = 256.0 * KIB  # what streams may send at once after bulk had the line
 MOST_OVERDRAWN_BYTES = 64.0 * KIB  # what they pay back of what they sent while the line was free
 LOOK_AGAIN_SECONDS = 0.05
+AT_ONCE = 0.0
 
 
 class Line:
@@ -33,6 +34,11 @@ class Line:
         self._with_bulk: set[object] = set()
         self._bulk_left_at = -math.inf
 
+    @property
+    def bytes_per_second(self) -> float:
+        """The cap; infinite where there is none."""
+        return self._throttle.bytes_per_second if self._throttle is not None else math.inf
+
     def bulk_waits(self, link: object, waits: bool) -> None:
         """Whether this link has bulk to send, or on its way."""
         if waits:
@@ -42,23 +48,29 @@ class Line:
 
     def admits_streams(self, now: float) -> bool:
         """Whether the next packet may be a stream's."""
-        is_taken = bool(self._with_bulk) and now - self._bulk_left_at < MOVING_SECONDS
-        return not is_taken or self._earned_bytes > 0
+        return self._earned_bytes > 0 or not self._is_taken(now)
+
+    def _is_taken(self, now: float) -> bool:
+        """Whether bulk moves."""
+        return bool(self._with_bulk) and now - self._bulk_left_at < MOVING_SECONDS
 
     def admits(self, link: object, now: float) -> bool:
-        """Whether this link may send a packet with a payload. If not, it stands in line until `left` or `sent`."""
+        """Whether this link may send a packet with a payload. If not, it stands in line until it has, or `left`."""
         return self._throttle is None or self._throttle.admits(link, 1, now) > 0
 
-    def sent(self, link: object, num_bytes: int, urgency: Urgency, now: float) -> None:
-        """A packet has left."""
+    def sent(self, link: object, header_bytes: int, payload_bytes: int, urgency: Urgency, now: float) -> None:
+        """A packet has left. One without a payload needs no turn."""
+        num_bytes = header_bytes + payload_bytes
         if self._throttle is not None:
-            self._throttle.leave(link)
             self._throttle.spent(num_bytes)
+            if payload_bytes:
+                self._throttle.leave(link)
         if urgency == Urgency.BULK:
             self._bulk_left_at = now
             self._earned_bytes = min(self._earned_bytes + num_bytes * self._earned_by_byte, MOST_EARNED_BYTES)
         elif urgency == Urgency.STREAM:
-            self._earned_bytes = max(self._earned_bytes - num_bytes, -MOST_OVERDRAWN_BYTES)
+            least = -math.inf if self._is_taken(now) else min(self._earned_bytes, -MOST_OVERDRAWN_BYTES)
+            self._earned_bytes = max(self._earned_bytes - num_bytes, least)
 
     def left(self, link: object) -> None:
         """This link has nothing to send now, or no way to."""
@@ -66,7 +78,8 @@ class Line:
             self._throttle.leave(link)
 
     def look_again_at(self, now: float) -> float:
-        """When a link that was refused, by `admits` or `admits_streams`, should ask again."""
+        """When a link that was refused, by `admits` or `admits_streams`, should ask again; long ago: at once."""
         if self._throttle is None:
             return now + LOOK_AGAIN_SECONDS
-        return max(self._throttle.available_at(1, now), now)
+        # Not `now`: that would be later than the moment at which whoever asks has looked at the clock.
+        return AT_ONCE if self._throttle.available_bytes(now) else self._throttle.available_at(1, now)

@@ -204,7 +204,7 @@ class PeerLink:
     def path_opened(self, kind: str) -> None:
         """A carrier can send to the peer."""
         self.paths.opened(kind, self._clock.monotonic())
-        self._paces[kind] = Pace(self._config.max_in_flight_bytes)
+        self._paces[kind] = self._new_pace()
         if kind == self._path:
             self._path = None  # it broke and came back: what was on its way may be gone
         self._owner.woke(self)
@@ -238,7 +238,10 @@ class PeerLink:
 
     def _pace(self, kind: str | None) -> Pace:
         pace = self._paces.get(kind or "")
-        return pace if pace is not None else self._paces.setdefault(kind or "", Pace(self._config.max_in_flight_bytes))
+        return pace if pace is not None else self._paces.setdefault(kind or "", self._new_pace())
+
+    def _new_pace(self) -> Pace:
+        return Pace(self._config.max_in_flight_bytes, self._line.bytes_per_second)
 
     # Packets
 
@@ -331,6 +334,8 @@ class PeerLink:
                 self._is_blocked = is_refused and not self._is_refused
             if not self._is_refused:
                 self._line.left(self)
+            elif not channel.outbox.in_flight_bytes:
+                channel.outbox.wait_anew(now)  # that nothing is answered is our own doing, and not the path's
             self._line.bulk_waits(self, self._path is not None and channel.outbox.has_bulk)
             self._sending.update(self._path is not None and channel.outbox.is_loaded, now, pace.least_rtt_seconds)
         finally:
@@ -361,7 +366,7 @@ class PeerLink:
             return False
         is_sent = self._transmit_on(self._path, header, payload)
         if is_sent:
-            self._line.sent(self, len(header) + (len(payload) if payload is not None else 0), urgency, now)
+            self._line.sent(self, len(header), len(payload) if payload is not None else 0, urgency, now)
         return is_sent
 
     def _transmit_on(self, kind: str, header: bytes, payload: Buffer | None) -> bool:

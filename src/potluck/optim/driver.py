@@ -34,7 +34,7 @@ from potluck.run.joined import Joined
 
 logger = logging.getLogger(__name__)
 
-LEAVE_SECONDS = 10.0  # for a round to be left
+LEAVE_SECONDS = 2.0  # for a round to be left: nothing in that waits for others
 LOOK_UP_SECONDS = 0.5  # within so long it is seen that nobody wants a round any more
 LAST_ROUND_SECONDS = 10.0  # for the round in the background to end, when this peer does
 
@@ -92,7 +92,7 @@ class Driver:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.gives_up: Callable[[], bool] = lambda: False
-        """Whether to leave a round before its end: whoever is stopped while the hub is away should not wait for it."""
+        """Whether to leave a round before its end: because this peer leaves, and its time for that is over."""
         self.last_result: RoundResult | None = None
         self._run = run
         self._method = method
@@ -166,17 +166,26 @@ class Driver:
             self._step_later(pending)
 
     def land(self, *, wait: bool = True) -> bool:
-        """Bring in what the round in the background came to; False when there is none, or it failed, or is not done."""
+        """Bring in what the round in the background came to; False when there is none, or it failed, or is not done.
+
+        A round that this peer gives up waiting for is left, and its offer counts again.
+        """
         pending = self._pending
         if pending is None or not (wait or pending.last.is_known):
             return False
-        self._wait_for_round()
+        is_over = False
+        while not is_over and not self.gives_up():
+            is_over = pending.last.wait(LOOK_UP_SECONDS)
+        if not is_over and not pending.last.is_known:
+            self._leave_round()
+            self._withdraw_unless_stepped(pending)
+            return False
         self._pending = None
         return self._conclude(pending)
 
-    def _wait_for_round(self) -> None:
-        if self._pending is not None:
-            self._pending.last.wait()
+    def _withdraw_unless_stepped(self, pending: _Pending) -> None:
+        if _epoch_of(pending) is None:
+            self._method.withdraw(pending.offer)
 
     def close(self, *, wait_seconds: float = LAST_ROUND_SECONDS) -> None:
         """Bring in the round in the background, if it ends in time, else leave it. Calling it twice does no harm.
@@ -191,8 +200,8 @@ class Driver:
         steps, self._steps = self._steps, None
         if steps is not None:
             steps.shutdown()
-        if left is not None and _epoch_of(left) is None:
-            self._method.withdraw(left.offer)  # a state that is saved after this has its work
+        if left is not None:
+            self._withdraw_unless_stepped(left)  # a state that is saved after this has its work
 
     def _leave_round(self) -> _Pending | None:
         pending, self._pending = self._pending, None
@@ -203,7 +212,8 @@ class Driver:
     async def _release(self) -> None:
         """On the event loop, when the run is left; whoever is interrupted does not want to wait for others."""
         is_out = self._run.is_interrupted or self._run.peer.session.ended.done()
-        await asyncio.to_thread(lambda: self.close(wait_seconds=0.0 if is_out else LAST_ROUND_SECONDS))
+        wait_seconds = 0.0 if is_out else self._run.seconds_to_leave(LAST_ROUND_SECONDS)
+        await asyncio.to_thread(lambda: self.close(wait_seconds=wait_seconds))
 
     def _start(
         self, timeout_seconds: float | None = None, *, stand_by: StandBy | None = None, in_background: bool = False

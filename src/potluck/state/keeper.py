@@ -260,9 +260,16 @@ class StateKeeper:
         self._comparison.compare()
 
     async def hand_over(self, *, timeout_seconds: float) -> bool:
-        """Before leaving: wait until somebody who stays has the newest state, or trains on; False: not in time."""
+        """Before leaving: wait until somebody who stays has the newest state, or trains on; False: not in time.
+
+        Then it is saved here, if this peer may write: the run goes on from it when this peer comes back.
+        """
         await self._publisher.until_idle()
-        return await hand_over(self._session, self.directory, self._shelf, timeout_seconds)
+        is_safe = await hand_over(self._session, self.directory, self._shelf, timeout_seconds)
+        if not is_safe and self._saver is not None:
+            self._saver.is_last_copy = True
+            logger.warning("the state is saved in %s: start this peer again, and the run has it", self.config.folder)
+        return is_safe
 
     @property
     def kept_epoch(self) -> int | None:

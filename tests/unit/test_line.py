@@ -89,10 +89,11 @@ def test_streams_yield_on_the_same_link_and_without_a_cap() -> None:
     lab = Lab(free=("ada", "bob"), way=thin)
     stream = lab.send("ada", "bob", 16 * MIB, Urgency.STREAM)
     lab.clock.advance(2.0)
+    before = arrived(stream)
     bulk = lab.send("ada", "bob", 4 * MIB, Urgency.BULK)
     seconds = lab.seconds_until(bulk)
     assert seconds < 1.2 * 4 * MIB / RATE / (1 - SHARE)
-    assert arrived(stream) > 0.0
+    assert 0.5 * SHARE / (1 - SHARE) < (arrived(stream) - before) * 16 / 4 < 1.5 * SHARE / (1 - SHARE)
 
 
 def test_bulk_that_does_not_move_leaves_the_line_to_streams() -> None:

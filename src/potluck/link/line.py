@@ -46,9 +46,9 @@ class Line:
         else:
             self._with_bulk.discard(link)
 
-    def admits_streams(self, now: float) -> bool:
-        """Whether the next packet may be a stream's."""
-        return self._earned_bytes > 0 or not self._is_taken(now)
+    def admits_streams(self, now: float, *, has_bulk: bool = False) -> bool:
+        """Whether the next packet may be a stream's, on a link that has bulk to send itself, or has none."""
+        return self._earned_bytes > 0 or not (has_bulk or self._is_taken(now))
 
     def _is_taken(self, now: float) -> bool:
         """Whether bulk moves."""

@@ -351,11 +351,10 @@ class PeerLink:
         self._line.left(self)
         self._line.bulk_waits(self, False)
 
-    def _admits_streams(self) -> bool:
-        if self._line.admits_streams(self._clock.monotonic()):
-            return True
-        self._is_refused = True
-        return False
+    def _admits_streams(self, has_bulk: bool) -> bool:
+        is_admitted = self._line.admits_streams(self._clock.monotonic(), has_bulk=has_bulk)
+        self._is_refused = self._is_refused or not (is_admitted or has_bulk)  # with bulk, that is what leaves next
+        return is_admitted
 
     def _transmit(self, header: bytes, payload: Buffer | None, urgency: Urgency) -> bool:
         if self._path is None:

@@ -173,15 +173,19 @@ class Driver:
         pending = self._pending
         if pending is None or not (wait or pending.last.is_known):
             return False
-        is_over = False
-        while not is_over and not self.gives_up():
-            is_over = pending.last.wait(LOOK_UP_SECONDS)
-        if not is_over and not pending.last.is_known:
+        if not self._wait_for_round():
             self._leave_round()
             self._withdraw_unless_stepped(pending)
             return False
         self._pending = None
         return self._conclude(pending)
+
+    def _wait_for_round(self) -> bool:
+        """Wait for the end of the round in the background; False: this peer gives up before."""
+        is_over = self._pending is None
+        while self._pending is not None and not is_over and not self.gives_up():
+            is_over = self._pending.last.wait(LOOK_UP_SECONDS)
+        return is_over or self._pending is None or self._pending.last.is_known
 
     def _withdraw_unless_stepped(self, pending: _Pending) -> None:
         if _epoch_of(pending) is None:

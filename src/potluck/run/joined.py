@@ -30,7 +30,7 @@ from potluck.run.peer import Peer, PeerConfig
 
 logger = logging.getLogger(__name__)
 
-LEAVING_SECONDS = 4.5
+LEAVING_SECONDS = 4.0
 
 T = TypeVar("T")
 

@@ -43,8 +43,8 @@ class BackupConfig:
     """How often backups are written, and which of them stay."""
 
     every_epochs: int = 10
-    """A backup is due when so many epochs have passed since the last one; 0: only when this peer leaves, and is the last
-    that has the newest state."""
+    """A backup is due when so many epochs have passed since the last one; 0: only when this peer leaves and nobody else
+    has the newest state."""
 
     keep_last: int = 3
     """The newest so many stay."""

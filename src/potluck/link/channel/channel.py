@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from potluck.link.carrier import Buffer
 from potluck.link.channel.budget import Ledger, ReceiveBudget
 from potluck.link.channel.inbox import AT_ONCE, Delivery, Inbox
-from potluck.link.channel.outbox import LOADED_BYTES, Outbox, Segment
+from potluck.link.channel.outbox import LOADED_BYTES, AdmitsStreams, Outbox, Segment, where_no_bulk_waits
 from potluck.link.channel.pace import Pace
 from potluck.link.channel.packet import ACK_NOW, GAP, LOADED, MAX_REASON_BYTES, Kind, Packet, Urgency, encode_header
 from potluck.link.channel.receipt import Receipt
@@ -28,10 +28,6 @@ FIRST_CREDIT_PROBE_SECONDS = 0.5
 LARGEST_CREDIT_PROBE_SECONDS = 5.0
 
 Send = Callable[[bytes, Buffer | None, Urgency], bool]
-
-
-def _always() -> bool:
-    return True
 
 
 class Channel:
@@ -83,10 +79,10 @@ class Channel:
             self.inbox.receive(packet, deliveries, now)
         return acked_bytes
 
-    def pump(self, pace: Pace, now: float, send: Send, *, admits_streams: Callable[[], bool] = _always) -> bool:
+    def pump(self, pace: Pace, now: float, send: Send, *, admits_streams: AdmitsStreams = where_no_bulk_waits) -> bool:
         """Send all that may leave now. False: `send` refused one, which stays the next.
 
-        `admits_streams` is asked for each packet whether streams may have it.
+        `admits_streams` is asked for each packet that streams could have.
         """
         outbox, inbox = self.outbox, self.inbox
         if self._reset_reason is not None:

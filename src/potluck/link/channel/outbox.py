@@ -41,8 +41,13 @@ MAX_UNACKED_PACKETS = 2048
 _EMPTY = memoryview(b"")
 
 
-def _always() -> bool:
-    return True
+AdmitsStreams = Callable[[bool], bool]
+"""Whether the next packet may be a stream's, where bulk waits on the same link, or none does."""
+
+
+def where_no_bulk_waits(has_bulk: bool) -> bool:
+    """Streams have what bulk leaves, and nothing beside it."""
+    return not has_bulk
 
 
 class Segment:
@@ -201,10 +206,12 @@ class Outbox:
         message.receipt.settle(error)
         return True
 
-    def next_segment(self, pace: Pace, now: float, admits_streams: Callable[[], bool] = _always) -> Segment | None:
+    def next_segment(
+        self, pace: Pace, now: float, admits_streams: AdmitsStreams = where_no_bulk_waits
+    ) -> Segment | None:
         """The packet that should leave now, if any; it stays the next one until `sent`.
 
-        `admits_streams` is asked where it would be a stream's.
+        `admits_streams` is asked where it could be a stream's.
         """
         while self._to_send and self._to_send[0].acked:
             self._to_send.popleft()
@@ -221,11 +228,13 @@ class Outbox:
     def _fits(self, charge_bytes: int, pace: Pace) -> bool:
         return not self.in_flight_bytes or self.in_flight_bytes + charge_bytes <= pace.window_bytes
 
-    def _next_lane(self, admits_streams: Callable[[], bool]) -> deque[QueuedMessage] | None:
+    def _next_lane(self, admits_streams: AdmitsStreams) -> deque[QueuedMessage] | None:
         first, bulk, streams = self._lanes
-        return first or bulk or (streams if streams and admits_streams() else None)
+        if not first and streams and admits_streams(bool(bulk)):
+            return streams
+        return first or bulk or None
 
-    def _cut(self, pace: Pace, admits_streams: Callable[[], bool]) -> bool:
+    def _cut(self, pace: Pace, admits_streams: AdmitsStreams) -> bool:
         lane = self._next_lane(admits_streams)
         if not lane or len(self._unacked) >= MAX_UNACKED_PACKETS:
             pace.ran_dry(self.in_flight_bytes)

@@ -27,6 +27,7 @@ from potluck.round.plan.shares import Member, known_speeds, levelled
 from potluck.round.plan.specs import Run
 from potluck.round.plan.weights import DEFAULT_CAP, WeightBook, check_cap
 
+LEAST_ROUND_SECONDS = 20.0
 READY_SECONDS = 3.5  # members repeat it each second; who has not for so long is not ready any more
 
 
@@ -50,7 +51,7 @@ class GatherConfig:
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     """How parts are cut."""
 
-    least_round_seconds: float = 20.0
+    least_round_seconds: float = LEAST_ROUND_SECONDS
     """The deadline of the quickest round."""
 
     least_bytes_per_second: float = 32 * 1024
@@ -174,6 +175,9 @@ class Gathering:
         left_out = {candidate.peer: barred[candidate.peer] for candidate in candidates if candidate.peer in barred}
         candidates = [candidate for candidate in candidates if candidate.peer not in barred]
         layout, runs = _common_layout(candidates)
+        if sum(candidate.sends for candidate in candidates) == 1:
+            # Nothing is to be averaged, and helpers have no use for the values: sending them may take minutes.
+            candidates = [c for c in candidates if c.ready.layout or c.presence.card.role == "trainer"]
         taken: list[Candidate] = []
         for candidate in candidates:
             if candidate.ready.layout not in ("", layout):

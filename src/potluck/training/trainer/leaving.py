@@ -13,7 +13,7 @@ from dataclasses import replace
 from potluck.errors import PotluckError
 from potluck.training.trainer.trainer import END_SECONDS, Trainer, TrainProgress
 
-HAND_IN_SECONDS = 3.0
+HAND_IN_SECONDS = 2.5
 
 
 def train_and_hand_in(
@@ -48,7 +48,7 @@ def _hand_in(
         return 0
     if not handed_in:
         on_failure(
-            f"{samples} samples are lost: the next epoch is not made within {seconds:g} s. To wait longer for it, "
-            "leave with --hand-in-seconds 60"
+            f"{samples} samples are lost: the next epoch is not made within {seconds:g} s. (To wait longer for it: "
+            "--hand-in-seconds)"
         )
     return handed_in

@@ -80,8 +80,9 @@ class LinkConfig:
     receive_bytes_per_second: float | None = None
     """The most that all peers together may send here, beyond what each may send unasked; None: no cap."""
 
-    stream_share: float = 0.2
-    """What streams get of the bytes that leave while a round has bulk to send, on all links together."""
+    stream_share: float = 1 / 3
+    """What streams get of the bytes that leave while a round has bulk to send, on all links together. A newcomer hears
+    the rounds while it loads: with a third, and Adam, it has the state within a dozen rounds (optim/listening.py)."""
 
     tick_seconds: float = 0.005
     """How often waiting acknowledgements and timeouts are looked at while there are any."""

@@ -15,7 +15,7 @@ from potluck.link.channel.budget import Ledger, ReceiveBudget
 from potluck.link.channel.channel import Channel
 from potluck.link.channel.inbox import ChannelBrokenError, Delivery
 from potluck.link.channel.pace import INITIAL_WINDOW_BYTES, Pace
-from potluck.link.channel.packet import ACK_NOW, PACKET_BYTES, Kind, Packet, decode
+from potluck.link.channel.packet import ACK_NOW, PACKET_BYTES, Kind, Packet, Urgency, decode
 from potluck.link.channel.receipt import Receipt
 from potluck.link.counters import Counters, PeerStatistics
 from potluck.link.limits import BULK_RESERVE_BYTES, INITIAL_CREDIT_BYTES, KIB, MIB, LinkConfig
@@ -61,7 +61,7 @@ class Wire:
         """What that side sends now, at most so many packets before the carrier is congested."""
         packets: list[Packet] = []
 
-        def send(header: bytes, payload: object) -> bool:
+        def send(header: bytes, payload: object, _urgency: Urgency) -> bool:
             if len(packets) == accept:
                 return False
             view = payload if isinstance(payload, memoryview) else None
@@ -144,7 +144,7 @@ def test_large_frames_are_cut_into_slices_and_joined_in_one_buffer() -> None:
 def test_lanes_keep_their_order_and_bulk_lets_the_others_pass() -> None:
     wire = Wire()
     for index in range(3):
-        wire.ends[0].send(f"bulk {index}".encode(), [memoryview(bytes(200 * KIB))], bulk=True)
+        wire.ends[0].send(f"bulk {index}".encode(), [memoryview(bytes(200 * KIB))], urgency=Urgency.BULK)
     first = wire.pump()
     assert len(first) > 1, "the first bulk message is under way"
     for index in range(3):
@@ -199,7 +199,7 @@ def test_an_acknowledgement_leaves_even_where_data_is_refused() -> None:
     wire.receive(1, *wire.pump())
     taken: list[Packet] = []
 
-    def take_small(header: bytes, payload: object) -> bool:
+    def take_small(header: bytes, payload: object, _urgency: Urgency) -> bool:
         if payload is None:
             taken.append(decode(memoryview(header), None))
         return payload is None
@@ -355,7 +355,7 @@ def test_credit_that_got_lost_is_asked_for() -> None:
 def test_bulk_leaves_some_credit_for_the_others() -> None:
     wire = Wire(SMALL)
     for _ in range(60):
-        wire.ends[0].send(b"bulk", [memoryview(bytes(60 * KIB))], bulk=True)
+        wire.ends[0].send(b"bulk", [memoryview(bytes(60 * KIB))], urgency=Urgency.BULK)
     wire.run()
     assert wire.ledgers[1].held_bytes <= SMALL.window_bytes - BULK_RESERVE_BYTES
     wire.ends[0].send(b"urgent", [memoryview(bytes(60 * KIB))])
@@ -449,11 +449,11 @@ def test_a_message_beyond_the_receivers_limits_breaks_the_channel(frames: list[b
 
 def test_giving_up_settles_every_receipt_and_returns_all_memory() -> None:
     wire = Wire(SMALL)
-    receipts = [wire.ends[0].send(b"", [memoryview(bytes(4 * MIB))], bulk=bulk) for bulk in (False, True)]
+    receipts = [wire.ends[0].send(b"", [memoryview(bytes(4 * MIB))], urgency=urgency) for urgency in Urgency]
     wire.receive(1, *wire.pump())
     error = ConnectionError("gone")
-    assert wire.ends[0].fail(error) == 2
-    assert [receipt.error for receipt in receipts] == [error, error]
+    assert wire.ends[0].fail(error) == len(Urgency)
+    assert [receipt.error for receipt in receipts] == [error, error, error]
     assert wire.budget.reserved_bytes
     wire.ends[1].fail(error)
     assert wire.budget.reserved_bytes == wire.ledgers[1].held_bytes == wire.ledgers[1].reserved_bytes == 0

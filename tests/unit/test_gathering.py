@@ -329,7 +329,15 @@ def test_the_deadline_grows_with_what_has_to_move_and_is_bounded() -> None:
     for peer in "AB":
         room.add(peer, card=slow)
     assert room.propose().is_measured
+    small = (Run(codec=CodecSpec(name="float32"), elements=1000),)
+    for peer in "AB":
+        room.add(peer, card=slow, runs=small)
     assert room.plan().deadline == pytest.approx(1020.0)
+    large = (Run(codec=CodecSpec(name="float32"), elements=10**5),)
+    for peer in "AB":
+        room.add(peer, card=slow, runs=large)
+    slowest_seconds = 4e5 / room.gathering.config.least_bytes_per_second
+    assert room.plan().deadline == pytest.approx(1010.0 + 5 * slowest_seconds), "lines may be slower than they seem"
     huge = (Run(codec=CodecSpec(name="float32"), elements=10**10),)
     for peer in "AB":
         room.add(peer, card=slow, runs=huge)

@@ -17,10 +17,13 @@ from potluck.sim.virtualloop import in_virtual_time
 KEY = RoundKey(epoch=1, token=1, attempt=0)
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeReceipt:
     error: Exception | None = None
     watchers: list[Callable[[], None]] = field(default_factory=list)
+
+    def withdraw(self, error: Exception) -> bool:
+        return False
 
     def watch(self, callback: Callable[[], None]) -> None:
         self.watchers.append(callback)
@@ -39,6 +42,7 @@ class FakeLinks:
         self.receipts: list[FakeReceipt] = []
         self.failures = 0  # so many sends fail from now on
         self.acknowledges = True
+        self.speed: float | None = None
 
     async def send(
         self, peer: str, message: Any, frames: Sequence[Buffer], *, timeout_seconds: float, bulk: bool
@@ -56,6 +60,9 @@ class FakeLinks:
         if self.acknowledges:
             asyncio.get_running_loop().call_soon(receipt.settle)
         return receipt
+
+    def upload_bytes_per_second(self, peer: str) -> float | None:
+        return self.speed
 
     def chunks(self, kind: str) -> list[int]:
         return [chunk for sent, chunk, _, _ in self.sent if sent == kind]

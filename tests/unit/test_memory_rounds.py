@@ -218,7 +218,7 @@ async def test_without_a_coordinator_the_error_says_so_and_the_peer_can_try_agai
     async with lab() as there:
         lonely = await there.join(coordinates=False)
         lonely.fill()
-        with pytest.raises(RoundFailedError, match=r"epoch 1 was not committed within 5 s: gathering; nobody coordin"):
+        with pytest.raises(RoundFailedError, match=r"and nothing moved for 5 s: gathering; nobody coordin"):
             await lonely.average(timeout_seconds=5.0)
         await there.join(coordinates=True)
         await there.average()

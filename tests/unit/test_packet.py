@@ -78,7 +78,7 @@ def test_the_largest_packet_fits_through_a_hub() -> None:
         (header()[:1] + bytes([VERSION + 1]) + header()[2:], None, "update the older"),
         (header(kind=0), None, "unknown kind"),
         (header(kind=7), None, "unknown kind"),
-        (header(flags=16), None, "unknown kind"),
+        (header(flags=32), None, "unknown kind"),
         (header(generation=0), None, "generation 0"),
         (header() + b"x", None, "announces"),
         (header(), b"x", "announces"),

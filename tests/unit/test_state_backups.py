@@ -410,7 +410,7 @@ def test_the_fault_point_says_when_a_backup_is_there(tmp_path: Path) -> None:
     assert reached
 
 
-@pytest.mark.parametrize("config", [{"every_epochs": 0}, {"keep_last": 0}, {"keep_every": -1}])
+@pytest.mark.parametrize("config", [{"every_epochs": -1}, {"keep_last": 0}, {"keep_every": -1}])
 def test_a_configuration_that_makes_no_sense_is_refused(config: dict[str, int]) -> None:
     with pytest.raises(ConfigurationError):
         BackupConfig(**config)

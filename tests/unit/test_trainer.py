@@ -305,13 +305,26 @@ class Leaving:
         return self._handed_in
 
 
+LOST = "8 samples are lost"
+
+
 @pytest.mark.parametrize(
     ("handed_in", "seconds", "counted", "said"),
     [
         (8, 60.0, 8, [8]),
         (8, 0.0, 0, []),
-        (0, 60.0, 0, [8, "The next epoch does not come within 60 s: they do not count. (--hand-in-seconds)"]),
-        (HubUnavailableError("the hub is away"), 60.0, 0, [8, "They could not be handed in: the hub is away"]),
+        (
+            0,
+            60.0,
+            0,
+            [8, f"{LOST}: the next epoch is not made within 60 s. (To wait longer for it: --hand-in-seconds)"],
+        ),
+        (
+            HubUnavailableError("the hub is away"),
+            60.0,
+            0,
+            [8, f"{LOST}, since they could not be handed in: the hub is away"],
+        ),
     ],
 )
 def test_what_was_done_is_handed_in(handed_in: int | Exception, seconds: float, counted: int, said: list[Any]) -> None:

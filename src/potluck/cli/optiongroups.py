@@ -97,7 +97,7 @@ class TrainOptions:
     max_memory: o.MaxMemory = ""
     max_steps: o.MaxSteps = None
     schedule: o.Schedule = ""
-    hand_in_seconds: o.HandInSeconds = 60.0
+    hand_in_seconds: o.HandInSeconds = 2.5
 
     def __post_init__(self) -> None:
         _ = self.max_memory_bytes, self.hours  # raise ConfigurationError for what is none

@@ -71,10 +71,12 @@ def _state_config(backups: BackupOptions | None, run: str, peer_id: str) -> Stat
 
     if backups is None:
         return StateConfig(keep="never")
-    if not backups.backup_every_step:
-        return StateConfig()
     folder = backups.state_path or states_folder(run, peer_id)
-    return StateConfig(folder=folder, backups=BackupConfig(every_epochs=backups.backup_every_step))
+    every_epochs = backups.backup_every_step
+    kept = (
+        BackupConfig(every_epochs=every_epochs) if every_epochs else BackupConfig(every_epochs=0, keep_last=1, spread=0)
+    )
+    return StateConfig(folder=folder, backups=kept)
 
 
 async def _first_manifest(peer: Peer, board: NoticeBoard, stop: asyncio.Event, as_json: bool) -> Manifest | None:
@@ -120,6 +122,7 @@ async def _train(
     from potluck.run.loopthread import RunningLoop
     from potluck.training.books.receipts import receipts_folder, receipts_path
     from potluck.training.trainer.leaving import train_and_hand_in
+    from potluck.training.trainer.lineadvice import line_advice, round_bytes
     from potluck.training.trainer.trainer import TrainConfig, Trainer
 
     recipe = open_recipe(first.recipe, first.model, options.recipe)
@@ -145,6 +148,11 @@ async def _train(
 
     tell = _teller(as_json, lambda: len(peer.session.roster), newest)
 
+    def advise(trainer: Trainer) -> str:
+        card = peer.session.card
+        num_bytes = round_bytes(trainer.model, newest())
+        return line_advice(num_bytes, card.upload_bytes_per_second, card.download_bytes_per_second, newest())
+
     def work() -> TrainProgress:
         with Joined(started, loop) as run:
             run.is_leaving = end.is_set
@@ -159,6 +167,8 @@ async def _train(
                     on_batch_size=lambda size: _tell_batch_size(size, as_json),
                 )
             _tell_training(trainer, first.recipe.name, as_json)
+            if advice := advise(trainer):
+                _tell_line(advice, as_json)
             return train_and_hand_in(
                 trainer,
                 end,
@@ -213,6 +223,15 @@ def _tell_training(trainer: Trainer, recipe: str, as_json: bool) -> None:
             f"Training {recipe} on {trainer.device} {batches}, with {console.count(trainer.num_threads, 'thread')}. "
             "Ctrl-C hands in what you have done, and leaves."
         )
+
+
+def _tell_line(advice: str, as_json: bool) -> None:
+    from potluck.cli import console
+
+    if as_json:
+        console.print_json({"event": "slow line", "advice": advice})
+    else:
+        console.out.print(advice, markup=False, highlight=False)
 
 
 def _tell_batch_size(size: int, as_json: bool) -> None:

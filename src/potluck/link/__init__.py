@@ -3,7 +3,8 @@
 What others use:
     links.py         Links: send, request, open_stream, handle; the one interface
     grouplinks.py    GroupLinks: the same for the messages of one group
-    limits.py        LinkConfig, and what both ends count on without being told; throttle.py: a cap on bandwidth
+    limits.py        LinkConfig, and what both ends count on without being told
+    line.py          whose packet is next on the line that all links share; throttle.py: a cap on bandwidth
     counters.py      what `statistics()` returns
 
 From a message down to packets:

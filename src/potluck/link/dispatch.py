@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from potluck.errors import ConfigurationError, PotluckError, ProtocolError, RetryableError
 from potluck.link.carrier import Buffer
+from potluck.link.channel.packet import Urgency
 from potluck.link.counters import Counters
 from potluck.link.envelope import Envelope, Role, route
 from potluck.link.limits import LinkConfig
@@ -47,27 +48,27 @@ class Incoming(Generic[M]):
 
 Handler = Callable[[Incoming[M]], Answer | Awaitable[Answer]]
 # Sends the answer to a request, or the error instead of one.
-Respond = Callable[[str, Envelope, bool, Answer | Exception], Awaitable[None]]
+Respond = Callable[[str, Envelope, Urgency, Answer | Exception], Awaitable[None]]
 
 
 class Arrived:
     """A message on its way to a handler; `release` gives the sender's credit back."""
 
-    __slots__ = ("bulk", "counters", "envelope", "frames", "release", "sender")
+    __slots__ = ("counters", "envelope", "frames", "release", "sender", "urgency")
 
     def __init__(
         self,
         sender: str,
         envelope: Envelope,
         frames: list[memoryview],
-        bulk: bool,
+        urgency: Urgency,
         release: Callable[[], None],
         counters: Counters,
     ) -> None:
         self.sender = sender
         self.envelope = envelope
         self.frames = frames
-        self.bulk = bulk
+        self.urgency = urgency
         self.release = release
         self.counters = counters
 
@@ -181,7 +182,7 @@ class Dispatcher:
         try:
             answer = await self._call(handler, incoming, arrived)
             if arrived.envelope.role == Role.REQUEST:
-                await self._respond(arrived.sender, arrived.envelope, arrived.bulk, answer)
+                await self._respond(arrived.sender, arrived.envelope, arrived.urgency, answer)
         finally:
             arrived.release()
             work.num_started -= 1

@@ -10,7 +10,7 @@ import msgspec
 
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.link.carrier import Buffer
-from potluck.link.channel.packet import MAX_BODY_BYTES
+from potluck.link.channel.packet import MAX_BODY_BYTES, Urgency
 from potluck.link.channel.receipt import Receipt
 from potluck.messages import MAX_MESSAGE_BYTES, Message, decode, encode, kind_name
 
@@ -50,14 +50,14 @@ class Post(Protocol):
     """Puts an envelope into a peer's queue, waiting for room until the deadline."""
 
     def __call__(
-        self, peer: str, envelope: Envelope, frames: Sequence[memoryview], *, bulk: bool, timeout_seconds: float
+        self, peer: str, envelope: Envelope, frames: Sequence[memoryview], *, urgency: Urgency, timeout_seconds: float
     ) -> Awaitable[Receipt]:
         """As `Links.send`."""
         ...
 
 
 # Puts an envelope without frames into a peer's queue at once; nothing happens if the peer is gone.
-Tell = Callable[[str, Envelope, bool], None]
+Tell = Callable[[str, Envelope, Urgency], None]
 
 
 def tag_of(kind: type[Message]) -> str:

@@ -80,6 +80,10 @@ class LinkConfig:
     receive_bytes_per_second: float | None = None
     """The most that all peers together may send here, beyond what each may send unasked; None: no cap."""
 
+    stream_share: float = 1 / 3
+    """What streams get of the bytes that leave while a round has bulk to send, on all links together. A newcomer hears
+    the rounds while it loads: with a third, and Adam, it has the state within a dozen rounds (optim/listening.py)."""
+
     tick_seconds: float = 0.005
     """How often waiting acknowledgements and timeouts are looked at while there are any."""
 
@@ -92,6 +96,7 @@ class LinkConfig:
         for bytes_per_second in (self.send_bytes_per_second, self.receive_bytes_per_second):
             throttle_of(bytes_per_second)
         _require(self.settle_seconds >= 0, "settle_seconds", self.settle_seconds, "0 or more")
+        _require(0 < self.stream_share < 1, "stream_share", self.stream_share, "more than 0 and less than 1")
         _require(self.held_bytes >= 0, "held_bytes", self.held_bytes, "0 or more")
         _require(self.max_frames <= 1024, "max_frames", self.max_frames, "at most 1024, to fit one packet's header")
         _require(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ from potluck.errors import ConfigurationError, PeerUnreachableError, ProtocolErr
 from potluck.hub.presence import Presence
 from potluck.link.carrier import Buffer, Carrier
 from potluck.link.channel.inbox import Delivery
+from potluck.link.channel.packet import Urgency
 from potluck.link.channel.receipt import Receipt
 from potluck.link.counters import Counters, LinkStatistics
 from potluck.link.dispatch import Arrived, Dispatcher, Handler, Incoming
@@ -63,7 +65,7 @@ class Links:
         self._table = LinkTable(self_id, session, clock, self._config, self)
         self._requests = Requests(self._post)
         self._dispatcher = Dispatcher(self._config, self._requests.respond)
-        self._streams = Streams(self._config, self._table.budget, self._post, self._tell)
+        self._streams = Streams(self._config, self._table.budget, self._post, self._tell, self._still_seconds)
         self._self_link = SelfLink(self_id, self._self_delivered, lambda: self._self_queue.admit())
         self._self_queue = SendQueue(self._self_link, self._config.queue_bytes)
         self._queues: dict[PeerLink, SendQueue] = {}
@@ -113,7 +115,9 @@ class Links:
         """
         tag, body = encode_message(message, group)
         envelope = Envelope(role=Role.MESSAGE, kind=tag, body=body)
-        return await self._post(peer, envelope, as_views(frames), bulk=bulk, timeout_seconds=timeout_seconds)
+        return await self._post(
+            peer, envelope, as_views(frames), urgency=_urgency(bulk), timeout_seconds=timeout_seconds
+        )
 
     async def flush(self, peer: str, *, timeout_seconds: float) -> None:
         """Return once the peer has all that was queued for it. PeerUnreachableError if some of it may be lost."""
@@ -121,6 +125,28 @@ class Links:
         if peer in self._table.links:
             self._table.links[peer].hurry()
         await queue.flush(timeout_seconds)
+
+    def arrived_at(self, peer: str, *, bulk: bool) -> float:
+        """When something came from this peer last, be it a part of a message: of bulk, or of streams.
+
+        So a receiver tells a slow line from a dead one, however long a whole message takes.
+        """
+        link = self._table.links.get(peer)
+        return link.arrived_at(Urgency.BULK if bulk else Urgency.STREAM) if link is not None else -math.inf
+
+    def delivered_at(self, peer: str, *, bulk: bool) -> float:
+        """When this peer acknowledged something last: of bulk, or of streams."""
+        link = self._table.links.get(peer)
+        return link.delivered_at(Urgency.BULK if bulk else Urgency.STREAM) if link is not None else -math.inf
+
+    def _still_seconds(self, peer: str) -> float:
+        moved_at = max(self.arrived_at(peer, bulk=False), self.delivered_at(peer, bulk=False))
+        return self._clock.monotonic() - moved_at
+
+    def upload_bytes_per_second(self, peer: str) -> float | None:
+        """How fast this peer takes what we send, as measured; None: that is not known."""
+        link = self._table.links.get(peer)
+        return link.upload_bytes_per_second if link is not None else None
 
     async def request(
         self,
@@ -135,7 +161,13 @@ class Links:
     ) -> Incoming[M]:
         """Ask a peer and return its answer; what its handler raises is raised here, as far as it may be told."""
         return await self._requests.ask(
-            peer, message, frames, reply=reply, timeout_seconds=timeout_seconds, bulk=bulk, group=group
+            peer,
+            message,
+            frames,
+            reply=reply,
+            timeout_seconds=timeout_seconds,
+            urgency=_urgency(bulk),
+            group=group,
         )
 
     async def open_stream(
@@ -145,16 +177,16 @@ class Links:
         return await self._streams.open(peer, message, frames, timeout_seconds=timeout_seconds, group=group)
 
     async def _post(
-        self, peer: str, envelope: Envelope, frames: Sequence[memoryview], *, bulk: bool, timeout_seconds: float
+        self, peer: str, envelope: Envelope, frames: Sequence[memoryview], *, urgency: Urgency, timeout_seconds: float
     ) -> Receipt:
         queue = self._queue(peer)
         body = encode_envelope(envelope)
         self._check_size(body, frames)
-        return await queue.wait(body, frames, bulk, timeout_seconds)
+        return await queue.wait(body, frames, urgency, timeout_seconds)
 
-    def _tell(self, peer: str, envelope: Envelope, bulk: bool) -> None:
+    def _tell(self, peer: str, envelope: Envelope, urgency: Urgency) -> None:
         with contextlib.suppress(PeerUnreachableError):  # nobody is left to be told
-            self._queue(peer).put(encode_envelope(envelope), (), bulk)
+            self._queue(peer).put(encode_envelope(envelope), (), urgency)
             link = self._table.links.get(peer)
             if link is not None and link.queued_bytes > self._config.queue_bytes + TOLD_BYTES:
                 link.abandon("it takes nothing of what it makes us say")
@@ -227,7 +259,7 @@ class Links:
             counters.malformed += 1
             delivery.release()
             return
-        arrived = Arrived(peer, envelope, delivery.frames, delivery.bulk, delivery.release, counters)
+        arrived = Arrived(peer, envelope, delivery.frames, delivery.urgency, delivery.release, counters)
         if envelope.role <= Role.REQUEST:
             self._dispatcher.take(arrived)
         elif envelope.role <= Role.FAILURE:
@@ -327,3 +359,7 @@ class Links:
         self._requests.fail(self._self_id, PeerUnreachableError(CLOSED))
         for carrier in self._table.carriers.values():
             await carrier.close()
+
+
+def _urgency(bulk: bool) -> Urgency:
+    return Urgency.BULK if bulk else Urgency.FIRST

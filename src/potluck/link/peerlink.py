@@ -9,6 +9,7 @@ agree on that. Paths, counters and the ledger of untaken bytes belong to the pee
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -19,13 +20,13 @@ from potluck.link.channel.budget import Ledger, ReceiveBudget
 from potluck.link.channel.channel import Channel
 from potluck.link.channel.inbox import ChannelBrokenError, Delivery
 from potluck.link.channel.pace import Pace
-from potluck.link.channel.packet import LOADED, MAX_GENERATION, Kind, Packet, session_tag
+from potluck.link.channel.packet import LOADED, MAX_GENERATION, Kind, Packet, Urgency, session_tag, urgency_of
 from potluck.link.channel.receipt import Receipt
 from potluck.link.counters import Counters, PeerStatistics
 from potluck.link.limits import LinkConfig
+from potluck.link.line import Line
 from potluck.link.paths import Paths
 from potluck.link.speed import SpeedMeter, Transfer
-from potluck.link.throttle import Throttle
 
 DEAF_SECONDS = 1.0  # a peer that repeats itself elsewhere for so long does not hear us where we answer
 
@@ -61,9 +62,9 @@ class PeerLink:
         owner: LinkOwner,
         total_upload: SpeedMeter,
         total_download: SpeedMeter,
-        throttle: Throttle | None = None,
+        line: Line,
     ) -> None:
-        """`throttle` caps what all links send together."""
+        """`line` is what all links send over."""
         self.peer = peer
         self.session: str | None = None  # as the roster says; kept when the peer is dead
         self.remote_tag = 0
@@ -88,8 +89,9 @@ class PeerLink:
         self._gave_up = False  # a channel of this life that had been used
         self._is_blocked = False  # the carrier is congested
         self._is_pumping = False
-        self._throttle = throttle
-        self._is_throttled = False  # and tries again when the throttle opens
+        self._line = line
+        self._is_refused = False  # by the line; it is asked again later
+        self._arrived_at = [-math.inf for _ in Urgency]
         self._repeats_since: float | None = None
 
     # The peer's life
@@ -121,6 +123,7 @@ class PeerLink:
         if channel is None:
             return
         self._budget.add_channels(-1)
+        self._leave_line()
         now = self._clock.monotonic()
         self._sending.update(False, now)
         self._receiving.update(False, now)
@@ -170,12 +173,25 @@ class PeerLink:
         """Whether everything is acknowledged."""
         return self._channel is None or self._channel.outbox.is_empty
 
-    def send(self, body: bytes, frames: Sequence[memoryview] = (), *, bulk: bool = False) -> Receipt:
+    def send(self, body: bytes, frames: Sequence[memoryview] = (), *, urgency: Urgency = Urgency.FIRST) -> Receipt:
         """Queue a message; the caller has seen that there is room."""
         assert self.is_alive, "only a living peer is sent to"
         self.counters.messages_sent += 1
         self._owner.woke(self)
-        return self._open_channel().send(body, frames, bulk=bulk)
+        return self._open_channel().send(body, frames, urgency=urgency)
+
+    def arrived_at(self, urgency: Urgency) -> float:
+        """When a packet of this urgency came last, as a part of a message or all of it."""
+        return self._arrived_at[urgency]
+
+    def delivered_at(self, urgency: Urgency) -> float:
+        """When the peer acknowledged something of this urgency last."""
+        return self._channel.outbox.delivered_at[urgency] if self._channel is not None else -math.inf
+
+    @property
+    def upload_bytes_per_second(self) -> float | None:
+        """As measured; None: too little was sent to tell."""
+        return self._upload.bytes_per_second(self._clock.monotonic())
 
     def hurry(self) -> None:
         """Somebody waits for acknowledgements."""
@@ -188,7 +204,7 @@ class PeerLink:
     def path_opened(self, kind: str) -> None:
         """A carrier can send to the peer."""
         self.paths.opened(kind, self._clock.monotonic())
-        self._paces[kind] = Pace(self._config.max_in_flight_bytes)
+        self._paces[kind] = self._new_pace()
         if kind == self._path:
             self._path = None  # it broke and came back: what was on its way may be gone
         self._owner.woke(self)
@@ -222,7 +238,10 @@ class PeerLink:
 
     def _pace(self, kind: str | None) -> Pace:
         pace = self._paces.get(kind or "")
-        return pace if pace is not None else self._paces.setdefault(kind or "", Pace(self._config.max_in_flight_bytes))
+        return pace if pace is not None else self._paces.setdefault(kind or "", self._new_pace())
+
+    def _new_pace(self) -> Pace:
+        return Pace(self._config.max_in_flight_bytes, self._line.bytes_per_second)
 
     # Packets
 
@@ -260,7 +279,8 @@ class PeerLink:
                     self.paths.answered(self._path)
             if packet.kind <= Kind.FRAGMENT:
                 self._receiving.moved(packet.charge_bytes, now)
-                self._receiving.update(bool(packet.flags & LOADED) and channel.inbox.has_credit, now)
+                self._arrived_at[urgency_of(packet.flags)] = now
+                self._receiving.update(bool(packet.flags & LOADED) and channel.inbox.is_path_limited, now)
                 self._notice_repeats(kind, self.counters.duplicates > num_duplicates, channel, now)
         except ChannelBrokenError as error:
             self.counters.malformed += 1
@@ -304,12 +324,19 @@ class PeerLink:
             channel, pace = self._channel, self._pace(self._path)
             if channel is None:
                 return
-            if self._path is not None and self._is_blocked:
+            self._is_refused = False
+            if self._path is None:
+                channel.inbox.stand_aside()
+            elif self._is_blocked:
                 channel.acknowledge(now, self._transmit)
-            elif self._path is not None:
-                self._is_throttled = False
-                is_refused = not channel.pump(pace, now, self._transmit)
-                self._is_blocked = is_refused and not self._is_throttled
+            else:
+                is_refused = not channel.pump(pace, now, self._transmit, admits_streams=self._admits_streams)
+                self._is_blocked = is_refused and not self._is_refused
+            if not self._is_refused:
+                self._line.left(self)
+            elif not channel.outbox.in_flight_bytes:
+                channel.outbox.wait_anew(now)  # that nothing is answered is our own doing, and not the path's
+            self._line.bulk_waits(self, self._path is not None and channel.outbox.has_bulk)
             self._sending.update(self._path is not None and channel.outbox.is_loaded, now, pace.least_rtt_seconds)
         finally:
             self._is_pumping = False
@@ -320,18 +347,25 @@ class PeerLink:
         for kind, number in self.paths.due_probes(now):
             self._transmit_on(kind, self._channel.header(Kind.PROBE, 0, number, now=now), None)
 
-    def _transmit(self, header: bytes, payload: Buffer | None) -> bool:
+    def _leave_line(self) -> None:
+        self._line.left(self)
+        self._line.bulk_waits(self, False)
+
+    def _admits_streams(self, has_bulk: bool) -> bool:
+        is_admitted = self._line.admits_streams(self._clock.monotonic(), has_bulk=has_bulk)
+        self._is_refused = self._is_refused or not (is_admitted or has_bulk)  # with bulk, that is what leaves next
+        return is_admitted
+
+    def _transmit(self, header: bytes, payload: Buffer | None, urgency: Urgency) -> bool:
         if self._path is None:
             return False
-        throttle = self._throttle
-        if throttle is None:
-            return self._transmit_on(self._path, header, payload)
-        if payload is not None and not throttle.available_bytes(self._clock.monotonic()):
-            self._is_throttled = True
+        now = self._clock.monotonic()
+        if payload is not None and not self._line.admits(self, now):
+            self._is_refused = True
             return False
         is_sent = self._transmit_on(self._path, header, payload)
         if is_sent:
-            throttle.spent(len(header) + (len(payload) if payload is not None else 0))
+            self._line.sent(self, len(header), len(payload) if payload is not None else 0, urgency, now)
         return is_sent
 
     def _transmit_on(self, kind: str, header: bytes, payload: Buffer | None) -> bool:
@@ -362,8 +396,8 @@ class PeerLink:
         if not self.is_alive or self._channel is None:
             return None
         due = [self.paths.next_at(), self._channel.inbox.tick_at()]
-        if self._is_throttled and self._throttle is not None:
-            due.append(self._throttle.available_at(1, self._clock.monotonic()))
+        if self._is_refused:
+            due.append(self._line.look_again_at(self._clock.monotonic()))
         if self._path is not None:
             due += [self._channel.next_at(self._pace(self._path)), self._silent_at(self._channel)]
         return min((at for at in due if at is not None), default=None)

@@ -25,6 +25,7 @@ from potluck.errors import (
     RevisionConflictError,
 )
 from potluck.link.carrier import Buffer
+from potluck.link.channel.packet import Urgency
 from potluck.link.dispatch import Answer, Arrived, Incoming
 from potluck.link.envelope import (
     MAX_REASON_CHARACTERS,
@@ -70,7 +71,7 @@ class Requests:
         *,
         reply: type[M],
         timeout_seconds: float,
-        bulk: bool,
+        urgency: Urgency,
         group: str = "",
     ) -> Incoming[M]:
         """Send a request and return its answer."""
@@ -84,7 +85,7 @@ class Requests:
         self._pending[peer, number] = answer
         try:
             async with asyncio.timeout(timeout_seconds):
-                await self._post(peer, envelope, as_views(frames), bulk=bulk, timeout_seconds=timeout_seconds)
+                await self._post(peer, envelope, as_views(frames), urgency=urgency, timeout_seconds=timeout_seconds)
                 arrived: Arrived = await answer
         except TimeoutError:
             raise DeadlineExceededError(
@@ -112,17 +113,17 @@ class Requests:
             if asked == peer and not answer.done():
                 answer.set_exception(error)
 
-    async def respond(self, peer: str, asked: Envelope, bulk: bool, answer: Answer | Exception) -> None:
+    async def respond(self, peer: str, asked: Envelope, urgency: Urgency, answer: Answer | Exception) -> None:
         """Send the answer, or what can be told of the error. An asker that is gone needs none."""
         seconds = asked.seconds
         with contextlib.suppress(PeerUnreachableError, DeadlineExceededError):  # nobody waits any more
             try:
                 envelope, frames = _reply(asked.number, answer)
-                await self._post(peer, envelope, frames, bulk=bulk, timeout_seconds=seconds)
+                await self._post(peer, envelope, frames, urgency=urgency, timeout_seconds=seconds)
             except ConfigurationError:  # the answer exceeds a limit, or is none
                 logger.exception("the answer to %s from %s cannot be sent", asked.kind, peer)
                 failure = _failure(asked.number, PeerError("its handler gave an answer that cannot be sent"))
-                await self._post(peer, failure, [], bulk=bulk, timeout_seconds=seconds)
+                await self._post(peer, failure, [], urgency=urgency, timeout_seconds=seconds)
 
 
 def _reply(number: int, answer: Answer | Exception) -> tuple[Envelope, list[memoryview]]:

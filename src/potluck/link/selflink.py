@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from potluck.link.channel.outbox import message_bytes
+from potluck.link.channel.packet import Urgency
 from potluck.link.channel.receipt import Receipt
 from potluck.link.counters import Counters, PeerStatistics
 
@@ -17,15 +18,15 @@ from potluck.link.counters import Counters, PeerStatistics
 class SelfDelivery:
     """A message from oneself."""
 
-    __slots__ = ("_link", "_receipt", "_size_bytes", "body", "bulk", "frames")
+    __slots__ = ("_link", "_receipt", "_size_bytes", "body", "frames", "urgency")
 
-    def __init__(self, link: SelfLink, body: bytes, frames: Sequence[memoryview], bulk: bool) -> None:
+    def __init__(self, link: SelfLink, body: bytes, frames: Sequence[memoryview], urgency: Urgency) -> None:
         self._link: SelfLink | None = link
         self._receipt = Receipt()
         self._size_bytes = message_bytes(body, frames)
         self.body = memoryview(body)
         self.frames = [frame.toreadonly() for frame in frames]
-        self.bulk = bulk
+        self.urgency = urgency
 
     @property
     def receipt(self) -> Receipt:
@@ -55,9 +56,9 @@ class SelfLink:
         self._deliver = deliver
         self._woke = woke
 
-    def send(self, body: bytes, frames: Sequence[memoryview] = (), *, bulk: bool = False) -> Receipt:
+    def send(self, body: bytes, frames: Sequence[memoryview] = (), *, urgency: Urgency = Urgency.FIRST) -> Receipt:
         """Queue a message."""
-        delivery = SelfDelivery(self, body, frames, bulk)
+        delivery = SelfDelivery(self, body, frames, urgency)
         self.queued_bytes += delivery.size_bytes
         self.counters.messages_sent += 1
         asyncio.get_running_loop().call_soon(self._arrive, delivery)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from potluck.errors import DeadlineExceededError, PeerUnreachableError
 from potluck.link.channel.outbox import message_bytes
+from potluck.link.channel.packet import Urgency
 from potluck.link.channel.receipt import Receipt
 
 
@@ -29,18 +30,20 @@ class Queue(Protocol):
         """What waits or is on its way."""
         ...
 
-    def send(self, body: bytes, frames: Sequence[memoryview] = (), *, bulk: bool = False) -> Receipt:
+    def send(self, body: bytes, frames: Sequence[memoryview] = (), *, urgency: Urgency = Urgency.FIRST) -> Receipt:
         """Queue a message."""
         ...
 
 
 class _Waiter:
-    __slots__ = ("body", "bulk", "frames", "receipt")
+    __slots__ = ("body", "frames", "receipt", "urgency")
 
-    def __init__(self, body: bytes, frames: Sequence[memoryview], bulk: bool, receipt: asyncio.Future[Receipt]) -> None:
+    def __init__(
+        self, body: bytes, frames: Sequence[memoryview], urgency: Urgency, receipt: asyncio.Future[Receipt]
+    ) -> None:
         self.body = body
         self.frames = frames
-        self.bulk = bulk
+        self.urgency = urgency
         self.receipt = receipt
 
 
@@ -51,22 +54,24 @@ class SendQueue:
         self._link = link
         self._limit_bytes = limit_bytes
         self._waiters: deque[_Waiter] = deque()
-        self._last: dict[bool, Receipt] = {}  # by lane
+        self._last: dict[Urgency, Receipt] = {}
 
-    def put(self, body: bytes, frames: Sequence[memoryview], bulk: bool) -> Receipt:
+    def put(self, body: bytes, frames: Sequence[memoryview], urgency: Urgency) -> Receipt:
         """Queue a message at once, room or not."""
-        receipt = self._last[bulk] = self._link.send(body, frames, bulk=bulk)
+        receipt = self._last[urgency] = self._link.send(body, frames, urgency=urgency)
         return receipt
 
     def _has_room(self, body: bytes, frames: Sequence[memoryview]) -> bool:
         queued = self._link.queued_bytes
         return not queued or queued + message_bytes(body, frames) <= self._limit_bytes
 
-    async def wait(self, body: bytes, frames: Sequence[memoryview], bulk: bool, timeout_seconds: float) -> Receipt:
+    async def wait(
+        self, body: bytes, frames: Sequence[memoryview], urgency: Urgency, timeout_seconds: float
+    ) -> Receipt:
         """Queue a message as soon as there is room; DeadlineExceededError when there was none in time."""
         if not self._waiters and self._has_room(body, frames):
-            return self.put(body, frames, bulk)
-        waiter = _Waiter(body, frames, bulk, asyncio.get_running_loop().create_future())
+            return self.put(body, frames, urgency)
+        waiter = _Waiter(body, frames, urgency, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         try:
             # Unlike asyncio.timeout this leaves no doubt whether the message was queued.
@@ -86,7 +91,7 @@ class SendQueue:
         """Queue the messages of those who wait, as far as there is room."""
         while self._waiters and self._has_room(self._waiters[0].body, self._waiters[0].frames):
             waiter = self._waiters.popleft()
-            waiter.receipt.set_result(self.put(waiter.body, waiter.frames, waiter.bulk))
+            waiter.receipt.set_result(self.put(waiter.body, waiter.frames, waiter.urgency))
 
     def fail(self, error: PeerUnreachableError) -> None:
         """The peer is gone: nobody needs to wait any more."""
@@ -102,8 +107,8 @@ class SendQueue:
                 for receipt in last.values():
                     await receipt.wait(timeout_seconds=timeout_seconds)
         except TimeoutError as error:
-            for bulk, receipt in last.items():
-                self._last.setdefault(bulk, receipt)
+            for urgency, receipt in last.items():
+                self._last.setdefault(urgency, receipt)
             raise DeadlineExceededError(
                 f"peer {self._link.peer} has not acknowledged everything within {timeout_seconds:g} s"
             ) from error

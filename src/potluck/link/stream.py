@@ -4,8 +4,8 @@ Each side sends items (lists of frames) until it closes its way; the other side'
 both ways at once and tells the other side why.
 
 An item that arrives moves from the channel's memory to the stream's, which was set aside when the stream began. Its
-credit goes back as the reader takes items, so that a reader who stops stops its own sender and nobody else. Items go in
-the bulk lane, so they never hold up other messages for longer than a packet takes.
+credit goes back as the reader takes items, so that a reader who stops stops its own sender and nobody else. Items are
+the least urgent of all messages (Urgency.STREAM): they never hold up others for longer than a packet takes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from types import TracebackType
 
 from potluck.errors import ConfigurationError, DeadlineExceededError, PeerError, ProtocolError
 from potluck.link.carrier import Buffer
+from potluck.link.channel.packet import Urgency
 from potluck.link.channel.receipt import Receipt
 from potluck.link.envelope import MAX_REASON_CHARACTERS, Envelope, Post, Role, Tell, as_views
 from potluck.link.limits import STREAM_ITEM_BYTES, LinkConfig
@@ -45,8 +46,10 @@ class Stream:
         config: LinkConfig,
         post: Post,
         tell: Tell,
+        still_seconds: Callable[[str], float],
         ended: Callable[[Stream], None],
     ) -> None:
+        """`still_seconds` tells for how long nothing of streams with a peer has moved, either way."""
         self.peer = peer
         self.number = number
         self.opened_here = opened_here
@@ -56,6 +59,7 @@ class Stream:
         self._window_bytes = config.stream_window_bytes
         self._post = post
         self._tell_peer = tell
+        self._still_seconds = still_seconds
         self._ended: Callable[[Stream], None] | None = ended
         self._items: deque[list[memoryview]] = deque()
         self._changed = asyncio.Event()  # something happened that a waiting reader or sender may want to know
@@ -75,25 +79,22 @@ class Stream:
         return self._error is not None or (self._closed_here and self._closed_there)
 
     async def send(self, frames: Sequence[Buffer], *, timeout_seconds: float) -> Receipt:
-        """Send one item, once the reader has room for it. The frames stay unchanged until the receipt is settled."""
+        """Send one item, once the reader has room for it. The frames stay unchanged until the receipt is settled.
+
+        DeadlineExceededError when nothing has moved for so long, and there is no room.
+        """
         views = as_views(frames)
         cost = item_bytes(views)
         if cost > STREAM_ITEM_BYTES:
             raise ConfigurationError(f"an item of {cost} bytes exceeds {STREAM_ITEM_BYTES}: send it in smaller ones")
-        until = asyncio.get_running_loop().time() + timeout_seconds
         async with self._sending:
-            try:
-                async with asyncio.timeout_at(until):
-                    while self._is_sendable() and self._sent_bytes + cost > self._send_limit_bytes:
-                        await self._wait_for_change()
-            except TimeoutError:
-                raise DeadlineExceededError(
-                    f"the reader of a stream at {self.peer} took nothing within {timeout_seconds:g} s"
-                ) from None
-            left = max(until - asyncio.get_running_loop().time(), 0.0)
+            while self._is_sendable() and self._sent_bytes + cost > self._send_limit_bytes:
+                await self._wait_for_change(timeout_seconds, "its reader took nothing")
             envelope = self._envelope(Role.ITEM)
             try:
-                receipt = await self._post(self.peer, envelope, views, bulk=True, timeout_seconds=left)
+                receipt = await self._post(
+                    self.peer, envelope, views, urgency=Urgency.STREAM, timeout_seconds=timeout_seconds
+                )
             except asyncio.CancelledError:
                 await self.cancel("its sender was interrupted")  # nobody knows whether the item is queued
                 raise
@@ -131,18 +132,17 @@ class Stream:
             self._tell(Role.CANCEL, text=reason[:MAX_REASON_CHARACTERS])
 
     async def receive(self, *, timeout_seconds: float | None = None) -> list[memoryview] | None:
-        """The next item; None when the other side has closed its way."""
+        """The next item; None when the other side has closed its way.
+
+        DeadlineExceededError when nothing has moved for so long: on a slow line an item takes as long as it takes.
+        """
         seconds = self._idle_seconds if timeout_seconds is None else timeout_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                while not self._items:
-                    if self._error is not None:
-                        raise self._error
-                    if self._closed_there:
-                        return None
-                    await self._wait_for_change()
-        except TimeoutError:
-            raise DeadlineExceededError(f"the stream from {self.peer} brought nothing within {seconds:g} s") from None
+        while not self._items:
+            if self._error is not None:
+                raise self._error
+            if self._closed_there:
+                return None
+            await self._wait_for_change(seconds, "it brought nothing")
         frames = self._items.popleft()
         self._taken_bytes += item_bytes(frames)
         limit = self._taken_bytes + self._window_bytes
@@ -205,14 +205,26 @@ class Stream:
             ended, self._ended = self._ended, None
             ended(self)
 
-    async def _wait_for_change(self) -> None:
+    async def _wait_for_change(self, seconds: float, trouble: str) -> None:
         self._changed.clear()
-        await self._changed.wait()
+        left = seconds
+        while True:
+            try:
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
+            except TimeoutError:
+                left = seconds - self._still_seconds(self.peer)
+                if left <= 0:
+                    raise DeadlineExceededError(
+                        f"nothing moved on the stream with {self.peer} for {seconds:g} s: {trouble}"
+                    ) from None
+            else:
+                return
 
     def _tell(self, role: Role, *, number_of_bytes: int = 0, text: str = "") -> None:
-        # What is about this side's items stays behind them, in the bulk lane.
-        bulk = role not in (Role.CREDIT, Role.STOP)
-        self._tell_peer(self.peer, self._envelope(role, number_of_bytes=number_of_bytes, text=text), bulk)
+        # What is about this side's items stays behind them, with the items' urgency.
+        urgency = Urgency.FIRST if role in (Role.CREDIT, Role.STOP) else Urgency.STREAM
+        self._tell_peer(self.peer, self._envelope(role, number_of_bytes=number_of_bytes, text=text), urgency)
 
     def _envelope(self, role: Role, *, number_of_bytes: int = 0, text: str = "") -> Envelope:
         return Envelope(

@@ -10,6 +10,7 @@ from typing import Any
 from potluck.errors import ConfigurationError, PeerError, PeerUnreachableError, ProtocolError, RetryableError
 from potluck.link.carrier import Buffer
 from potluck.link.channel.budget import ReceiveBudget
+from potluck.link.channel.packet import Urgency
 from potluck.link.dispatch import Arrived
 from potluck.link.envelope import Envelope, Post, Role, Tell, as_views, encode_message, route
 from potluck.link.limits import STREAM_ITEM_BYTES, LinkConfig
@@ -26,8 +27,17 @@ Key = tuple[str, bool, int]  # peer, opened here, number
 class Streams:
     """All streams that are open."""
 
-    def __init__(self, config: LinkConfig, budget: ReceiveBudget, post: Post, tell: Tell) -> None:
+    def __init__(
+        self,
+        config: LinkConfig,
+        budget: ReceiveBudget,
+        post: Post,
+        tell: Tell,
+        still_seconds: Callable[[str], float],
+    ) -> None:
+        """`still_seconds` tells for how long nothing of streams with a peer has moved, either way."""
         self._config = config
+        self._still_seconds = still_seconds
         self._budget = budget
         self._post = post
         self._tell = tell
@@ -64,7 +74,7 @@ class Streams:
             role=Role.OPEN, kind=tag, number=number, body=body, number_of_bytes=self._config.stream_window_bytes
         )
         try:
-            await self._post(peer, envelope, views, bulk=True, timeout_seconds=timeout_seconds)
+            await self._post(peer, envelope, views, urgency=Urgency.STREAM, timeout_seconds=timeout_seconds)
         except BaseException:
             stream.fail(PeerError("the stream could not be opened"))
             raise
@@ -95,6 +105,7 @@ class Streams:
             config=self._config,
             post=self._post,
             tell=self._tell,
+            still_seconds=self._still_seconds,
             ended=self._remove,
         )
         self._streams[peer, opened_here, number] = stream
@@ -145,7 +156,7 @@ class Streams:
             return
         window = self._config.stream_window_bytes
         credit = Envelope(role=Role.CREDIT, number=envelope.number, by_sender=False, number_of_bytes=window)
-        self._tell(arrived.sender, credit, False)
+        self._tell(arrived.sender, credit, Urgency.FIRST)
         task = asyncio.ensure_future(self._run(handler, stream, arrived))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -165,7 +176,7 @@ class Streams:
     def _cancel(self, arrived: Arrived, reason: str) -> None:
         envelope = arrived.envelope
         answer = Envelope(role=Role.CANCEL, number=envelope.number, by_sender=not envelope.by_sender, text=reason)
-        self._tell(arrived.sender, answer, True)
+        self._tell(arrived.sender, answer, Urgency.STREAM)
 
     def fail(self, peer: str, error: PeerUnreachableError) -> None:
         """The peer's channel is gone, and its streams with it."""

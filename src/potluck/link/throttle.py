@@ -3,7 +3,9 @@
 *Sending* it is asked before each packet with a payload (peerlink.py), below the channels: what waits for it waits in
 the sender's own queue, where small messages still pass bulk, and not in a router. *Receiving* it is asked before
 credit is given (inbox.py): a sender has only as much credit as we want to get, so that nobody needs to be told of the
-cap. What a new channel may send unasked (1 MiB) is not counted.
+cap. What a new channel may send unasked (1 MiB) is not counted, and no channel has more than that of unused credit.
+
+Those who find the bucket too empty stand in line, and are served in that order.
 """
 
 from __future__ import annotations
@@ -28,6 +30,19 @@ class Throttle:
         self._burst_bytes = max(bytes_per_second * BURST_SECONDS, float(LEAST_BURST_BYTES))
         self._bytes = self._burst_bytes
         self._at = 0.0
+        self._waiting: dict[object, None] = {}  # in the order in which they came
+
+    def admits(self, user: object, num_bytes: int, now: float) -> int:
+        """How much this user may pass now, if that is at least so much and its turn; else 0, and it stands in line."""
+        available = self.available_bytes(now)
+        if available >= num_bytes and next(iter(self._waiting), user) is user:
+            return available
+        self._waiting[user] = None
+        return 0
+
+    def leave(self, user: object) -> None:
+        """This user has had its turn, or wants none any more."""
+        self._waiting.pop(user, None)
 
     def available_bytes(self, now: float) -> int:
         """How much may pass now."""

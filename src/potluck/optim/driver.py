@@ -16,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ from potluck.run.joined import Joined
 
 logger = logging.getLogger(__name__)
 
-LEAVE_SECONDS = 10.0  # for a round to be left
+LEAVE_SECONDS = 2.0  # for a round to be left: nothing in that waits for others
 LOOK_UP_SECONDS = 0.5  # within so long it is seen that nobody wants a round any more
 LAST_ROUND_SECONDS = 10.0  # for the round in the background to end, when this peer does
 
@@ -42,10 +44,10 @@ class DriverConfig:
     """How patient a driver is."""
 
     averaging_timeout_seconds: float = 120.0
-    """A round that takes longer has failed; its work counts again in the next."""
+    """A round in which nothing moves for so long has failed; its work counts again in the next."""
 
     load_state_timeout_seconds: float = 600.0
-    """How long to look for somebody who has the run's state."""
+    """How long to look for somebody who has the run's state, and to wait for a keeper that sends nothing."""
 
     keep_last_good: bool = True
     """Keep a copy of the last finite state, to go back to."""
@@ -90,7 +92,7 @@ class Driver:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.gives_up: Callable[[], bool] = lambda: False
-        """Whether to leave a round before its end: whoever is stopped while the hub is away should not wait for it."""
+        """Whether to leave a round before its end: because this peer leaves, and its time for that is over."""
         self.last_result: RoundResult | None = None
         self._run = run
         self._method = method
@@ -135,14 +137,16 @@ class Driver:
     ) -> bool:
         """Take part in the next epoch, and step; False if our offer did not count (then it may have been caught up).
 
-        With `stand_by` it is not due yet; if it does not become so in time, the offer counts again as well.
+        With `stand_by` it is not due yet; if it does not become so in time, the offer counts again as well. After
+        `timeout_seconds` the round is left, also if it goes on.
         """
         pending = self._start(timeout_seconds, stand_by=stand_by)
         self._pending = pending
+        until = time.monotonic() + timeout_seconds if timeout_seconds is not None else math.inf
         is_over = False
         try:
-            while not is_over and not self.gives_up():
-                is_over = pending.result.wait(LOOK_UP_SECONDS)
+            while not is_over and not self.gives_up() and (left := until - time.monotonic()) > 0:
+                is_over = pending.result.wait(min(LOOK_UP_SECONDS, left))
         finally:
             if not is_over:  # this peer is stopped, or Ctrl-C: leave the round before anything else
                 self._leave_round()
@@ -162,17 +166,30 @@ class Driver:
             self._step_later(pending)
 
     def land(self, *, wait: bool = True) -> bool:
-        """Bring in what the round in the background came to; False when there is none, or it failed, or is not done."""
+        """Bring in what the round in the background came to; False when there is none, or it failed, or is not done.
+
+        A round that this peer gives up waiting for is left, and its offer counts again.
+        """
         pending = self._pending
         if pending is None or not (wait or pending.last.is_known):
             return False
-        self._wait_for_round()
+        if not self._wait_for_round():
+            self._leave_round()
+            self._withdraw_unless_stepped(pending)
+            return False
         self._pending = None
         return self._conclude(pending)
 
-    def _wait_for_round(self) -> None:
-        if self._pending is not None:
-            self._pending.last.wait()
+    def _wait_for_round(self) -> bool:
+        """Wait for the end of the round in the background; False: this peer gives up before."""
+        is_over = self._pending is None
+        while self._pending is not None and not is_over and not self.gives_up():
+            is_over = self._pending.last.wait(LOOK_UP_SECONDS)
+        return is_over or self._pending is None or self._pending.last.is_known
+
+    def _withdraw_unless_stepped(self, pending: _Pending) -> None:
+        if _epoch_of(pending) is None:
+            self._method.withdraw(pending.offer)
 
     def close(self, *, wait_seconds: float = LAST_ROUND_SECONDS) -> None:
         """Bring in the round in the background, if it ends in time, else leave it. Calling it twice does no harm.
@@ -187,8 +204,8 @@ class Driver:
         steps, self._steps = self._steps, None
         if steps is not None:
             steps.shutdown()
-        if left is not None and _epoch_of(left) is None:
-            self._method.withdraw(left.offer)  # a state that is saved after this has its work
+        if left is not None:
+            self._withdraw_unless_stepped(left)  # a state that is saved after this has its work
 
     def _leave_round(self) -> _Pending | None:
         pending, self._pending = self._pending, None
@@ -199,7 +216,8 @@ class Driver:
     async def _release(self) -> None:
         """On the event loop, when the run is left; whoever is interrupted does not want to wait for others."""
         is_out = self._run.is_interrupted or self._run.peer.session.ended.done()
-        await asyncio.to_thread(lambda: self.close(wait_seconds=0.0 if is_out else LAST_ROUND_SECONDS))
+        wait_seconds = 0.0 if is_out else self._run.seconds_to_leave(LAST_ROUND_SECONDS)
+        await asyncio.to_thread(lambda: self.close(wait_seconds=wait_seconds))
 
     def _start(
         self, timeout_seconds: float | None = None, *, stand_by: StandBy | None = None, in_background: bool = False

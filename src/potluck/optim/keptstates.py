@@ -130,7 +130,7 @@ def source_of_states(
     async def leave() -> None:
         session = run.peer.session
         if session.hub.is_connected and not (run.is_interrupted or session.ended.done()):
-            await keeper.hand_over(timeout_seconds=HAND_OVER_SECONDS)
+            await keeper.hand_over(timeout_seconds=run.seconds_to_leave(HAND_OVER_SECONDS))
         await keeper.close()
 
     run.attach(leave)

@@ -30,8 +30,10 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_SECONDS = 0.1
 ROUND_SECONDS = 600.0  # how long to be ready for one epoch before saying so anew
-# A line on which rounds take half of the time, with Adam and float16, brings a state within six epochs.
+# A line of which rounds take two thirds, with Adam and float16, brings a state within twelve epochs; two states that
+# are loaded at the same time take twice as long.
 MOST_EPOCHS = 16
+MOST_BYTES = 1024**3  # more epochs than that are remembered while they fit in here
 MOST_STARTS = 4  # of one fetch: whoever hears nothing at all may be lucky after all when a state has come
 
 T = TypeVar("T")
@@ -107,7 +109,8 @@ class Listener:
                 continue
             if result.holds:
                 self.averages[epoch] = tensors
-                if len(self.averages) > MOST_EPOCHS:
+                num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+                if len(self.averages) > max(MOST_EPOCHS, MOST_BYTES // max(num_bytes, 1)):
                     del self.averages[min(self.averages)]
 
     async def _make_room(self, epoch: int) -> None:

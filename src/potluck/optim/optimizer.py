@@ -42,7 +42,7 @@ from potluck.run.joined import Joined
 logger = logging.getLogger(__name__)
 
 OUTDATED_IN_A_ROW = 3  # batches that came too late, after which that is said
-LEAST_ROUND_SECONDS = 10.0  # for a round that is due when somebody leaves
+LEAST_ROUND_SECONDS = 0.5  # for a round that is due when somebody leaves
 HEARD_SECONDS = 3.0  # until everybody has heard who else is about to leave
 CONFIRM_SECONDS = 1.5  # how long to wait for the coordinator's word when the run should have its batch
 LEAST_WORD_SECONDS = 0.2  # that may take this long on a busy machine

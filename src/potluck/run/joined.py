@@ -11,6 +11,7 @@ thread.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -30,6 +31,8 @@ from potluck.run.loopthread import LEAVE_SECONDS, LoopThread, RunningLoop
 from potluck.run.peer import Peer, PeerConfig
 
 logger = logging.getLogger(__name__)
+
+LEAVING_SECONDS = 4.0
 
 T = TypeVar("T")
 
@@ -69,6 +72,9 @@ class Joined:
         self._is_interrupted = False
         self.is_leaving: Callable[[], bool] = lambda: False
         """Whether this peer was told to leave; for programs whose training thread gets no Ctrl-C."""
+        self.leave_seconds = LEAVING_SECONDS
+        """How long that may take in all, whatever the line does; what is not done by then is left."""
+        self._leaving_since: float | None = None
 
     @property
     def peer(self) -> RunningPeer:
@@ -153,6 +159,15 @@ class Joined:
         except BaseException:
             call.end(LEAVE_SECONDS)
             raise
+
+    def seconds_to_leave(self, most_seconds: float) -> float:
+        """How long to wait for something before leaving: `most_seconds`, or what is left if this peer was told to."""
+        if not self.is_leaving():
+            return most_seconds
+        now = time.monotonic()
+        if self._leaving_since is None:
+            self._leaving_since = now
+        return max(0.0, min(most_seconds, self._leaving_since + self.leave_seconds - now))
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Call[T]:
         """Have a coroutine run on the loop, and do not wait; the call knows what comes of it."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from potluck.errors import PeerUnreachableError
 from potluck.hub.presence import Card, Presence, State
 from potluck.link.channel.inbox import Delivery
+from potluck.link.channel.packet import Urgency
 from potluck.link.channel.receipt import Receipt
 from potluck.link.limits import LinkConfig
 from potluck.link.peerlink import PeerLink
@@ -81,7 +82,9 @@ class LinkNode:
 
     def send(self, peer: str, body: bytes, frames: Sequence[bytes] = (), *, bulk: bool = False) -> Receipt:
         """Queue a message."""
-        return self.table.links[peer].send(body, [memoryview(frame) for frame in frames], bulk=bulk)
+        return self.table.links[peer].send(
+            body, [memoryview(frame) for frame in frames], urgency=Urgency.BULK if bulk else Urgency.FIRST
+        )
 
     def release_all(self) -> None:
         """The application takes what it has kept."""

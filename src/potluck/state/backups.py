@@ -44,7 +44,8 @@ class BackupConfig:
     """How often backups are written, and which of them stay."""
 
     every_epochs: int = 10
-    """A backup is due when so many epochs have passed since the last one."""
+    """A backup is due when so many epochs have passed since the last one; 0: only when this peer leaves and nobody else
+    has the newest state."""
 
     keep_last: int = 3
     """The newest so many stay."""
@@ -59,9 +60,10 @@ class BackupConfig:
     """All of them take no more of the disk than this; the spread makes room. The newest stay in any case."""
 
     def __post_init__(self) -> None:
-        if self.every_epochs < 1 or self.keep_last < 1 or min(self.keep_every, self.spread, self.most_bytes) < 0:
+        least = min(self.every_epochs, self.keep_every, self.spread, self.most_bytes)
+        if self.keep_last < 1 or least < 0:
             raise ConfigurationError(
-                f"{self}: every_epochs and keep_last must be at least 1, keep_every, spread and most_bytes at least 0"
+                f"{self}: keep_last must be at least 1, every_epochs, keep_every, spread and most_bytes at least 0"
             )
 
 
@@ -116,6 +118,8 @@ class Backups:
 
     def is_due(self, epoch: int) -> bool:
         """Whether this epoch should be saved."""
+        if not self.config.every_epochs:
+            return False
         last = self._last_epoch
         return last is None or epoch < last or epoch >= last + self.config.every_epochs
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
@@ -85,6 +86,9 @@ class FetchReport:
     travelled_bytes: int = 0
     """The same as it came: less, where it was packed for the way."""
 
+    came_at: float = -math.inf
+    """When something came last, be it a part of a chunk."""
+
     busy_seconds: float = 0.0
     """For how long keepers gave, from their inventory on; waiting for one is not part of it."""
 
@@ -104,6 +108,7 @@ class Fetcher:
         report: FetchReport,
         progress: Progress | None = None,
         is_replaceable: bool = False,
+        patience_seconds: float = 0.0,
     ) -> None:
         """`keepers` tells who serves a state; call `keepers_changed` when that may be others.
 
@@ -118,14 +123,18 @@ class Fetcher:
         self._keepers = keepers
         self._progress = progress or (lambda _done, _total: None)
         self._is_replaceable = is_replaceable
-        self._came_at = clock.monotonic()  # when the last chunk did
+        self._patience_seconds = patience_seconds
         self._schedule = Schedule(())
         self._sources: dict[str, Source] = {}
         self._wake = asyncio.Event()
         self._is_over = False
 
     async def fetch(self, digest: str, bases: Sequence[Snapshot], *, until: float) -> Snapshot:
-        """The state with that digest; `until` is when to give up, on the loop's clock. MovedOnError, as above."""
+        """The state with that digest. MovedOnError, as above.
+
+        `until` is when to give up, on the loop's clock; or so long after something came last, if that is later: a state
+        that comes slowly is not given up.
+        """
         inventory = await self._fetch_inventory(digest, until)
         missing = await self._workers.run(lambda: self._assembly.begin(inventory, bases))
         self.report.reused_bytes = self._assembly.held_bytes - self.report.fetched_bytes
@@ -195,19 +204,29 @@ class Fetcher:
     async def _fetch_chunks(self, inventory: Inventory, until: float) -> None:
         digest, schedule = inventory.digest, self._schedule
         gone_at: float | None = None
-        self._came_at = self._now()
+        self.report.came_at = self._now()
         while not schedule.is_complete:
             self._wake.clear()
             now = self._now()
+            self._note_arrivals()
             schedule.keepers_changed(k for k in self._serving(digest) if k not in self.report.liars)
             self._end_useless_sources()
             for keeper in schedule.overdue(now, self._config.answer_seconds):
-                self._sources[keeper].give_up(f"it sent nothing for {self._config.answer_seconds:g} s")
+                if now - self._arrived_at(keeper) >= self._config.answer_seconds:
+                    self._sources[keeper].give_up(f"it sent nothing for {self._config.answer_seconds:g} s")
             for ask in schedule.due(now):
                 self._source(ask.keeper, inventory).ask(ask.chunk)
-            is_stuck = self._is_replaceable and now - self._came_at > self._config.answer_seconds
+            is_stuck = self._is_replaceable and now - self.report.came_at > self._config.answer_seconds
             gone_at = self._check_time(digest, until, bool(schedule.usable()) and not is_stuck, gone_at)
-            await self._pause(min(schedule.next_at(now) or until, until, now + LOOK_EVERY_SECONDS) - now)
+            await self._pause(min(schedule.next_at(now) or until, now + LOOK_EVERY_SECONDS) - now)
+
+    def _arrived_at(self, keeper: str) -> float:
+        """When something of a stream came from this keeper last: a chunk may take minutes on a slow line."""
+        return self._links.arrived_at(keeper, bulk=False)
+
+    def _note_arrivals(self) -> None:
+        giving = [keeper for keeper, source in self._sources.items() if not source.is_over]
+        self.report.came_at = max([self.report.came_at, *map(self._arrived_at, giving)])
 
     def _serving(self, digest: str) -> Iterable[str]:
         """Who says that it has the state; and whoever is giving it, which may go on after the run has moved on."""
@@ -224,10 +243,11 @@ class Fetcher:
     def _check_time(self, digest: str, until: float, has_keepers: bool, gone_at: float | None) -> float | None:
         """When nobody served the state any more, if so; raises when that or the whole takes too long."""
         now = self._now()
-        if now >= until:
+        if now >= max(until, self.report.came_at + self._patience_seconds):
             raise StateUnavailableError(
-                f"the state {digest[:12]} did not come in time: {self._schedule.num_missing} chunks are missing, "
-                f"of keepers {self._describe_keepers()}. Allow more time, or look at the links to them"
+                f"the state {digest[:12]} did not come: {self._schedule.num_missing} chunks are missing, of keepers "
+                f"{self._describe_keepers()}, and nothing came for {self._patience_seconds:.0f} s. Look at the links "
+                "to them, or allow more (load_seconds in [patience] of run.toml)"
             )
         if has_keepers:
             return None
@@ -303,7 +323,7 @@ class Fetcher:
             self.lied(ask.keeper, f"chunk {ask.chunk} does not have the hash that the inventory names")
             return
         self._assembly.add(chunk)
-        self._came_at = self._now()
+        self.report.came_at = self._now()
         if self._schedule.arrived(ask, self._now()):
             self.report.fetched_bytes += source.inventory.bytes_of(ask.chunk)
             self.report.travelled_bytes += num_bytes

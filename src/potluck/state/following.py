@@ -28,8 +28,10 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_SECONDS = 1.0
 DOWN_SECONDS = 3.0  # without a state of the present epoch: each epoch is without one for a moment
-FETCH_SECONDS = 600.0
+FETCH_SECONDS = 600.0  # without anything coming
 PAUSE_FACTOR = 9  # a fetch that took a second is followed by nine without
+# … but by no more than this: on a slow line the fetch took long, and took little from the rounds (link/line.py).
+LONGEST_PAUSE_SECONDS = 300.0
 FRESH_PAUSE_FACTOR = 19  # … and by nineteen, where no state is due and one that is newer would only be nice to have
 FAILED_PAUSE_SECONDS = 2.0
 EPOCHS_WITHOUT_BACKUPS = 10  # between two fetches, where nothing is saved
@@ -86,7 +88,8 @@ class Follower:
         if is_due:
             self._num_late = max(self._averager.lineage.epoch - at_least_epoch, 0)
         # Only what took others' time is made up for: a fetch that failed, or waited, has taken none.
-        pause = FAILED_PAUSE_SECONDS if busy_seconds is None else PAUSE_FACTOR * busy_seconds
+        busy_pause = min(PAUSE_FACTOR * (busy_seconds or 0.0), LONGEST_PAUSE_SECONDS)
+        pause = FAILED_PAUSE_SECONDS if busy_seconds is None else busy_pause
         self._next_at = self._clock.monotonic() + pause
         self._fresh_at = self._clock.monotonic() + max(pause, FRESH_PAUSE_FACTOR * (busy_seconds or 0.0))
 

@@ -262,9 +262,16 @@ class StateKeeper:
         self._comparison.compare()
 
     async def hand_over(self, *, timeout_seconds: float) -> bool:
-        """Before leaving: wait until somebody who stays has the newest state, or trains on; False: not in time."""
+        """Before leaving: wait until somebody who stays has the newest state, or trains on; False: not in time.
+
+        Then it is saved here, if this peer may write: the run goes on from it when this peer comes back.
+        """
         await self._publisher.until_idle()
-        return await hand_over(self._session, self.directory, self._shelf, timeout_seconds)
+        is_safe = await hand_over(self._session, self.directory, self._shelf, timeout_seconds)
+        if not is_safe and self._saver is not None:
+            self._saver.is_last_copy = True
+            logger.warning("the state is saved in %s: start this peer again, and the run has it", self.config.folder)
+        return is_safe
 
     @property
     def kept_epoch(self) -> int | None:
@@ -309,6 +316,7 @@ class StateKeeper:
             base=tensors,
             settle_seconds=SETTLE_SECONDS,
             verdict_seconds=VERDICT_SECONDS,
+            is_patient=False,
             timeout_seconds=timeout_seconds,
         )
         self.counts["repaired"] += 1
@@ -346,17 +354,20 @@ class StateKeeper:
         progress: Progress | None = None,
         settle_seconds: float = 0.0,
         verdict_seconds: float | None = None,
+        is_patient: bool = True,
         timeout_seconds: float,
     ) -> FetchedState:
         """The newest state that can be believed, or that of an epoch, from as many keepers as have it.
 
         Only what is not in `base`, or on this peer's shelf, is fetched; do not change the tensors meanwhile. For
         `settle_seconds` it waits for all keepers to have spoken, so that none is taken that most do not have; and for
-        `verdict_seconds` at most until it is known which state to fetch.
+        `verdict_seconds` at most until it is known which state to fetch. With `is_patient` the timeout begins anew
+        with each byte that comes.
         StateUnavailableError when nobody serves it in time: it says who offers what.
         """
         now = self._session.clock.monotonic()
         until = now + timeout_seconds
+        patience_seconds = timeout_seconds if is_patient else 0.0
         known_until = until if verdict_seconds is None else min(until, now + verdict_seconds)
         await self._publisher.until_idle()  # what is older than the state to come must not be put in its place
         based = await self._staged(base)
@@ -372,10 +383,14 @@ class StateKeeper:
                     if own is not None:  # this peer went back to it on behalf of all
                         snapshot = own.hold()
                     else:
-                        snapshot = await self._fetch_one(verdict, assembly, based, report, progress, until)
+                        snapshot = await self._fetch_one(
+                            verdict, assembly, based, report, progress, until, patience_seconds
+                        )
                     break
                 except MovedOnError as error:
                     logger.info("the fetch of epoch %d starts anew: %s", verdict.epoch, error)
+                    until = max(until, report.came_at + patience_seconds)
+                    known_until = until if verdict_seconds is None else known_until
             await self.take_over(Held(verdict.epoch, snapshot, verdict.made_at))
             changed = snapshot.inventory.changed_since(based.inventory) if based is not None else None
             return FetchedState(verdict.epoch, verdict.made_at, snapshot, changed, report)
@@ -396,6 +411,7 @@ class StateKeeper:
         report: FetchReport,
         progress: Progress | None,
         until: float,
+        patience_seconds: float,
     ) -> Snapshot:
         bases = [held.snapshot.hold() for held in self._shelf] + ([based.hold()] if based is not None else [])
         fetcher = Fetcher(
@@ -408,6 +424,7 @@ class StateKeeper:
             report=report,
             progress=progress or self.config.on_progress,
             is_replaceable=verdict.is_replaceable,
+            patience_seconds=patience_seconds,
         )
         stop_listening = self.directory.listen(fetcher.keepers_changed)
         try:
@@ -465,8 +482,9 @@ class StateKeeper:
         """Fetch a state that was chosen; MovedOnError when nobody serves it any more."""
         based = await self._staged(base)
         assembly = Assembly(self._pool, self._chunk_log())
+        patience_seconds = max(until - self._session.clock.monotonic(), 0.0)
         try:
-            return await self._fetch_one(verdict, assembly, based, report, progress, until)
+            return await self._fetch_one(verdict, assembly, based, report, progress, until, patience_seconds)
         finally:
             assembly.close()
             if based is not None:

@@ -114,7 +114,9 @@ class Resuming:
                 self.has_begun = True
                 return None
             if step.verdict is not None:
+                began = clock.monotonic()
                 taken = await self._take_step(step, step.verdict, head, base, progress, until)
+                until += clock.monotonic() - began  # so long something came
                 if taken is not None:
                     self._shelf.drop_backup()
                     directory.announce()

@@ -35,6 +35,8 @@ class Saver:
         self._on_backup = on_backup
         self._task: asyncio.Task[None] | None = None
         self._unsaved: Held | None = None
+        self.is_last_copy = False
+        """Whether the newest state would be lost with this peer: then it is saved in the end, due or not."""
 
     async def look(self) -> None:
         """See what is on disk."""
@@ -57,7 +59,9 @@ class Saver:
         if self._task is not None:
             await asyncio.wait([self._task])
         last, self._unsaved = self._unsaved, None
-        if last is not None:
+        if last is not None and not (self._backups.config.every_epochs or self.is_last_copy):
+            last.snapshot.release()
+        elif last is not None:
             await self._save(last.epoch, last.snapshot, last.made_at)
 
     def _drop_unsaved(self) -> None:

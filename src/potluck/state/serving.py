@@ -256,11 +256,14 @@ class Serving:
         """
         if self._share == 1 or not self._is_in_round():
             return
-        try:
-            async with asyncio.timeout(SEND_SECONDS):
-                await service.arrived.wait()
-        except TimeoutError:
-            raise DeadlineExceededError(f"nothing arrived at {service.stream.peer} for {SEND_SECONDS:g} s") from None
+        while not service.arrived.is_set():
+            try:
+                async with asyncio.timeout(SEND_SECONDS):
+                    await service.arrived.wait()
+            except TimeoutError:
+                peer = service.stream.peer
+                if self._clock.monotonic() - self._links.delivered_at(peer, bulk=False) >= SEND_SECONDS:
+                    raise DeadlineExceededError(f"nothing arrived at {peer} for {SEND_SECONDS:g} s") from None
         now = self._clock.monotonic()
         share = self._share / len(self._services)
         rest_seconds = min((now - service.burst_began) * (1 - share) / share, LONGEST_REST_SECONDS)

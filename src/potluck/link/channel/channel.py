@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from potluck.link.carrier import Buffer
 from potluck.link.channel.budget import Ledger, ReceiveBudget
 from potluck.link.channel.inbox import AT_ONCE, Delivery, Inbox
-from potluck.link.channel.outbox import LOADED_BYTES, Outbox, Segment
+from potluck.link.channel.outbox import LOADED_BYTES, AdmitsStreams, Outbox, Segment, where_no_bulk_waits
 from potluck.link.channel.pace import Pace
-from potluck.link.channel.packet import ACK_NOW, GAP, LOADED, MAX_REASON_BYTES, Kind, Packet, encode_header
+from potluck.link.channel.packet import ACK_NOW, GAP, LOADED, MAX_REASON_BYTES, Kind, Packet, Urgency, encode_header
 from potluck.link.channel.receipt import Receipt
 from potluck.link.counters import Counters
 from potluck.link.limits import LinkConfig
@@ -27,7 +27,7 @@ from potluck.link.limits import LinkConfig
 FIRST_CREDIT_PROBE_SECONDS = 0.5
 LARGEST_CREDIT_PROBE_SECONDS = 5.0
 
-Send = Callable[[bytes, Buffer | None], bool]
+Send = Callable[[bytes, Buffer | None, Urgency], bool]
 
 
 class Channel:
@@ -62,9 +62,9 @@ class Channel:
         """Whether no packet of a message has left or come, so that it may still change its generation."""
         return self.outbox.is_untouched and self.inbox.expected == 0 and not self.inbox.has_gap
 
-    def send(self, body: bytes, frames: Sequence[memoryview] = (), *, bulk: bool = False) -> Receipt:
+    def send(self, body: bytes, frames: Sequence[memoryview] = (), *, urgency: Urgency = Urgency.FIRST) -> Receipt:
         """Queue a message. The frames must stay unchanged until the receipt is settled."""
-        return self.outbox.add(body, frames, bulk)
+        return self.outbox.add(body, frames, urgency)
 
     def receive(self, packet: Packet, pace: Pace, deliveries: list[Delivery], now: float) -> int:
         """Take in a packet of this channel, append the messages that are complete; bytes of ours it acknowledges.
@@ -79,18 +79,21 @@ class Channel:
             self.inbox.receive(packet, deliveries, now)
         return acked_bytes
 
-    def pump(self, pace: Pace, now: float, send: Send) -> bool:
-        """Send all that may leave now. False: `send` refused one, which stays the next."""
+    def pump(self, pace: Pace, now: float, send: Send, *, admits_streams: AdmitsStreams = where_no_bulk_waits) -> bool:
+        """Send all that may leave now. False: `send` refused one, which stays the next.
+
+        `admits_streams` is asked for each packet that streams could have.
+        """
         outbox, inbox = self.outbox, self.inbox
         if self._reset_reason is not None:
-            if not send(self.header(Kind.RESET, now=now, inline=self._reset_reason), None):
+            if not send(self.header(Kind.RESET, now=now, inline=self._reset_reason), None, Urgency.FIRST):
                 return False
             self._reset_reason = None
         outbox.check_timeout(pace, now)
-        while (segment := outbox.next_segment(pace, now)) is not None:
+        while (segment := outbox.next_segment(pace, now, admits_streams)) is not None:
             flags = segment.flags | self._flags(segment, pace)
             header = self.header(segment.kind, flags, segment.sequence, segment.inline, len(segment.payload), now=now)
-            if not send(header, segment.payload or None):
+            if not send(header, segment.payload or None, segment.urgency):
                 self.acknowledge(now, send)  # it is small, and may be taken where data is not
                 return False
             outbox.sent(segment, pace, now)
@@ -102,7 +105,7 @@ class Channel:
         inbox = self.inbox
         if inbox.ack_due_at is None or inbox.ack_due_at > now:
             return True
-        if not send(self.header(Kind.ACK, now=now), None):
+        if not send(self.header(Kind.ACK, now=now), None, Urgency.FIRST):
             return False
         inbox.ack_due_at = None
         return True
@@ -153,7 +156,7 @@ class Channel:
         due = self._credit_probe_at is not None and self._credit_probe_at <= now
         if not due and not self._hurried:
             return True
-        if not send(self.header(Kind.PROBE, now=now), None):
+        if not send(self.header(Kind.PROBE, now=now), None, Urgency.FIRST):
             return False
         self._hurried = False
         self.inbox.ack_due_at = None

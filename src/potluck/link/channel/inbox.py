@@ -18,9 +18,19 @@ import numpy
 
 from potluck.errors import ProtocolError
 from potluck.link.channel.budget import Ledger, ReceiveBudget, reservation_bytes
-from potluck.link.channel.packet import ACK_NOW, BULK, MAX_CHARGE_BYTES, Kind, Manifest, Packet, decode_manifest
+from potluck.link.channel.packet import (
+    ACK_NOW,
+    MAX_CHARGE_BYTES,
+    Kind,
+    Manifest,
+    Packet,
+    Urgency,
+    decode_manifest,
+    urgency_of,
+)
 from potluck.link.counters import Counters
 from potluck.link.limits import INITIAL_CREDIT_BYTES, LinkConfig
+from potluck.link.throttle import Throttle
 
 ACK_DELAY_SECONDS = 0.005  # an acknowledgement waits so long for a packet to travel with
 MAX_EARLY_PACKETS = 4096
@@ -35,14 +45,14 @@ class ChannelBrokenError(ProtocolError):
 class Delivery:
     """A whole message; its bytes count against the sender's credit until it is released."""
 
-    __slots__ = ("_charge_bytes", "_inbox", "_reserved_bytes", "body", "bulk", "frames")
+    __slots__ = ("_charge_bytes", "_inbox", "_reserved_bytes", "body", "frames", "urgency")
 
     def __init__(
-        self, body: memoryview, frames: list[memoryview], bulk: bool, inbox: Inbox, charge: int, reserved: int
+        self, body: memoryview, frames: list[memoryview], urgency: Urgency, inbox: Inbox, charge: int, reserved: int
     ) -> None:
         self.body = body
         self.frames = frames
-        self.bulk = bulk
+        self.urgency = urgency
         self._inbox: Inbox | None = inbox
         self._charge_bytes = charge
         self._reserved_bytes = reserved
@@ -131,7 +141,7 @@ class Inbox:
         self._wake = wake
         self._early: dict[int, Packet] = {}
         self._early_bytes = 0
-        self._assemblies: list[Assembly | None] = [None, None]  # by lane
+        self._assemblies: list[Assembly | None] = [None for _ in Urgency]
         self._received_bytes = 0
         self._granted_bytes = INITIAL_CREDIT_BYTES
         self._last_arrival_at = 0.0
@@ -150,6 +160,11 @@ class Inbox:
         """Whether the sender can send, as far as our credit goes."""
         return self._granted_bytes - self._received_bytes >= MAX_CHARGE_BYTES
 
+    @property
+    def is_path_limited(self) -> bool:
+        """Whether a sender with much to send is as fast as the way allows; a cap is part of the way."""
+        return self._budget.throttle is not None or self.has_credit
+
     def ack_age_seconds(self, now: float) -> float:
         """How long ago the newest packet that an acknowledgement covers came."""
         return max(0.0, now - self._last_arrival_at) if self.expected else 0.0
@@ -157,20 +172,33 @@ class Inbox:
     def credit_bytes(self, now: float = 0.0) -> int:
         """The credit to announce now; it never shrinks, and under a cap grows no faster than that."""
         news = self._grantable_bytes() - self._granted_bytes
-        if news > 0:
-            self._granted_bytes += news if self._budget.throttle is None else self._allowed(news, now)
+        if self._budget.throttle is not None:
+            self._granted_bytes += self._allowed(news, self._budget.throttle, now)
+        elif news > 0:
+            self._granted_bytes += news
         return self._granted_bytes
 
-    def _allowed(self, news: int, now: float) -> int:
-        """As much of new credit as the cap lets pass; an acknowledgement brings the rest later."""
-        throttle = self._budget.throttle
-        assert throttle is not None
-        worthwhile = min(news, WORTHWHILE_BYTES)
-        available = throttle.available_bytes(now)
-        allowed = min(news, available) if available >= worthwhile else 0
-        throttle.spent(allowed)
-        self._credit_due_at = throttle.available_at(WORTHWHILE_BYTES, now) if allowed < news else None
+    def _allowed(self, news: int, throttle: Throttle, now: float) -> int:
+        """As much of new credit as the cap lets pass; an acknowledgement brings the rest later.
+
+        A channel that is not used takes none from the others: its sender has all that it may have unasked.
+        """
+        wanted = min(news, INITIAL_CREDIT_BYTES - (self._granted_bytes - self._received_bytes))
+        if wanted < min(WORTHWHILE_BYTES, max(news, 1)):
+            throttle.leave(self)
+            self._credit_due_at = None
+            return 0
+        allowed = min(wanted, throttle.admits(self, min(wanted, WORTHWHILE_BYTES), now))
+        if allowed:
+            throttle.leave(self)
+            throttle.spent(allowed)
+        self._credit_due_at = throttle.available_at(WORTHWHILE_BYTES, now) if allowed < wanted else None
         return allowed
+
+    def stand_aside(self) -> None:
+        """Nothing can be told to the sender now: let others have their turn at the cap."""
+        if self._budget.throttle is not None:
+            self._budget.throttle.leave(self)
 
     def _grantable_bytes(self) -> int:
         window, extra = self._budget.window_bytes, 0
@@ -222,7 +250,7 @@ class Inbox:
         if early:
             return packet.sequence - self.expected <= MAX_EARLY_PACKETS
         # Only a peer that keeps starting anew, each time with an initial credit, can get here.
-        assembly = self._assemblies[bool(packet.flags & BULK)]
+        assembly = self._assemblies[urgency_of(packet.flags)]
         has_own_memory = assembly is not None and assembly.reserved_bytes > 0
         return (
             has_own_memory
@@ -231,13 +259,13 @@ class Inbox:
 
     def _accept(self, packet: Packet, deliveries: list[Delivery], now: float) -> None:
         charge = packet.charge_bytes
-        lane = bool(packet.flags & BULK)
-        assembly = self._assemblies[lane]
+        urgency = urgency_of(packet.flags)
+        assembly = self._assemblies[urgency]
         if packet.kind == Kind.MESSAGE:
             if assembly is not None:
                 raise ChannelBrokenError("a message starts in the middle of another")
             assembly = self._start(packet, now)
-            self._assemblies[lane] = assembly
+            self._assemblies[urgency] = assembly
         elif assembly is None:
             raise ChannelBrokenError("a fragment belongs to no message")
         self._received_bytes += charge
@@ -248,8 +276,8 @@ class Inbox:
         if packet.payload:
             assembly.add(packet.payload)
         if assembly.is_complete:
-            self._assemblies[lane] = None
-            deliveries.append(self._deliver(assembly, lane))
+            self._assemblies[urgency] = None
+            deliveries.append(self._deliver(assembly, urgency))
 
     def _start(self, packet: Packet, now: float) -> Assembly:
         try:
@@ -287,12 +315,12 @@ class Inbox:
         self._ledger.reserved_bytes -= reserved_bytes
         self._budget.release(reserved_bytes)
 
-    def _deliver(self, assembly: Assembly, lane: bool) -> Delivery:
+    def _deliver(self, assembly: Assembly, urgency: Urgency) -> Delivery:
         frames = [frame for frame in assembly.manifest.frames if frame is not None]
         if assembly.needs_bytes:
             self._budget.forget(assembly)
         charge = 0 if assembly.reserved_bytes else assembly.charge_bytes
-        return Delivery(assembly.manifest.body, frames, lane, self, charge, assembly.reserved_bytes)
+        return Delivery(assembly.manifest.body, frames, urgency, self, charge, assembly.reserved_bytes)
 
     def taken(self, charge_bytes: int, reserved_bytes: int) -> None:
         """The application has taken a message: its memory is free again, and the sender may get credit for it."""
@@ -334,6 +362,7 @@ class Inbox:
     def close(self) -> None:
         """Nothing more is received; what was delivered stays counted until it is taken."""
         self._closed = True
+        self.stand_aside()
         self._early.clear()
         for assembly in self._assemblies:
             if assembly is not None:
@@ -342,4 +371,4 @@ class Inbox:
                     self._unreserve(assembly.reserved_bytes)
                 else:
                     self._ledger.held_bytes -= assembly.charge_bytes
-        self._assemblies = [None, None]
+        self._assemblies = [None for _ in Urgency]

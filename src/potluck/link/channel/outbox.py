@@ -1,7 +1,8 @@
 """The sending half of a channel (pure): messages become packets, packets stay until they are acknowledged.
 
-Two lanes share one sequence of packets. Messages of the first lane go before those of the bulk lane, packet by packet,
-so that a small message does not wait behind a large one; within a lane the order of sending is kept.
+Messages of three urgencies share one sequence of packets. The more urgent go first, packet by packet, so that a small
+message does not wait behind a large one; within an urgency the order of sending is kept. What has not begun to leave
+can be withdrawn: on a slow line it would only delay what replaces it.
 
 What was cut into packets waits in `_to_send`, in the order of sequence numbers; what has left waits in `_unacked`, of
 which `_to_send` is a part. So a packet that is to be sent again and one that the carrier refused are one case.
@@ -15,12 +16,20 @@ taken for lost. The receiver keeps what came early, so one packet that fills the
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from potluck.errors import ProtocolError
 from potluck.link.channel.pace import LARGEST_TIMEOUT_SECONDS, LEAST_FRAGMENT_BYTES, Pace, Stamp
-from potluck.link.channel.packet import BULK, PACKET_BYTES, PACKET_OVERHEAD_BYTES, Kind, encode_manifest
+from potluck.link.channel.packet import (
+    PACKET_BYTES,
+    PACKET_OVERHEAD_BYTES,
+    Kind,
+    Urgency,
+    encode_manifest,
+    urgency_flag,
+)
 from potluck.link.channel.receipt import Receipt
 from potluck.link.counters import Counters
 from potluck.link.limits import BULK_RESERVE_BYTES, INITIAL_CREDIT_BYTES, KIB
@@ -30,6 +39,15 @@ LARGE_MESSAGE_BYTES = 16 * KIB
 MESSAGE_OVERHEAD_BYTES = 1024  # what a queued message costs beside its bytes
 MAX_UNACKED_PACKETS = 2048
 _EMPTY = memoryview(b"")
+
+
+AdmitsStreams = Callable[[bool], bool]
+"""Whether the next packet may be a stream's, where bulk waits on the same link, or none does."""
+
+
+def where_no_bulk_waits(has_bulk: bool) -> bool:
+    """Streams have what bulk leaves, and nothing beside it."""
+    return not has_bulk
 
 
 class Segment:
@@ -47,13 +65,15 @@ class Segment:
         "payload",
         "sequence",
         "stamp",
+        "urgency",
         "waits",
     )
 
     def __init__(self, sequence: int, message: QueuedMessage, inline: bytes, payload: memoryview) -> None:
         self.sequence = sequence
         self.kind = Kind.MESSAGE if inline else Kind.FRAGMENT
-        self.flags = BULK if message.bulk else 0
+        self.urgency = message.urgency
+        self.flags = urgency_flag(message.urgency)
         self.inline = inline
         self.payload = payload
         self.charge_bytes = len(inline) + len(payload) + PACKET_OVERHEAD_BYTES
@@ -68,13 +88,14 @@ class Segment:
 class QueuedMessage:
     """A message that is not yet acknowledged, and how far it has been cut."""
 
-    __slots__ = ("bulk", "frames", "inline", "is_large", "offset", "receipt", "size_bytes")
+    __slots__ = ("frames", "has_begun", "inline", "is_large", "offset", "receipt", "size_bytes", "urgency")
 
-    def __init__(self, body: bytes, frames: Sequence[memoryview], bulk: bool, receipt: Receipt) -> None:
+    def __init__(self, body: bytes, frames: Sequence[memoryview], urgency: Urgency, receipt: Receipt) -> None:
         self.inline, self.frames = encode_manifest(body, frames)
         self.frames.reverse()  # so that the next one is popped off the end
         self.offset = 0
-        self.bulk = bulk
+        self.urgency = urgency
+        self.has_begun = False
         self.receipt = receipt
         self.size_bytes = message_bytes(body, frames)
         self.is_large = self.size_bytes >= LARGE_MESSAGE_BYTES
@@ -111,7 +132,8 @@ class Outbox:
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._lanes: tuple[deque[QueuedMessage], deque[QueuedMessage]] = (deque(), deque())
+        self._lanes: tuple[deque[QueuedMessage], ...] = tuple(deque() for _ in Urgency)
+        self._queued_bytes_by_urgency = [0 for _ in Urgency]
         self._unacked: deque[Segment] = deque()
         self._to_send: deque[Segment] = deque()
         self._next_sequence = 0
@@ -122,6 +144,7 @@ class Outbox:
         self._num_timeouts = 0
         self._waiting_since = 0.0
         self._unanswered_since = 0.0
+        self.delivered_at = [-math.inf for _ in Urgency]  # when something was acknowledged last
         self.in_flight_bytes = 0
         self.queued_bytes = 0  # messages that are not yet acknowledged as a whole
         self.unsent_bytes = 0  # what of large messages has not been cut into packets, roughly
@@ -134,7 +157,7 @@ class Outbox:
     @property
     def is_empty(self) -> bool:
         """Whether everything is acknowledged."""
-        return not self._unacked and not self._lanes[0] and not self._lanes[1]
+        return not self._unacked and not any(self._lanes)
 
     @property
     def is_loaded(self) -> bool:
@@ -152,25 +175,50 @@ class Outbox:
         """Whether there is something to send, nothing in flight, and only credit is missing."""
         if self.in_flight_bytes or self._to_send:
             return False
-        return bool(self._lanes[0] or self._lanes[1])
+        return any(self._lanes)
 
-    def add(self, body: bytes, frames: Sequence[memoryview], bulk: bool) -> Receipt:
+    @property
+    def has_bulk(self) -> bool:
+        """Whether bulk waits, or is on its way."""
+        return self._queued_bytes_by_urgency[Urgency.BULK] > 0
+
+    def add(self, body: bytes, frames: Sequence[memoryview], urgency: Urgency) -> Receipt:
         """Queue a message."""
-        message = QueuedMessage(body, frames, bulk, Receipt())
-        self._lanes[bulk].append(message)
-        self.queued_bytes += message.size_bytes
+        message = QueuedMessage(body, frames, urgency, Receipt())
+        message.receipt.withdraw = lambda error: self._withdraw(message, error)
+        self._lanes[urgency].append(message)
+        self._count(message, 1)
         if message.is_large:
             self.unsent_bytes += message.size_bytes
         return message.receipt
 
-    def next_segment(self, pace: Pace, now: float) -> Segment | None:
-        """The packet that should leave now, if any; it stays the next one until `sent`."""
+    def _count(self, message: QueuedMessage, sign: int) -> None:
+        self.queued_bytes += sign * message.size_bytes
+        self._queued_bytes_by_urgency[message.urgency] += sign * message.size_bytes
+
+    def _withdraw(self, message: QueuedMessage, error: Exception) -> bool:
+        if message.has_begun or message.receipt.settled:
+            return False
+        self._lanes[message.urgency].remove(message)
+        self._count(message, -1)
+        if message.is_large:
+            self.unsent_bytes = max(0, self.unsent_bytes - message.size_bytes)
+        message.receipt.settle(error)
+        return True
+
+    def next_segment(
+        self, pace: Pace, now: float, admits_streams: AdmitsStreams = where_no_bulk_waits
+    ) -> Segment | None:
+        """The packet that should leave now, if any; it stays the next one until `sent`.
+
+        `admits_streams` is asked where it could be a stream's.
+        """
         while self._to_send and self._to_send[0].acked:
             self._to_send.popleft()
         if not self._to_send:
             if not self._unacked:
                 self._unanswered_since = now
-            if not self._cut(pace):
+            if not self._cut(pace, admits_streams):
                 return None
         segment = self._to_send[0]
         if self._fits(segment.charge_bytes, pace) or (segment.num_sent and segment is self._unacked[0]):
@@ -180,8 +228,14 @@ class Outbox:
     def _fits(self, charge_bytes: int, pace: Pace) -> bool:
         return not self.in_flight_bytes or self.in_flight_bytes + charge_bytes <= pace.window_bytes
 
-    def _cut(self, pace: Pace) -> bool:
-        lane = self._lanes[0] or self._lanes[1]
+    def _next_lane(self, admits_streams: AdmitsStreams) -> deque[QueuedMessage] | None:
+        first, bulk, streams = self._lanes
+        if not first and streams and admits_streams(bool(bulk)):
+            return streams
+        return first or bulk or None
+
+    def _cut(self, pace: Pace, admits_streams: AdmitsStreams) -> bool:
+        lane = self._next_lane(admits_streams)
         if not lane or len(self._unacked) >= MAX_UNACKED_PACKETS:
             pace.ran_dry(self.in_flight_bytes)
             return False
@@ -190,10 +244,11 @@ class Outbox:
         charge = len(message.inline) + payload_bytes + PACKET_OVERHEAD_BYTES
         if not self._fits(charge, pace):
             return False
-        reserve = BULK_RESERVE_BYTES if message.bulk else 0
+        reserve = BULK_RESERVE_BYTES if message.urgency else 0
         if self._used_bytes + charge + reserve > self._credit_bytes:
             pace.ran_dry(self.in_flight_bytes)
             return False
+        message.has_begun = True
         inline, payload = message.cut(payload_bytes)
         segment = Segment(self._next_sequence, message, inline, payload)
         self._next_sequence += 1
@@ -205,7 +260,7 @@ class Outbox:
             segment.last_of = message
         self._unacked.append(segment)
         self._put(segment)
-        if not self._lanes[0] and not self._lanes[1]:
+        if not any(self._lanes):
             self.unsent_bytes = 0  # bodies and overheads are not taken off
         return True
 
@@ -243,10 +298,11 @@ class Outbox:
             newest = self._unacked.popleft()
             newest.acked = True
             num_bytes += newest.charge_bytes
+            self.delivered_at[newest.urgency] = now
             if newest.in_flight:
                 self.in_flight_bytes -= newest.charge_bytes
             if newest.last_of is not None:
-                self.queued_bytes -= newest.last_of.size_bytes
+                self._count(newest.last_of, -1)
                 newest.last_of.receipt.settle()
         if newest is not None:
             self._progressed(newest, num_bytes, ack_age_seconds, pace, now)
@@ -317,12 +373,13 @@ class Outbox:
     def fail(self, error: Exception) -> int:
         """Settle all that is not acknowledged with the error; how many messages that were."""
         messages = [segment.last_of for segment in self._unacked if segment.last_of is not None]
-        messages += [*self._lanes[0], *self._lanes[1]]
+        messages += [message for lane in self._lanes for message in lane]
         self._unacked.clear()
         self._to_send.clear()
         for lane in self._lanes:
             lane.clear()
         self.in_flight_bytes = self.queued_bytes = self.unsent_bytes = 0
+        self._queued_bytes_by_urgency = [0 for _ in Urgency]
         for message in messages:
             message.receipt.settle(error)
         return len(messages)

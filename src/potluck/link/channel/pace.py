@@ -22,6 +22,7 @@ state machine: the carriers below have congestion control of their own, and only
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -56,8 +57,10 @@ class Stamp:
 class Pace:
     """The window of one path to one peer."""
 
-    def __init__(self, max_in_flight_bytes: int) -> None:
+    def __init__(self, max_in_flight_bytes: int, most_bytes_per_second: float = math.inf) -> None:
+        """`most_bytes_per_second` is a cap that the path does not know of: what it carries at once is no measure."""
         self._max_in_flight_bytes = max_in_flight_bytes
+        self._most_bytes_per_second = most_bytes_per_second
         self.window_bytes = INITIAL_WINDOW_BYTES
         self.fragment_bytes = INITIAL_FRAGMENT_BYTES
         self.rate_bytes_per_second = 0.0
@@ -124,7 +127,8 @@ class Pace:
         if not self.least_rtt_seconds or rtt <= self.least_rtt_seconds or (too_old and stamp.is_undisturbed):
             self.least_rtt_seconds, self._least_rtt_at = rtt, now
 
-    def _take_rate(self, rate: float, stamp: Stamp) -> None:
+    def _take_rate(self, measured: float, stamp: Stamp) -> None:
+        rate = min(measured, self._most_bytes_per_second)
         if stamp.is_limited and rate <= self.rate_bytes_per_second:
             return
         self._was_full = self._was_full or not stamp.is_limited

@@ -63,11 +63,21 @@ class Kind(enum.IntEnum):
     RESET = 6  # the channel starts anew in this generation; the reason follows
 
 
+class Urgency(enum.IntEnum):
+    """What goes first when several messages wait, packet by packet."""
+
+    FIRST = 0  # small messages, that somebody waits for
+    BULK = 1  # what a round exchanges
+    STREAM = 2  # states that are loaded: they have what rounds leave of the line, and never nothing (line.py)
+
+
 ACK_NOW = 1  # flag: answer at once, the window is waiting for it
-BULK = 2  # flag: this message belongs to the bulk lane
+BULK = 2  # flag: the message's urgency …
+STREAM = 16  # … is this one; with neither flag it is the first
 LOADED = 4  # flag: much more is waiting behind this packet, so that the time until it arrives counts
 GAP = 8  # flag: packets beyond `ack` have arrived, that one is missing
-_ALL_FLAGS = ACK_NOW | BULK | LOADED | GAP
+_ALL_FLAGS = ACK_NOW | BULK | STREAM | LOADED | GAP
+_FLAG_BY_URGENCY = {Urgency.FIRST: 0, Urgency.BULK: BULK, Urgency.STREAM: STREAM}
 _KINDS = frozenset(int(kind) for kind in Kind)
 _EMPTY = memoryview(b"")
 
@@ -88,6 +98,16 @@ class Packet:
     inline: memoryview
     payload: memoryview
     charge_bytes: int  # what this packet costs in credit
+
+
+def urgency_flag(urgency: Urgency) -> int:
+    """The flag that tells it."""
+    return _FLAG_BY_URGENCY[urgency]
+
+
+def urgency_of(flags: int) -> Urgency:
+    """What the flags of a packet tell; both flags together are the less urgent one."""
+    return Urgency.STREAM if flags & STREAM else Urgency.BULK if flags & BULK else Urgency.FIRST
 
 
 def session_tag(peer: str, session: str) -> int:

@@ -8,18 +8,24 @@ from collections.abc import Callable
 from potluck.errors import DeadlineExceededError
 
 
+def _has_left(_error: Exception) -> bool:
+    return False
+
+
 class Receipt:
     """One message on its way: settled when the peer has it, or when it is certain that nobody will know.
 
     Until then the frames belong to the link: their owner must not change them.
     """
 
-    __slots__ = ("_error", "_settled", "_watchers")
+    __slots__ = ("_error", "_settled", "_watchers", "withdraw")
 
     def __init__(self) -> None:
         self._settled = False
         self._error: Exception | None = None
         self._watchers: list[Callable[[], None]] | None = None
+        self.withdraw: Callable[[Exception], bool] = _has_left
+        """Settles the message with this error if nothing of it has left; whether that is so. Its queue sets this."""
 
     @property
     def settled(self) -> bool:
@@ -42,6 +48,7 @@ class Receipt:
             return
         self._settled = True
         self._error = error
+        self.withdraw = _has_left  # the queue's own holds on to the frames
         watchers, self._watchers = self._watchers, None
         for watcher in watchers or ():
             watcher()

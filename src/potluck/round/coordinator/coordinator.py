@@ -299,6 +299,7 @@ class Coordinator:
             patience,
             expected_seconds=2 * proposal.predicted_seconds if proposal.is_measured else 0.0,
             stalled_seconds=max(patience.stalled_seconds, 4 * proposal.chunk_seconds),
+            silent_seconds=max(patience.silent_seconds, 2 * proposal.chunk_seconds),
         )
 
     async def _complain(self, key: RoundKey, reason: str) -> None:

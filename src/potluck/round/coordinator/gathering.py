@@ -27,6 +27,7 @@ from potluck.round.plan.shares import Member, known_speeds, levelled
 from potluck.round.plan.specs import Run
 from potluck.round.plan.weights import DEFAULT_CAP, WeightBook, check_cap
 
+LEAST_ROUND_SECONDS = 20.0
 READY_SECONDS = 3.5  # members repeat it each second; who has not for so long is not ready any more
 
 
@@ -50,10 +51,13 @@ class GatherConfig:
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     """How parts are cut."""
 
-    least_round_seconds: float = 20.0
+    least_round_seconds: float = LEAST_ROUND_SECONDS
     """The deadline of the quickest round."""
 
-    most_round_seconds: float = 900.0
+    least_bytes_per_second: float = 32 * 1024
+    """The slowest line that a round's deadline has room for."""
+
+    most_round_seconds: float = 3600.0
     """The deadline of the slowest round."""
 
     def __post_init__(self) -> None:
@@ -171,6 +175,9 @@ class Gathering:
         left_out = {candidate.peer: barred[candidate.peer] for candidate in candidates if candidate.peer in barred}
         candidates = [candidate for candidate in candidates if candidate.peer not in barred]
         layout, runs = _common_layout(candidates)
+        if sum(candidate.sends for candidate in candidates) == 1:
+            # Nothing is to be averaged, and helpers have no use for the values: sending them may take minutes.
+            candidates = [c for c in candidates if c.ready.layout or c.presence.card.role == "trainer"]
         taken: list[Candidate] = []
         for candidate in candidates:
             if candidate.ready.layout not in ("", layout):
@@ -192,7 +199,7 @@ class Gathering:
             runs=runs,
             chunk_bytes=chunk_bytes,
             aggregator=self.config.aggregator,
-            deadline=hub_now + self._deadline_seconds(predicted_seconds),
+            deadline=hub_now + self._deadline_seconds(predicted_seconds, traffic_bytes(runs, len(taken))),
             audit=self._is_audited(taken, members),
             left_out=left_out,
         )
@@ -281,8 +288,9 @@ class Gathering:
         speeds = [member.upload_bytes_per_second for member in members if member.sends]
         return min(known_speeds(speeds, self.config.partition.default_bytes_per_second))
 
-    def _deadline_seconds(self, predicted_seconds: float) -> float:
-        wanted = 10.0 + 5.0 * predicted_seconds
+    def _deadline_seconds(self, predicted_seconds: float, contribution_bytes: int) -> float:
+        """Far above what is predicted, or what a slow line needs: lines that stand still are seen much earlier."""
+        wanted = 10.0 + 5.0 * max(predicted_seconds, contribution_bytes / self.config.least_bytes_per_second)
         return min(max(wanted, self.config.least_round_seconds), self.config.most_round_seconds)
 
 

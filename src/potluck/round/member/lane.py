@@ -4,12 +4,14 @@ Each destination has a lane with a task of its own, so that one that takes its t
 limits keep memory bounded:
 
 - contributions are encoded only shortly before they leave;
-- only so many bytes are on their way to one destination, counted until it has acknowledged them;
+- only so many bytes are on their way to one destination, counted until it has acknowledged them; on a slow line no
+  more than it takes in two seconds, so that averages, which others wait for, soon pass;
 - only so many chunks may be ahead of the averages that come back: a reducer that still waits for a slow member must not
   be buried under the contributions of the fast ones. All members send a reducer's chunks in the same order, so that the
   first one it lacks can always be sent. Chunks that are done again (a higher generation) go first, without that limit.
 
-What a broken channel may have lost is sent again; whoever has it already ignores it.
+What a broken channel may have lost is sent again; whoever has it already ignores it. What waits to leave when the lane
+is closed is withdrawn: on a slow line it would hold up the next round by as long as this one took.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ Encode = Callable[[int, Callable[[Buffer | None], None]], None]
 
 ENCODED_AHEAD = 2  # contributions
 IN_FLIGHT_BYTES = 8 * 1024 * 1024
+IN_FLIGHT_SECONDS = 2.0  # at the speed measured, if that is less; but two frames, for the line to stay busy
 RETRY_SECONDS = 0.2
 SEND_TIMEOUT_SECONDS = 30.0
 
@@ -78,6 +81,8 @@ class Lane:
         self._letters: deque[Letter] = deque()  # contributions, encoded
         self._num_encoding = 0
         self._in_flight_bytes = 0
+        self._frame_bytes = 0  # of the largest so far
+        self._receipts: set[Receipt] = set()
         self._unanswered: set[int] = set()  # chunks contributed whose averages have not come back
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -114,6 +119,9 @@ class Lane:
         self._letters.clear()
         self._contributions.clear()
         self._again.clear()
+        closed = PeerUnreachableError("the round is over")
+        for receipt in list(self._receipts):
+            receipt.withdraw(closed)
         return task
 
     def _stir(self) -> None:
@@ -126,10 +134,16 @@ class Lane:
             self._wake.clear()
             self._encode_ahead()
             queue = self._averages or self._letters
-            if queue and self._in_flight_bytes < IN_FLIGHT_BYTES:
+            if queue and self._in_flight_bytes < self._most_in_flight_bytes():
                 await self._send(queue.popleft())
             else:
                 await self._wake.wait()
+
+    def _most_in_flight_bytes(self) -> float:
+        speed = self._links.upload_bytes_per_second(self.peer)
+        if speed is None:
+            return IN_FLIGHT_BYTES
+        return min(IN_FLIGHT_BYTES, max(2 * self._frame_bytes, IN_FLIGHT_SECONDS * speed))
 
     def _encode_ahead(self) -> None:
         while self._num_encoding + len(self._letters) < ENCODED_AHEAD:
@@ -169,10 +183,13 @@ class Lane:
             await asyncio.sleep(RETRY_SECONDS)
             return
         self._in_flight_bytes += size
+        self._frame_bytes = max(self._frame_bytes, size)
+        self._receipts.add(receipt)
         receipt.watch(lambda: self._settled(letter, size, receipt))
 
     def _settled(self, letter: Letter, size: int, receipt: Receipt) -> None:
         self._in_flight_bytes -= size
+        self._receipts.discard(receipt)
         self._wake.set()
         if receipt.error is None:
             self._on_sent(letter)

@@ -198,9 +198,15 @@ class Participation:
         await self._messenger.publish(Ready(session=session, epoch=epoch, weight=weight, token=self._lease.token))
 
     async def _until_committed(self, wish: Wish, timeout_seconds: float) -> Commit:
+        """The commit; a round in which bytes move is not given up, however slow the lines are."""
         ended = self._session.ended
         either: set[asyncio.Future[Any]] = {wish.committed, ended}
-        await asyncio.wait(either, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+        done: set[asyncio.Future[Any]] = set()
+        moved_at = self._clock.monotonic()
+        while not done and (left := moved_at + timeout_seconds - self._clock.monotonic()) > 0:
+            done, _ = await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if self._round is not None:
+                moved_at = max(moved_at, self._round.round_work.moved_at)
         if wish.committed.done():
             return wish.committed.result()
         self.counts["failed"] += 1
@@ -208,7 +214,8 @@ class Participation:
             ended.result()  # raises why this peer is out, if it was thrown out
             raise RoundFailedError(f"the run was left before epoch {wish.epoch} was committed")
         raise RoundFailedError(
-            f"epoch {wish.epoch} was not committed within {timeout_seconds:g} s: {self._describe_trouble()}"
+            f"epoch {wish.epoch} was not committed, and nothing moved for {timeout_seconds:g} s: "
+            f"{self._describe_trouble()}"
         )
 
     async def _conclude(self, wish: Wish, commit: Commit) -> RoundResult:

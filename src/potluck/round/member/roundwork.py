@@ -214,13 +214,28 @@ class RoundWork:
             held=bitmap(exchange.held),
             waiting_for=exchange.waiting_for,
             missing_from=exchange.missing_from,
-            idle_seconds=self._clock.monotonic() - self._heard_at,
+            idle_seconds=self._clock.monotonic() - self._arrived_at(),
             digest=self.digest,
             commitment=self.commitment,
             offences=tuple(Offence(member=index, reason=reason) for index, reason in self._offences.items()),
             sent_bytes=self.counts.sent_bytes,
             received_bytes=self.counts.received_bytes,
         )
+
+    def _arrived_at(self) -> float:
+        """When something came last of what is waited for: a part of a message counts, on a slow line it takes long."""
+        waited_for = {*self.exchange.waiting_for, *self.exchange.missing_from}
+        members = self.plan.members
+        arrivals = (self._links.arrived_at(members[index].peer, bulk=True) for index in waited_for)
+        return max([self._heard_at, *arrivals])
+
+    @property
+    def moved_at(self) -> float:
+        """When something of this round came last, or arrived elsewhere."""
+        others = [member.peer for member in self.plan.members if member.peer != self.peer]
+        moved = [self._links.arrived_at(peer, bulk=True) for peer in others]
+        moved += [self._links.delivered_at(peer, bulk=True) for peer in others]
+        return max([self._heard_at, *moved])
 
     def contributed_by(self, moment: float) -> float:
         """The share of our values that were with others by then: by themselves, or in averages that we made."""

@@ -97,6 +97,15 @@ class Exchange(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
         check_cap(self.weight_cap or None)
 
 
+class Patience(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long is waited where nothing moves. A line on which bytes move is never too slow, but for the last two."""
+
+    round_seconds: NotNegative = 0.0  # a round in which nothing moves has failed; 0: 120, with DiLoCo 300
+    load_seconds: Positive = 600.0  # while the run's state is loaded, and nothing comes
+    slowest_line: Annotated[float, msgspec.Meta(ge=1024.0)] = 32 * 1024.0  # bytes per second: deadlines have room for
+    most_round_minutes: Positive = 60.0  # a round that takes longer is given up, whatever moves
+
+
 class Settings(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What may change while a run trains."""
 
@@ -139,6 +148,7 @@ class Manifest(Message, frozen=True, kw_only=True):
     protocol: int = PROTOCOL_VERSION
     model: Options = {}
     exchange: Exchange = Exchange()
+    patience: Patience = Patience()
     seed: Seed = 0
     written: tuple[Settings, ...] = ()  # what run.toml said last: what was changed by command since then stays
     rollback: Rollback | None = None  # the newest order

@@ -40,7 +40,7 @@ async def put_up(wanted: Manifest, address: HubAddress, keys: HubKeys, *, by: st
 
 def taken_over(present: Manifest, wanted: Manifest, *, epoch: int, by: str, at: float) -> Manifest | None:
     """The next revision, by what has changed in run.toml or in Potluck; None where neither has."""
-    before, present = present, _with_cap(present, wanted.exchange.weight_cap)
+    before, present = present, _with_cap_and_patience(present, wanted)
     names = [field.name for field in msgspec.structs.fields(Manifest) if field.name not in NOT_OF_THE_FILE]
     fixed = [name for name in names if getattr(wanted, name) != getattr(present, name)]
     if (wanted.recipe.name, wanted.recipe.digest) != (present.recipe.name, present.recipe.digest):
@@ -69,18 +69,20 @@ def taken_over(present: Manifest, wanted: Manifest, *, epoch: int, by: str, at: 
         amended = renewed.amended(change, from_epoch=starts, epoch=epoch, turns=turns)
         recorded = amended.recorded(f"run.toml: {what}", by=by, at=at, from_epoch=starts)
         return msgspec.structs.replace(recorded, written=wanted.settings)
-    if renewed.exchange != before.exchange:
-        what = f"run.toml: exchange.weight_cap={renewed.exchange.weight_cap:g}"
+    if (renewed.exchange, renewed.patience) != (before.exchange, before.patience):
+        cap, patience = f"exchange.weight_cap={renewed.exchange.weight_cap:g}", "patience"
+        told = [cap] * (renewed.exchange != before.exchange) + [patience] * (renewed.patience != before.patience)
+        what = f"run.toml: {', '.join(told)}"
         return renewed.recorded(what, by=by, at=at, from_epoch=epoch)
     if renewed != present:
         return renewed.recorded(f"Potluck {potluck.__version__}", by=by, at=at, from_epoch=epoch)
     return None
 
 
-def _with_cap(manifest: Manifest, weight_cap: float) -> Manifest:
-    """The one thing of the exchange that may change: it concerns whoever plans, and nobody's tensors."""
-    exchange = msgspec.structs.replace(manifest.exchange, weight_cap=weight_cap)
-    return msgspec.structs.replace(manifest, exchange=exchange)
+def _with_cap_and_patience(manifest: Manifest, wanted: Manifest) -> Manifest:
+    """With what may change beside the settings: it concerns whoever plans or waits, and nobody's tensors."""
+    exchange = msgspec.structs.replace(manifest.exchange, weight_cap=wanted.exchange.weight_cap)
+    return msgspec.structs.replace(manifest, exchange=exchange, patience=wanted.patience)
 
 
 def _told(news: Mapping[int, Mapping[str, Value]]) -> str:

@@ -20,6 +20,7 @@ from potluck.training.manifest.manifest import (
     Manifest,
     OptimizerSpec,
     Options,
+    Patience,
     ScheduleSpec,
     Seed,
     Settings,
@@ -47,6 +48,7 @@ class RunFile(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer: OptimizerSpec = OptimizerSpec()
     schedule: ScheduleSpec = ScheduleSpec()
     exchange: Exchange = Exchange()
+    patience: Patience = Patience()
     curriculum: tuple[dict[str, Any], ...] = ()
     """Stages: each has `from_epoch`, and whatever changes then."""
 
@@ -108,6 +110,7 @@ def manifest_of(found: RunFile, folder: Path) -> Manifest:
         model=found.model,
         settings=settings,
         exchange=found.exchange,
+        patience=found.patience,
         seed=found.seed,
     )
 

@@ -47,6 +47,12 @@ aggregator = "mean"          # with strangers: median, trimmed_mean, centered_cl
 reducers = "everybody"       # or trusted: only peers whose invite says so add up what others send
 weight_cap = 16              # nobody but trusted peers counts for more than so many times what others give; 0: no cap
 
+# [patience]       # how long is waited where nothing moves; a line that is only slow gets its time
+# round_seconds = 120          # then a round has failed, and is tried again
+# load_seconds = 600           # then loading the run's state has failed
+# slowest_line = 32768         # bytes per second: a round's deadline has room for lines as slow as this …
+# most_round_minutes = 60      # … up to here
+
 # A curriculum: stages that are planned beforehand. Each changes what it names, from its epoch on, for all peers alike:
 # data, learning rate, schedule, target_batch_size; names as `potluck run show` lists them. As many stages as you like.
 # [[curriculum]]

@@ -6,5 +6,6 @@ feed.py        batches, shard after shard                             trial.py: 
 batchsize.py   how large a batch this machine can take                machine.py: device and memory     hours.py: when
 ownloop.py     potluck.Optimizer and potluck.DiLoCo: a program's own loop, with the settings of the run
 helping.py     what aux peers do, and coordinators                    leaving.py: finished work is handed in
+lineadvice.py  what a volunteer is told about a slow line
 exhibit.py, viewing.py   what the run has learnt, by a checkpoint or by its newest state
 """

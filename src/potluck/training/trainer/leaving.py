@@ -1,4 +1,8 @@
-"""How a peer's training ends, on the command line and in a notebook alike: what it has done is handed in."""
+"""How a peer's training ends, on the command line and in a notebook alike: what it has done is handed in.
+
+That takes a round, and on a slow line a round takes minutes. Whoever leaves waits for so long at most, and is then told
+what is lost.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from potluck.errors import PotluckError
-from potluck.training.trainer.trainer import Trainer, TrainProgress
+from potluck.training.trainer.trainer import END_SECONDS, Trainer, TrainProgress
 
-HAND_IN_SECONDS = 60.0
+HAND_IN_SECONDS = 2.5
 
 
 def train_and_hand_in(
@@ -24,6 +28,7 @@ def train_and_hand_in(
 
     `on_handing_in` is told how many they are, and `on_failure` why they do not count, if so.
     """
+    trainer.leave_seconds = seconds + END_SECONDS
     last = trainer.train(stop)
     handed_in = _hand_in(trainer, seconds, on_handing_in, on_failure)
     return replace(last, handed_in=handed_in, epoch=trainer.optimizer.epoch, given=round(trainer.given))
@@ -39,8 +44,11 @@ def _hand_in(
     try:
         handed_in = trainer.hand_in(seconds)
     except PotluckError as error:  # nothing is to be done about it any more: say it, and leave
-        on_failure(f"They could not be handed in: {error}")
+        on_failure(f"{samples} samples are lost, since they could not be handed in: {error}")
         return 0
     if not handed_in:
-        on_failure(f"The next epoch does not come within {seconds:.0f} s: they do not count. (--hand-in-seconds)")
+        on_failure(
+            f"{samples} samples are lost: the next epoch is not made within {seconds:g} s. (To wait longer for it: "
+            "--hand-in-seconds)"
+        )
     return handed_in

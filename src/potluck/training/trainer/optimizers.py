@@ -16,7 +16,7 @@ from potluck.optim.optimizer import Optimizer
 from potluck.round.aggregators import AggregatorSpec
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator.coordinator import CoordinatorConfig
-from potluck.round.coordinator.gathering import GatherConfig
+from potluck.round.coordinator.gathering import LEAST_ROUND_SECONDS, GatherConfig
 from potluck.round.coordinator.trigger import Quorum
 from potluck.run.joined import Joined
 from potluck.state.keeper import StateConfig
@@ -51,7 +51,10 @@ def options_of(manifest: Manifest) -> dict[str, Any]:
         "max_grad_norm": settings.optimizer.max_grad_norm or None,
         "codecs": CodecChoice.by_role({"gradient": manifest.exchange.codec}),
         "gather": gathering(manifest),
+        "load_state_timeout_seconds": manifest.patience.load_seconds,
     }
+    if manifest.patience.round_seconds:
+        for_all["averaging_timeout_seconds"] = manifest.patience.round_seconds
     if isinstance(training, manifests.Sync):
         return {
             **for_all,
@@ -84,6 +87,9 @@ def gathering(manifest: Manifest) -> GatherConfig:
         aggregator=AggregatorSpec(name=manifest.exchange.aggregator),
         trusted_reducers=manifest.exchange.reducers == "trusted",
         weight_cap=manifest.exchange.weight_cap or None,
+        least_bytes_per_second=manifest.patience.slowest_line,
+        least_round_seconds=min(LEAST_ROUND_SECONDS, 60.0 * manifest.patience.most_round_minutes),
+        most_round_seconds=60.0 * manifest.patience.most_round_minutes,
     )
 
 

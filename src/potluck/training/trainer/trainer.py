@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 LOSS_MEMORY = 0.9  # of the smoothed loss, per step
 MEMORY_EVERY_STEPS = 16  # between two looks at how much memory is used
 PAUSE_SECONDS = 0.5
+END_SECONDS = 1.5  # of the time in which this peer leaves, for what comes after its last round
 TELL_EVERY_SECONDS = 0.5
 # What comes beside a model and its gradients once it trains: the gradients so far, and the optimizer's statistics.
 STATE_TENSORS = {"adam": 3, "adamw": 3, "sgd": 2}
@@ -175,7 +176,7 @@ class Trainer:
         self._memory.begin_trials()
         feed = self._open_feed()
         started = time.monotonic()
-        self.optimizer.driver.gives_up = lambda: stop.is_set() and not self._run.peer.session.hub.is_connected
+        self.optimizer.driver.gives_up = lambda: stop.is_set() and self._cannot_wait()
         try:
             while not stop.is_set() and not self._is_done():
                 if self._is_paused():
@@ -206,9 +207,23 @@ class Trainer:
         self.optimizer.go_on()
         return time.monotonic() - began
 
+    def _cannot_wait(self) -> bool:
+        """Whether this peer, which was told to leave, waits for nobody any more."""
+        return not self._run.peer.session.hub.is_connected or not self._run.seconds_to_leave(math.inf) > END_SECONDS
+
     def hand_in(self, timeout_seconds: float) -> int:
         """Before leaving: bring the samples so far into the run's next epoch, if that comes in time; how many did."""
-        return self.optimizer.hand_in(timeout_seconds) if self.unfinished_samples else 0
+        seconds = self._run.seconds_to_leave(timeout_seconds + END_SECONDS) - END_SECONDS
+        return self.optimizer.hand_in(seconds) if self.unfinished_samples and seconds > 0 else 0
+
+    @property
+    def leave_seconds(self) -> float:
+        """How long leaving may take in all, once this peer was told to."""
+        return self._run.leave_seconds
+
+    @leave_seconds.setter
+    def leave_seconds(self, seconds: float) -> None:
+        self._run.leave_seconds = seconds
 
     @property
     def unfinished_samples(self) -> int:

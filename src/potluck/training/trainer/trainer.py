@@ -148,7 +148,7 @@ class Trainer:
         self._search: BatchSearch | None = None
         self.batch_size = self._config.batch_size or self._first_batch_size(first)
         on_model()
-        self.optimizer: SharedOptimizer = make_optimizer(run, self.model, first, self._config.state)
+        self.optimizer: SharedOptimizer = make_optimizer(run, self.model, manifest, self._config.state)
         self._lease = self.optimizer.collaboration.averager.lease
         run.attach(run.call(_open_desks(run, self.optimizer, manifest)).close)
         if self._config.receipts is not None:

@@ -262,7 +262,9 @@ class StateKeeper:
     async def hand_over(self, *, timeout_seconds: float) -> bool:
         """Before leaving: wait until somebody who stays has the newest state, or trains on; False: not in time."""
         await self._publisher.until_idle()
-        return await hand_over(self._session, self.directory, self._shelf, timeout_seconds)
+        return await hand_over(
+            self._session, self.directory, self._shelf, lambda: self._serving.counts["chunks"], timeout_seconds
+        )
 
     @property
     def kept_epoch(self) -> int | None:
@@ -357,7 +359,7 @@ class StateKeeper:
         until = now + timeout_seconds
         known_until = until if verdict_seconds is None else min(until, now + verdict_seconds)
         await self._publisher.until_idle()  # what is older than the state to come must not be put in its place
-        based = await self._staged(base)
+        based = await self.staged(base) if base is not None else None
         assembly = Assembly(self._pool, self._chunk_log())
         report = FetchReport()
         try:
@@ -461,7 +463,7 @@ class StateKeeper:
         until: float,
     ) -> Snapshot:
         """Fetch a state that was chosen; MovedOnError when nobody serves it any more."""
-        based = await self._staged(base)
+        based = await self.staged(base) if base is not None else None
         assembly = Assembly(self._pool, self._chunk_log())
         try:
             return await self._fetch_one(verdict, assembly, based, report, progress, until)
@@ -470,8 +472,9 @@ class StateKeeper:
             if based is not None:
                 based.release()
 
-    async def _staged(self, base: Mapping[str, Tensor] | None) -> Snapshot | None:
-        return await self._workers.run(lambda: stage(base, {}, self._pool).hashed()) if base is not None else None
+    async def staged(self, base: Mapping[str, Tensor]) -> Snapshot:
+        """A copy of these tensors, hashed."""
+        return await self._workers.run(lambda: stage(base, {}, self._pool).hashed())
 
     async def take_over(self, held: Held, *, keeps: bool | None = None) -> None:
         """This is the peer's state from now on, whatever it had before."""

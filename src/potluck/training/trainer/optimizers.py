@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from potluck.optim import compiler
 from potluck.optim.diloco import DiLoCo
 from potluck.optim.method import Hyperparameters
 from potluck.optim.methods.outer import Nesterov, OuterOptimizer
@@ -35,7 +36,9 @@ def make_optimizer(
     `newest` returns the newest manifest; `state` says whether this peer keeps states for others, and writes backups.
     """
     manifest = newest()
+    compiler.postpone()
     inner = _inner(manifest.settings[0].optimizer, model.parameters())
+    compiler.import_meanwhile()
     # By the model's own names, so that a checkpoint says what is in it.
     inner.param_groups[0]["param_names"] = [name for name, _ in model.named_parameters()]
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}

@@ -2,16 +2,14 @@
 
 torch.optim keeps its functions from being compiled, and imports the compiler (`torch._dynamo`) for that: with the first
 optimizer that is made, though nothing is compiled. That takes as long as importing torch itself, 1.2 s of a processor,
-and a newcomer has better things to do: its state could be on its way. So making an optimizer does without it, as long
-as nobody has imported it, and a thread of its own imports it while the state comes. The first step needs it.
+and a newcomer has better things to do. So making an optimizer does without it, as long as nobody has imported it; the
+first step of the optimizer needs it, which is that of the first round.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -43,11 +41,3 @@ def _uncompiled(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callabl
         return outer(*args, **kwargs)
 
     return call
-
-
-def import_meanwhile() -> None:
-    """Import it in a thread: who steps earlier waits for the import, not for another one."""
-    if NAME not in sys.modules:
-        threading.Thread(
-            target=importlib.import_module, args=(NAME,), name="import of the compiler", daemon=True
-        ).start()

@@ -38,7 +38,6 @@ def make_optimizer(
     manifest = newest()
     compiler.postpone()
     inner = _inner(manifest.settings[0].optimizer, model.parameters())
-    compiler.import_meanwhile()
     # By the model's own names, so that a checkpoint says what is in it.
     inner.param_groups[0]["param_names"] = [name for name, _ in model.named_parameters()]
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}

@@ -35,6 +35,7 @@ target_batch_size = 64
 matchmaking_seconds = 0.5
 """
 DISK_BYTES = 48 << 20
+TRAINER_DISK_BYTES = 320 << 20  # with less it would not be let in
 FROZEN_SECONDS = 20.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -94,10 +95,10 @@ class Town:
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
+def small_disk(folder: Path, num_bytes: int = DISK_BYTES) -> Iterator[Path]:
     """A file system of its own that is soon full; CalledProcessError where none can be mounted."""
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
     subprocess.run(mount, capture_output=True, text=True, check=True)
     try:
         yield folder
@@ -176,11 +177,12 @@ def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(town: Town)
     until_event(host, "alarm over", kind="disk")
 
 
+@pytest.mark.timeout(300)
 def test_a_trainer_whose_disk_fills_trains_on_and_saves_again_when_there_is_room(town: Town) -> None:
     """Backups and receipts are on that disk; half a line or half a backup is never left behind."""
     if town.disk is None:
         pytest.skip(town.why_no_disk)
-    with small_disk(town.bakery.terminal.folder / "bob's disk") as disk:
+    with small_disk(town.bakery.terminal.folder / "bob's disk", TRAINER_DISK_BYTES) as disk:
         states = disk / "states"
         options = ("--backup-every-step", "1", "--state-path", states)
         bob = town.bakery.join("bob", *options, XDG_DATA_HOME=str(disk))

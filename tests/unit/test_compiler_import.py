@@ -16,6 +16,7 @@ optimizer.zero_grad()
 saved = optimizer.state_dict()
 assert compiler.NAME not in sys.modules, "making an optimizer does without it"
 layer(torch.ones(2)).sum().backward()
+compiler.import_meanwhile()
 optimizer.step()
 optimizer.zero_grad()
 optimizer.load_state_dict(saved)

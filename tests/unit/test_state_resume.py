@@ -17,7 +17,8 @@ from potluck.sim.memoryrun import MemoryPeer
 from potluck.sim.virtualloop import in_virtual_time
 from potluck.state.announcement import Verdict
 from potluck.state.backups import BackupConfig
-from potluck.state.keeper import StateConfig, StateKeeper
+from potluck.state.config import StateConfig
+from potluck.state.keeper import StateKeeper
 from potluck.state.resumechoice import BEGINNER_SECONDS, Beginner, Situation, next_step
 
 TIMEOUT_SECONDS = 120.0

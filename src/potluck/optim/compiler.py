@@ -2,14 +2,16 @@
 
 torch.optim keeps its functions from being compiled, and imports the compiler (`torch._dynamo`) for that: with the first
 optimizer that is made, though nothing is compiled. That takes as long as importing torch itself, 1.2 s of a processor,
-and a newcomer has better things to do. So making an optimizer does without it, as long as nobody has imported it; the
-first step of the optimizer needs it, which is that of the first round.
+and a newcomer has better things to do. So making an optimizer does without it, as long as nobody has imported it, and a
+thread imports it once training has begun. The first step of the optimizer needs it, which is that of the first round.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -41,3 +43,10 @@ def _uncompiled(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callabl
         return outer(*args, **kwargs)
 
     return call
+
+
+def import_meanwhile() -> None:
+    """Import it in a thread; a step that comes earlier waits for that. Idempotent."""
+    if NAME not in sys.modules:
+        work = threading.Thread(target=importlib.import_module, args=(NAME,), name="torch's compiler", daemon=True)
+        work.start()

@@ -48,7 +48,7 @@ from potluck.round.coordinator.gathering import GatherConfig
 from potluck.round.coordinator.trigger import Quorum
 from potluck.round.member.wish import StandBy
 from potluck.run.joined import Joined
-from potluck.state.keeper import StateConfig
+from potluck.state.config import StateConfig
 
 logger = logging.getLogger(__name__)
 

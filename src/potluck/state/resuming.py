@@ -1,4 +1,4 @@
-"""Going on from whatever the run has: what resume.py decides, done."""
+"""Going on from whatever the run has: what resumechoice.py decides, done."""
 
 from __future__ import annotations
 

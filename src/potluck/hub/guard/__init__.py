@@ -1,7 +1,8 @@
 """The guard: decides who may do what, and tells everyone who is there.
 
-    guard.py         the driver, of which door.py (connections), lobbydesk.py (newcomers), organiserdesk.py (orders),
-                     storedesk.py (stores), presencekeeper.py (the roster) and floodwatch.py do their parts
+    guard.py         the driver; reception.py brings what is asked to door.py (connections), lobbydesk.py (newcomers),
+                     organiserdesk.py (orders), storedesk.py (stores), queuedesk.py and presencekeeper.py (the roster);
+                     floodwatch.py sees who publishes too much
     organise.py      what organisers ask for, from their side
 
 Decisions (pure):
@@ -17,5 +18,5 @@ How they are carried out:
     leaders.py                         which servers of a cluster lead the stores
     huggingface.py                     whose token it is
     registry.py, rosterwriter.py       the records, in the hub's stores
-    background.py                         work on the side
+    backgroundwork.py                  work on the side
 """

@@ -21,7 +21,7 @@ from potluck.round.coordinator.coordinator import CoordinatorConfig
 from potluck.round.coordinator.gathering import GatherConfig
 from potluck.round.coordinator.trigger import Quorum
 from potluck.run.joined import Joined
-from potluck.state.keeper import StateConfig
+from potluck.state.config import StateConfig
 from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, OptimizerSpec, ScheduleSpec, Settings
 

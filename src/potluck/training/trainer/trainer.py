@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from potluck.errors import ConfigurationError, StoppedError
+from potluck.optim import compiler
 from potluck.optim.cores import share_cores
 from potluck.optim.diloco import DiLoCo
 from potluck.optim.optimizer import Optimizer
@@ -27,7 +28,7 @@ from potluck.peer.lease import LeaseView
 from potluck.recipes.recipe import Batch, Recipe, RecipeConfig, require_downloads
 from potluck.round.plan.messages import Commit
 from potluck.run.joined import Joined
-from potluck.state.keeper import StateConfig
+from potluck.state.config import StateConfig
 from potluck.training.books.contributions import given_by
 from potluck.training.books.receipts import ReceiptKeeper
 from potluck.training.books.shards import MAX_READERS, LeasedShards
@@ -280,6 +281,8 @@ class Trainer:
         if search is not None:
             self._observe(search, seconds, feed)
         self.steps += 1
+        if self.steps == 1:
+            compiler.import_meanwhile()
         if counts["outdated_batches"] == num_outdated:
             self.samples += size
         value = loss.item()

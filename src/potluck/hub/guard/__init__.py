@@ -3,13 +3,13 @@
     guard.py         the driver; reception.py brings what is asked to door.py (connections), lobbydesk.py (newcomers),
                      organiserdesk.py (orders), storedesk.py (stores), queuedesk.py and presencekeeper.py (the roster);
                      floodwatch.py sees who publishes too much
-    organise.py      what organisers ask for, from their side
+    (the records and messages that members share with it are in access/)
 
 Decisions (pure):
-    lobby.py, invite.py, member.py, permissions.py   who gets in, with which rights
+    lobby.py, permissions.py                         who gets in, with which rights
     lobbycrowd.py                                    which strangers have to leave the lobby
     presencecore.py, connections.py                  who is there
-    floodcore.py, ratelimit.py                       who publishes too much; how often somebody may try
+    floodcore.py                                     who publishes too much
 
 How they are carried out:
     callout.py, jwt.py                 the server's question about a connection, and the answer

@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 
 from potluck.clock import Clock, SystemClock
 from potluck.errors import ConfigurationError, NotAdmittedError
+from potluck.hub.access.application import Answer, waiting_subject
+from potluck.hub.access.member import ROLES, AccessRequest, Member, Policy, Scopes, person_of_key
 from potluck.hub.address import HubAddress
 from potluck.hub.guard import huggingface
 from potluck.hub.guard.backgroundwork import BackgroundWork
@@ -36,10 +38,8 @@ from potluck.hub.guard.floodcore import QUEUE_LIMITS, FloodCore, FloodLimits, Tr
 from potluck.hub.guard.floodwatch import FloodWatch
 from potluck.hub.guard.hubsystem import HubSystem
 from potluck.hub.guard.leaders import LeaderKeeper
-from potluck.hub.guard.lobby import Answer, waiting_subject
 from potluck.hub.guard.lobbycrowd import LobbyCrowd, share_of_address
 from potluck.hub.guard.lobbydesk import LobbyDesk
-from potluck.hub.guard.member import ROLES, AccessRequest, Member, Policy, Scopes, person_of_key
 from potluck.hub.guard.organiserdesk import OrganiserDesk
 from potluck.hub.guard.presencecore import PresenceConfig, PresenceCore
 from potluck.hub.guard.presencekeeper import PresenceKeeper

@@ -12,19 +12,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from potluck.clock import Clock
+from potluck.hub.access.application import MAX_APPLICATION_BYTES
 from potluck.hub.connection import Delivery, HubConnection, Subscription
 from potluck.hub.guard import callout
 from potluck.hub.guard.backgroundwork import BackgroundWork
 from potluck.hub.guard.connections import Connections
 from potluck.hub.guard.door import Door
-from potluck.hub.guard.lobby import MAX_APPLICATION_BYTES
 from potluck.hub.guard.lobbydesk import LobbyDesk
 from potluck.hub.guard.organiserdesk import OrganiserDesk
 from potluck.hub.guard.presencekeeper import PresenceKeeper
 from potluck.hub.guard.queuedesk import QueueDesk
-from potluck.hub.guard.ratelimit import RateLimit
 from potluck.hub.guard.storedesk import StoreDesk
 from potluck.hub.queues import QueueSubjects
+from potluck.hub.ratelimit import RateLimit
 from potluck.hub.subjects import PEER_ID, Subjects
 from potluck.messages import encode
 

@@ -33,7 +33,7 @@ The state itself:
 Among peers:
     announcement.py  who says to hold what, and who is believed (pure)      directory.py   says and hears it
     comparing.py     what this peer had, against what the others had        following.py   keeping without training
-    appraising.py    whose values differ, where bits do                     sketch.py      … told from a few numbers (pure)
+    appraising.py    whose values differ, where bits do                     sketch.py      … by a few numbers (pure)
     shelf.py         what this peer holds                    serving.py   gives it to others, within limits
     schedule.py      which chunk to ask of whom (pure)       fetcher.py, source.py   asks    assembly.py   puts together
     packing.py       chunks without loss in fewer bytes, for slow ways (pure)

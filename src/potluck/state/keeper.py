@@ -377,8 +377,8 @@ class StateKeeper:
     ) -> FetchedState | None:
         """The state to go on from, whoever has it, on disk or in memory; None: nothing is there yet, begin.
 
-        Everybody calls it when starting, and when the state of the run's epoch is to be had from nobody. See resumechoice.py.
-        What is in `base` is not fetched.
+        Everybody calls it when starting, and when the state of the run's epoch is to be had from nobody (see
+        resumechoice.py). What is in `base` is not fetched.
         """
         try:
             return await self._resuming.resume(base, progress=progress, timeout_seconds=timeout_seconds)

@@ -32,7 +32,7 @@ from potluck.round.coordinator.gathering import GatherConfig
 from potluck.run.joined import Joined
 from potluck.run.loopthread import LoopThread
 from potluck.sim.memoryrun import MemoryPeer, MemoryRun
-from potluck.state.keeper import StateConfig
+from potluck.state.config import StateConfig
 from potluck.training.trainer.feed import RandomShards
 
 NUM_PEERS = 4

@@ -27,7 +27,8 @@ from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator.coordinator import CoordinatorConfig
 from potluck.run.host import Host, HostConfig
 from potluck.run.peer import Peer, PeerConfig
-from potluck.state.keeper import StateConfig, StateKeeper
+from potluck.state.config import StateConfig
+from potluck.state.keeper import StateKeeper
 
 RUN = "bench"
 TRAINERS = Scopes(roles=("trainer",), trusted=True)

@@ -26,7 +26,7 @@ from potluck.errors import PotluckError
 if TYPE_CHECKING:
     from potluck.run.joined import join
     from potluck.state.backups import BackupConfig
-    from potluck.state.keeper import StateConfig
+    from potluck.state.config import StateConfig
     from potluck.training.trainer.ownloop import DiLoCo, Optimizer
 
 __version__ = "0.1.0"
@@ -36,7 +36,7 @@ _LAZY = {
     "BackupConfig": "potluck.state.backups",
     "DiLoCo": "potluck.training.trainer.ownloop",
     "Optimizer": "potluck.training.trainer.ownloop",
-    "StateConfig": "potluck.state.keeper",
+    "StateConfig": "potluck.state.config",
     "join": "potluck.run.joined",
 }
 

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commandline import PATIENCE_SECONDS, Terminal, events, until_event
@@ -34,6 +35,7 @@ target_batch_size = 64
 matchmaking_seconds = 0.5
 """
 DISK_BYTES = 48 << 20
+TRAINER_DISK_BYTES = 320 << 20  # with less it would not be let in
 FROZEN_SECONDS = 20.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -52,9 +54,9 @@ class Bakery:
         place = ("--folder", self.folder, "--listen", "127.0.0.1", "--backup-every", "5")
         return self.terminal.start("host", self.terminal.folder, *place, "--json", *options, **ONE_THREAD)
 
-    def join(self, name: str, *options: str | Path) -> ManagedProcess:
+    def join(self, name: str, *options: str | Path, **environment: str) -> ManagedProcess:
         key = ("--identity-path", self.terminal.folder / f"{name}.nkey", "--name", name)
-        return self.terminal.start("join", self.link, *key, "--json", *options, name=name, **ONE_THREAD)
+        return self.terminal.start("join", self.link, *key, "--json", *options, name=name, **ONE_THREAD, **environment)
 
     def server(self) -> int:
         """The process id of the hub's server."""
@@ -92,20 +94,38 @@ class Town:
         return told == sorted(told) and "Traceback" not in self.bakery.host.output() + self.ada.output()
 
 
+@contextlib.contextmanager
+def small_disk(folder: Path, num_bytes: int = DISK_BYTES) -> Iterator[Path]:
+    """A file system of its own that is soon full; CalledProcessError where none can be mounted."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
+    subprocess.run(mount, capture_output=True, text=True, check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def until_event_after(process: ManagedProcess, epoch: int) -> None:
+    """Wait until a trainer tells of this epoch."""
+    poll_until_sync(
+        lambda: any(event["event"] == "progress" and event["epoch"] >= epoch for event in events(process)),
+        PATIENCE_SECONDS,
+        process.tail,
+    )
+
+
 @pytest.fixture(scope="module")
 def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
     folder = tmp_path_factory.mktemp("town")
-    disk = folder / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)]
-    mounting = subprocess.run(mount, capture_output=True, text=True, check=False)
-    has_disk, why_not = mounting.returncode == 0, f"no file system can be mounted: {mounting.stderr.strip()}"
-    try:
-        with Children(log_folder=folder) as children:
-            yield Town(Bakery(Terminal(folder, children), disk / "hub"), disk if has_disk else None, why_not)
-    finally:
-        if has_disk:
-            subprocess.run(["umount", str(disk)], check=True)
+    with contextlib.ExitStack() as stack:
+        disk, why_not = None, ""
+        try:
+            disk = stack.enter_context(small_disk(folder / "disk"))
+        except subprocess.CalledProcessError as error:
+            why_not = f"no file system can be mounted: {error.stderr.strip()}"
+        children = stack.enter_context(Children(log_folder=folder))
+        yield Town(Bakery(Terminal(folder, children), folder / "disk" / "hub"), disk, why_not)
 
 
 def fill(disk: Path, *, leave_bytes: int) -> Path:
@@ -155,6 +175,46 @@ def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(town: Town)
     town.bakery.until_other_server(first)
     assert town.goes_on()
     until_event(host, "alarm over", kind="disk")
+
+
+@pytest.mark.timeout(300)
+def test_a_trainer_whose_disk_fills_trains_on_and_saves_again_when_there_is_room(town: Town) -> None:
+    """Backups and receipts are on that disk; half a line or half a backup is never left behind."""
+    if town.disk is None:
+        pytest.skip(town.why_no_disk)
+    with small_disk(town.bakery.terminal.folder / "bob's disk", TRAINER_DISK_BYTES) as disk:
+        states = disk / "states"
+        options = ("--backup-every-step", "1", "--state-path", states)
+        bob = town.bakery.join("bob", *options, XDG_DATA_HOME=str(disk))
+
+        def until(text: str) -> None:
+            poll_until_sync(lambda: text in words_of(bob), PATIENCE_SECONDS, bob.tail)
+
+        def saved() -> list[str]:
+            return sorted(path.name for path in (states / "backups").glob("epoch-*.json"))
+
+        def receipts() -> list[Any]:
+            files = (disk / "potluck" / "receipts").glob("*.jsonl")
+            return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+        poll_until_sync(lambda: len(saved()) >= 2 and receipts(), PATIENCE_SECONDS, bob.tail)
+        ballast = fill(disk, leave_bytes=0)
+        before = saved()[-1]
+        until("Training goes on without backups")
+        until("receipts could not be written")
+        last = max(event["epoch"] for event in events(bob) if event["event"] == "progress")
+        until_event_after(bob, last + 3)
+        assert words_of(bob).count("Training goes on without backups") == 1
+        ballast.unlink()
+        until("backups are written again")
+        until("receipts are written to")
+        assert saved()[-1] > before
+        epochs = [receipt["epoch"] for receipt in receipts()]
+        assert len(set(epochs)) == len(epochs), "no receipt is there twice"
+        bob.interrupt()
+        assert bob.wait(PATIENCE_SECONDS) == 0, bob.tail()
+        assert "Traceback" not in bob.output()
+    assert town.goes_on()
 
 
 @pytest.mark.parametrize("whom", ["the host", "the server"])

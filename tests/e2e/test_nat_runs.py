@@ -44,7 +44,7 @@ def test_two_peers_behind_different_nats_exchange_64_mb_through_the_hub(lab: Nat
         assert report["relay_bytes"] >= 2 * MUCH_BYTES
         assert report["direct_bytes"] < MIB  # with the host's own peer, which is public
         check_nothing_repeated(peer)
-    assert run.doubts() == []
+    assert run.deaths() == []
 
 
 def test_a_client_peer_exchanges_64_mb_directly_with_a_full_one(lab: NatLab, run: LabRun) -> None:
@@ -64,7 +64,7 @@ def test_a_client_peer_exchanges_64_mb_directly_with_a_full_one(lab: NatLab, run
         assert report["direct_bytes"] >= 2 * MUCH_BYTES
         assert report["relay_bytes"] < MIB
         check_nothing_repeated(peer)
-    assert run.doubts() == []
+    assert run.deaths() == []
 
 
 def test_a_machine_that_vanishes_is_not_taken_for_a_busy_one(lab: NatLab, run: LabRun) -> None:
@@ -111,7 +111,7 @@ def test_a_bad_line_is_survived(tcp_lab: NatLab, tmp_path: Path, path: str, num_
         assert report["paths"][other.id] == path
         assert report["doubted"].get(other.id, 0) == 0
         check_nothing_repeated(peer)
-    assert run.doubts() == []
+    assert run.deaths() == []
     lost = home.link_statistics()
     assert lost["up"]["lost_frames"] > 0
     assert lost["down"]["lost_frames"] > 0
@@ -136,7 +136,7 @@ def test_a_slow_line_is_measured_and_does_not_silence_beacons(tcp_lab: NatLab, t
     check_speed(bob.report()["up"][alice.id])
     check_speed(alice.report()["down"][bob.id])
     assert bob.report()["doubted"].get(alice.id, 0) == 0
-    assert run.doubts() == []
+    assert run.deaths() == []
 
 
 @pytest.mark.parametrize("tcp_lab", ["bbr", "cubic"], indirect=True)
@@ -159,7 +159,7 @@ def test_links_that_send_at_once_share_what_their_line_carries(tcp_lab: NatLab, 
     assert 0.3 < carried < 4.0, "about what the line carries, and neither nothing nor the machine's own speed"
     for peer in (alice, *others):
         check_nothing_repeated(peer)
-    assert run.doubts() == []
+    assert run.deaths() == []
 
 
 def check_speed(bytes_per_second: float) -> None:
@@ -185,7 +185,7 @@ def test_where_only_websocket_gets_out_joining_finds_it(lab: NatLab, run: LabRun
         assert peer.report()["relay_bytes"] >= MUCH_BYTES // 2
         check_nothing_repeated(peer)
     run.command_joins(colleague, tmp_path)
-    assert run.doubts() == []
+    assert run.deaths() == []
 
 
 @pytest.mark.parametrize("how", ["drop", "reject"])
@@ -215,7 +215,7 @@ def test_a_direct_path_is_cut_in_mid_transfer_and_comes_back(lab: NatLab, run: L
     for peer in (alice, bob):
         assert peer.report()["path_changes"] >= 2
         check_nothing_repeated(peer)
-    assert run.doubts() == []
+    assert run.deaths() == []
 
 
 def test_neighbours_behind_one_nat_talk_over_their_lan(lab: NatLab, run: LabRun) -> None:

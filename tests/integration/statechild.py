@@ -20,7 +20,8 @@ from potluck.hub.address import HubAddress
 from potluck.peer.identity import Identity
 from potluck.round.averager import Averager, AveragerConfig
 from potluck.run.peer import Peer, PeerConfig
-from potluck.state.keeper import StateConfig, StateKeeper
+from potluck.state.config import StateConfig
+from potluck.state.keeper import StateKeeper
 from potluck.testing.faults import Fault, FaultHook
 
 

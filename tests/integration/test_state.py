@@ -25,7 +25,8 @@ from potluck.peer.identity import Identity
 from potluck.round.averager import Averager, AveragerConfig
 from potluck.run.peer import Peer, PeerConfig
 from potluck.state.backups import BackupConfig
-from potluck.state.keeper import StateConfig, StateKeeper
+from potluck.state.config import StateConfig
+from potluck.state.keeper import StateKeeper
 from potluck.testing.polling import poll_until
 from potluck.testing.processes import Children, ManagedProcess
 

@@ -14,7 +14,7 @@ from potluck.hub.joinlink import JoinLink
 from potluck.optim.helper import Helper
 from potluck.state import following
 from potluck.state.backups import BackupConfig
-from potluck.state.keeper import StateConfig
+from potluck.state.config import StateConfig
 from potluck.testing.polling import poll_until
 from potluck.testing.processes import Children
 

@@ -17,7 +17,7 @@ from potluck.optim.helper import Helper
 from potluck.state.backupfile import BackupInfo
 from potluck.state.backups import Backups
 from potluck.state.chunkpool import ChunkPool
-from potluck.state.keeper import StateConfig
+from potluck.state.config import StateConfig
 from potluck.state.snapshot import Snapshot, stage
 from potluck.state.uploads import UploadConfig, Uploads
 from potluck.state.uploadtargets import FolderTarget, HuggingFaceTarget, target_of
@@ -219,7 +219,9 @@ async def test_a_host_uploads_each_of_its_backups(
         try:
             for epoch in (1, 2):
                 keeper.publish({"w": torch.arange(100_000.0) + epoch}, {"epoch": epoch}, epoch)
-                await poll_until(lambda n=epoch: keeper.upload_counts["uploaded"] == n, PATIENCE_SECONDS, "an upload")
+                await poll_until(
+                    lambda n=epoch: keeper.archive.upload_counts["uploaded"] == n, PATIENCE_SECONDS, "an upload"
+                )
         finally:
             await helper.close()
     assert hub.commits == ["Epoch 1", "Epoch 2"]

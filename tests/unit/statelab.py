@@ -18,7 +18,8 @@ from potluck.peer.lease import LeaseView
 from potluck.sim.inlineworkers import InlineWorkers
 from potluck.sim.memoryrun import MemoryPeer, MemoryRun
 from potluck.sim.virtualloop import LoopClock
-from potluck.state.keeper import StateConfig, StateKeeper
+from potluck.state.config import StateConfig
+from potluck.state.keeper import StateKeeper
 
 MIB = 1024 * 1024
 

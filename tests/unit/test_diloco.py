@@ -21,7 +21,7 @@ from potluck.optim.progress.keeper import ProgressKeeper
 from potluck.optim.progress.pace import Pace
 from potluck.optim.progress.tracker import RunProgress
 from potluck.round.codecs import CodecChoice, CodecSpec
-from potluck.state.keeper import StateConfig
+from potluck.state.config import StateConfig
 
 EXACT = CodecChoice.everything("float32")
 FOUR_BITS = CodecChoice.everything("e3m0")

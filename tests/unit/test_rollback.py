@@ -20,7 +20,7 @@ from potluck.recipes.reference import RecipeRef
 from potluck.round.plan.messages import Commit
 from potluck.sim.virtualloop import in_virtual_time
 from potluck.state.backups import BackupConfig
-from potluck.state.keeper import StateConfig
+from potluck.state.config import StateConfig
 from potluck.testing.polling import poll_until_sync
 from potluck.training.manifest.manifest import Manifest, Rollback
 from potluck.training.manifest.rollback import RestorationDesk
@@ -148,7 +148,7 @@ async def test_a_keeper_shows_an_earlier_state_as_that_of_a_new_epoch(tmp_path: 
             assert same(fetched.tensors(), model(1, 2))
         backups = host.keeper.backups
         assert backups is not None
-        await host.keeper._saver.close()  # type: ignore[union-attr]
+        await host.keeper.archive.finish_writing()
         assert backups.infos()[0].digest == digests[1]
 
 

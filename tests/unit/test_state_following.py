@@ -109,6 +109,36 @@ async def test_who_leaves_waits_for_nobody_where_another_trains_on_and_in_vain_w
 
 
 @in_virtual_time
+async def test_who_leaves_waits_for_a_newcomer_that_is_being_given_the_state() -> None:
+    async with state_lab() as lab:
+        ada = await lab.join("Ada", coordinates=False)
+        lab.commit(1, ada)
+        await ada.publish(model(1, 16), 1)
+        lin = await lab.join("Lin", coordinates=False)
+        set_line(lab, ada, lin, seconds=2.0)
+        loading = asyncio.create_task(lin.keeper.fetch(timeout_seconds=TIMEOUT_SECONDS))
+        await asyncio.sleep(1.0)
+        assert await ada.keeper.hand_over(timeout_seconds=10.0), "it comes, if slowly"
+        with await loading as fetched:
+            assert fetched.epoch == 1
+
+
+@in_virtual_time
+async def test_who_leaves_waits_for_a_keeper_under_suspicion(tmp_path: Path) -> None:
+    async with state_lab() as lab:
+        aux = await lab.join("aux", role="aux", folder=tmp_path)
+        ada = await lab.join("Ada", coordinates=False)
+        async with following(lab, aux, num_training=1):
+            lab.commit(1, ada)
+            await ada.publish(model(1, 2), 1)
+            await lab.run.tell(aux.id, "suspect")
+            await asyncio.sleep(0.1)
+            assert [presence.peer for presence in ada.peer.session.roster.alive()] == [ada.id]
+            assert await ada.keeper.hand_over(timeout_seconds=30.0)
+            assert aux.keeper.kept_epoch == 1
+
+
+@in_virtual_time
 async def test_it_chooses_what_to_go_on_from_when_nobody_trains(tmp_path: Path) -> None:
     async with state_lab(backups=EVERY) as lab:
         trainer = await lab.join("trainer", folder=tmp_path)

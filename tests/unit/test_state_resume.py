@@ -17,7 +17,8 @@ from potluck.sim.memoryrun import MemoryPeer
 from potluck.sim.virtualloop import in_virtual_time
 from potluck.state.announcement import Verdict
 from potluck.state.backups import BackupConfig
-from potluck.state.keeper import StateConfig, StateKeeper
+from potluck.state.config import StateConfig
+from potluck.state.keeper import StateKeeper
 from potluck.state.resumechoice import BEGINNER_SECONDS, Beginner, Situation, next_step
 
 TIMEOUT_SECONDS = 120.0
@@ -60,7 +61,8 @@ def test_a_new_run_begins_at_once_where_nobody_else_trains() -> None:
     assert step(0, alone=True, begins=True, leads=False) == "begin"
     assert step(0, begins=True) == "wait"
     assert step(0, begins=True, waited=1.0) == "begin"
-    assert step(3, alone=True, begins=True, waited=100.0) == "wait"
+    assert step(3, alone=True, waited=100.0) == "wait"
+    assert step(3, begins=True) == "begin anew"
 
 
 def test_who_is_not_chosen_to_begin_waits_for_the_state_of_whoever_is() -> None:
@@ -271,6 +273,43 @@ async def test_without_any_state_the_run_cannot_go_on_and_says_so() -> None:
         there.commit(4)
         with pytest.raises(StateUnavailableError, match="the run is at epoch 4"):
             await peer.keeper.resume(timeout_seconds=30.0)
+
+
+@in_virtual_time
+async def test_when_the_only_trainer_dies_before_a_first_backup_the_run_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with state_lab(backups=EVERY) as there:
+        aux = await there.join("aux", role="aux", folder=tmp_path)
+        dead = await there.join("dead", coordinates=False)
+        there.elect(aux)
+        there.commit(4, dead)
+        await there.kill(dead)
+        trainers = [await there.join(f"t{number}", coordinates=False) for number in range(2)]
+        there.elect(aux)
+        began = [trainer.keeper.resume(base=model(n, 2), timeout_seconds=600.0) for n, trainer in enumerate(trainers)]
+        states = [state for state in await asyncio.gather(*began) if state is not None]
+        assert [(state.epoch, state.made_at) for state in states] == [(4, 0), (4, 0)]
+        assert any(same(states[0].tensors(), model(number, 2)) for number in range(2))
+        assert same(states[0].tensors(), states[1].tensors()), "one has begun, and the other has its state"
+        assert "epochs 1 to 4 are lost" in caplog.text
+        for state in states:
+            state.release()
+
+
+@in_virtual_time
+async def test_nothing_begins_anew_where_there_is_a_backup_that_cannot_be_read(tmp_path: Path) -> None:
+    """Somebody should look at it first: the disk may only be away."""
+    async with state_lab(backups=EVERY) as there:
+        await train(there, [tmp_path / "0"], {0: 2})
+        for path in (tmp_path / "0" / "backups").glob("*.safetensors"):
+            path.write_bytes(b"torn")
+        aux = await there.join("aux", role="aux", folder=tmp_path / "0")
+        trainer = await there.join("t", coordinates=False)
+        there.elect(aux)
+        there.commit(4)
+        with pytest.raises(StateUnavailableError, match="the run is at epoch 4"):
+            await trainer.keeper.resume(base=model(1, 2), timeout_seconds=600.0)
 
 
 @in_virtual_time

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from potluck.optim.methods.cadence import Cadence
@@ -182,9 +182,11 @@ def test_a_peer_at_a_tenth_of_the_speed_contributes_in_nine_of_ten_rounds(inner_
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     speeds=st.lists(st.sampled_from([1.0, 1.3, 2.0, 3.0, 5.0, 10.0]), min_size=1, max_size=5),
-    jitter=st.sampled_from([0.0, 0.1]),
+    jitter=st.sampled_from([0.0, 0.1, 0.3]),
     seed=st.integers(0, 1000),
 )
+@example(speeds=[10.0, 10.0, 10.0], jitter=0.3, seed=1)
+@example(speeds=[10.0, 10.0, 10.0], jitter=0.3, seed=8)
 def test_all_of_any_mix_of_speeds_contribute(speeds: list[float], jitter: float, seed: int) -> None:
     race = Race({"a": 0.1} | {f"p{n}": 0.1 * s for n, s in enumerate(speeds)}, jitter=jitter, seed=seed)
     race.run(60)

@@ -20,7 +20,7 @@ from potluck.errors import ConfigurationError, HubUnavailableError, StoppedError
 from potluck.recipes.downloads import Download
 from potluck.recipes.recipe import Batch, Recipe, RecipeConfig
 from potluck.recipes.reference import RecipeRef
-from potluck.state.keeper import StateConfig
+from potluck.state.config import StateConfig
 from potluck.training.manifest.manifest import DiLoCo, Manifest, Settings, Sync
 from potluck.training.trainer import machine
 from potluck.training.trainer import trainer as trainers

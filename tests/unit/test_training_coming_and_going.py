@@ -40,11 +40,15 @@ class SlowStates(MemoryStates):
 class Peer:
     """One peer's model, optimizer and training loop."""
 
-    def __init__(self, lab: TrainLab, number: int, kind: type, *, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self, lab: TrainLab, number: int, kind: type, *, seed: int = 0, warms_up: bool = False, **options: Any
+    ) -> None:
         self.number = number
         self.run = lab.join(f"peer {number}")
         self.model = make_model(seed)
         inner = torch.optim.SGD(self.model.named_parameters(), lr=0.05, momentum=0.9 if kind is Optimizer else 0.0)
+        self.set_rate = lambda epoch: inner.param_groups[0].update(lr=0.005 * (epoch + 1)) if warms_up else None
+        options["hyperparameters"] = self.set_rate
         if kind is DiLoCo:
             options["outer"] = Nesterov(0.7, 0.5)
         own = {"source": lab.states, "num_threads": 1, "codecs": CodecChoice(), "load_state_timeout_seconds": 60.0}
@@ -58,6 +62,7 @@ class Peer:
     def step(self) -> None:
         loss_of(self.model, make_batch(1000 * self.number + self.position)).backward()
         self.position += 1
+        self.set_rate(self.optimizer.epoch)  # as a loop does that follows the run's settings
         self.optimizer.step(batch_size=4)
         self.optimizer.zero_grad()
 
@@ -72,9 +77,11 @@ LAZY = {"inner_steps": 2, "grace_seconds": 30.0}
     [
         (Optimizer, {**SYNC, "scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.9)}),
         (Optimizer, {**SYNC, "average_state_every": 2, "average_opt_statistics": ("momentum_buffer",)}),
+        (Optimizer, {**SYNC, "warms_up": True}),
         (DiLoCo, LAZY),
+        (DiLoCo, {**LAZY, "warms_up": True}),
     ],
-    ids=["sync", "averaged states", "diloco"],
+    ids=["sync", "averaged states", "sync, rate by epoch", "diloco", "diloco, rate by epoch"],
 )
 def test_who_fetches_for_longer_than_an_epoch_gets_in(kind: type, options: dict[str, Any]) -> None:
     with train_lab() as lab:
@@ -110,6 +117,7 @@ def test_who_fetches_for_longer_than_an_epoch_gets_in(kind: type, options: dict[
         assert {peer.optimizer.epoch for peer in peers} == {last_epoch}
         wanted = peers[0].shared
         for peer in peers[1:]:
+            assert peer.optimizer.method.metadata() == peers[0].optimizer.method.metadata()
             assert all(torch.equal(wanted[name], tensor) for name, tensor in peer.shared.items())
 
 

@@ -18,7 +18,8 @@ from potluck.optim.diloco import DiLoCo
 from potluck.optim.optimizer import Optimizer
 from potluck.state.backups import BackupConfig, Backups
 from potluck.state.chunkpool import Chunk, ChunkPool
-from potluck.state.keeper import StateConfig, StateKeeper
+from potluck.state.config import StateConfig
+from potluck.state.keeper import StateKeeper
 from potluck.state.publishing import Publication, Publisher
 
 PATIENCE_SECONDS = 60.0

@@ -17,7 +17,7 @@ from potluck.optim.diloco import DiLoCo
 from potluck.optim.methods.sparseloco import SparseLoCo
 from potluck.optim.optimizer import Optimizer
 from potluck.state.backups import BackupConfig, Backups
-from potluck.state.keeper import StateConfig
+from potluck.state.config import StateConfig
 from potluck.testing.polling import poll_until_sync
 
 

@@ -34,7 +34,7 @@ from potluck.run.peer import PeerConfig
 from potluck.sim.memoryhub import MemoryHub
 from potluck.sim.memoryrun import MemoryRun
 from potluck.sim.virtualloop import in_virtual_time
-from potluck.state.keeper import StateConfig
+from potluck.state.config import StateConfig
 from potluck.training.manifest.manifest import Manifest, Settings
 from potluck.training.manifest.notice import NoticeBoard
 from potluck.training.manifest.readiness import check_ready, last_epoch

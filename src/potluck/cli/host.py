@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from potluck.monitor.previews import Previewer
     from potluck.run.host import Host, HostConfig
     from potluck.run.peer import Peer
-    from potluck.state.keeper import StateConfig
+    from potluck.state.config import StateConfig
     from potluck.training.manifest.notice import NoticeBoard
     from potluck.training.trainer.helping import AuxiliaryWork
 
@@ -385,7 +385,7 @@ def _check_data(board: NoticeBoard, recipe_file: Path | None) -> None:
 
 def _state_config(host: Host, backups: Backing) -> StateConfig:
     from potluck.state.backups import BackupConfig
-    from potluck.state.keeper import StateConfig
+    from potluck.state.config import StateConfig
 
     config = BackupConfig(
         every_epochs=backups.every_epochs,

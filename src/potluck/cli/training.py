@@ -13,7 +13,7 @@ from potluck import tasks
 if TYPE_CHECKING:
     from potluck.cli.optiongroups import BackupOptions, TrainOptions
     from potluck.run.peer import Peer
-    from potluck.state.keeper import StateConfig
+    from potluck.state.config import StateConfig
     from potluck.training.manifest.manifest import Manifest
     from potluck.training.manifest.notice import NoticeBoard
     from potluck.training.trainer.helping import AuxiliaryWork
@@ -67,7 +67,7 @@ def _state_config(backups: BackupOptions | None, run: str, peer_id: str) -> Stat
     """Where and how often this peer writes backups, and whether it keeps states for others."""
     from potluck.cli.folders import states_folder
     from potluck.state.backups import BackupConfig
-    from potluck.state.keeper import StateConfig
+    from potluck.state.config import StateConfig
 
     if backups is None:
         return StateConfig(keep="never")

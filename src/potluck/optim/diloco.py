@@ -34,6 +34,7 @@ from potluck.optim.collaboration import join_collaboration, require_hub
 from potluck.optim.driver import Driver, DriverConfig
 from potluck.optim.gradscaler import Unscaler
 from potluck.optim.keptstates import Source, source_of_states
+from potluck.optim.method import Hyperparameters
 from potluck.optim.methods.outer import Nesterov, OuterOptimizer
 from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
 from potluck.optim.methods.streaming import Schedule
@@ -48,7 +49,7 @@ from potluck.round.coordinator.gathering import GatherConfig
 from potluck.round.coordinator.trigger import Quorum
 from potluck.round.member.wish import StandBy
 from potluck.run.joined import Joined
-from potluck.state.keeper import StateConfig
+from potluck.state.config import StateConfig
 
 logger = logging.getLogger(__name__)
 
@@ -176,10 +177,14 @@ class DiLoCo:
         extra_tensors: Mapping[str, Tensor] | Iterable[Tensor] = (),
         transform: Transform | None = None,
         source: Source = "keepers",
+        hyperparameters: Hyperparameters = lambda _epoch: None,
         config: DiLoCoConfig | None = None,
         **options: Any,
     ) -> None:
-        """`optimizer` is the inner one, or a function that makes it of `params`; `options`: see DiLoCoConfig."""
+        """`optimizer` is the inner one, or a function that makes it of `params`; `options`: see DiLoCoConfig.
+
+        `hyperparameters` is called with the epoch before each outer step, also before those that a newcomer repeats.
+        """
         self.config = config = config or DiLoCoConfig(**options)
         self.run = run
         inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(params)
@@ -192,7 +197,7 @@ class DiLoCo:
         )
         self.collaboration = join_collaboration(run, config, self.method.transform.codec)
         states = source_of_states(run, self.collaboration, source, config.state)
-        self.driver = Driver(run, self.method, self.collaboration, config.driver(), states)
+        self.driver = Driver(run, self.method, self.collaboration, config.driver(), states, hyperparameters)
         self._unscaler = Unscaler(self.method.state.model.values(), cast(torch.optim.Optimizer, self))
         self._stride = Stride(self.method.schedule, by_speed=config.steps_by_speed and scheduler is None)
         self.collaboration.averager.listen(self._stride.cadence.committed)

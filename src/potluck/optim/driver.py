@@ -25,7 +25,7 @@ from typing import Any
 
 from potluck.errors import ConfigurationError, RoundFailedError
 from potluck.optim.collaboration import Collaboration, has_other_trainers
-from potluck.optim.method import Method, Offer, StateSource
+from potluck.optim.method import Hyperparameters, Method, Offer, StateSource
 from potluck.optim.recovery import Recovery, RecoveryConfig
 from potluck.round.member.wish import StandBy
 from potluck.round.outcome import RoundResult
@@ -89,6 +89,7 @@ class Driver:
         collaboration: Collaboration,
         config: DriverConfig,
         source: StateSource | None = None,
+        hyperparameters: Hyperparameters = lambda _epoch: None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.gives_up: Callable[[], bool] = lambda: False
@@ -98,7 +99,7 @@ class Driver:
         self._method = method
         self._collaboration = collaboration
         self._config = config
-        self._recovery = Recovery(run, method, collaboration, config.recovery(), source)
+        self._recovery = Recovery(run, method, collaboration, config.recovery(), source, hyperparameters)
         self._pending: _Pending | None = None
         self._steps: concurrent.futures.ThreadPoolExecutor | None = None
         run.attach(self._release)

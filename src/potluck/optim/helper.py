@@ -19,8 +19,9 @@ from potluck.round.averager import RoundPeer
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator.coordinator import CoordinatorConfig
 from potluck.round.plan.specs import StartSpec
+from potluck.state.config import StateConfig
 from potluck.state.following import Follower
-from potluck.state.keeper import StateConfig, StateKeeper
+from potluck.state.keeper import StateKeeper
 
 logger = logging.getLogger(__name__)
 

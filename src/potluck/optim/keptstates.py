@@ -15,8 +15,9 @@ from potluck.errors import StateUnavailableError
 from potluck.optim.collaboration import Collaboration
 from potluck.optim.method import Published, Snapshot, StateSource
 from potluck.run.joined import Joined
+from potluck.state.config import StateConfig
 from potluck.state.fetched import FetchedState
-from potluck.state.keeper import StateConfig, StateKeeper
+from potluck.state.keeper import StateKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class KeptStates:
         """Counters."""
         backups = self._keeper.backups
         saved = {f"backups_{name}": count for name, count in backups.counts.items()} if backups is not None else {}
-        uploaded = {f"uploads_{name}": count for name, count in self._keeper.upload_counts.items()}
+        uploaded = {f"uploads_{name}": count for name, count in self._keeper.archive.upload_counts.items()}
         return {**{f"states_{name}": count for name, count in self.counts.items()}, **saved, **uploaded}
 
     async def _taken(self, fetched: FetchedState, base: Mapping[str, Tensor] | None = None) -> Snapshot:

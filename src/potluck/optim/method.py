@@ -126,6 +126,10 @@ class StateSource(Protocol):
         ...
 
 
+Hyperparameters = Callable[[int], None]
+"""Sets learning rates and the like for the step that takes this epoch to the next: the same on all peers."""
+
+
 class Method(ABC):
     """A way of training together. All calls but `accept` come from the user's thread, and never two at once."""
 

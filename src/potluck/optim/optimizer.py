@@ -30,6 +30,7 @@ from potluck.optim.gradscaler import Unscaler
 from potluck.optim.helper import Helper
 from potluck.optim.keptstates import Source, source_of_states
 from potluck.optim.localupdates import LocalUpdates
+from potluck.optim.method import Hyperparameters
 from potluck.optim.methods.transform import Transform
 from potluck.optim.modelstate import ModelState, SchedulerFactory
 from potluck.optim.options import OptimizerConfig
@@ -63,10 +64,15 @@ class Optimizer(torch.optim.Optimizer):
         extra_tensors: Mapping[str, Tensor] | Iterable[Tensor] = (),
         transform: Transform | None = None,
         source: Source = "keepers",
+        hyperparameters: Hyperparameters = lambda _epoch: None,
         config: OptimizerConfig | None = None,
         **options: Any,
     ) -> None:
-        """`optimizer` is one, or a function that makes one of `params`; `options` are those of OptimizerConfig."""
+        """`optimizer` is one, or a function that makes one of `params`; `options` are those of OptimizerConfig.
+
+        `hyperparameters` is called before each step of the run with the epoch that it starts from, also before those
+        that a newcomer repeats: learning rates that depend on the epoch belong there, or into a scheduler.
+        """
         # torch's own __init__ is left out on purpose: groups and state are those of the optimizer that we wrap.
         self.config = config = config or OptimizerConfig(**options)
         self.run = run
@@ -89,7 +95,7 @@ class Optimizer(torch.optim.Optimizer):
         self.method = self._make_method(transform)
         self.collaboration = join_collaboration(run, config, transform.codec if transform is not None else None)
         states = source_of_states(run, self.collaboration, source, config.state)
-        self.driver = Driver(run, self.method, self.collaboration, config.driver(), states)
+        self.driver = Driver(run, self.method, self.collaboration, config.driver(), states, hyperparameters)
         self._unscaler = Unscaler(self.state_of_model.model.values(), self)
         self.driver.begin()
         self._report()

@@ -11,7 +11,7 @@ from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator.coordinator import CoordinatorConfig
 from potluck.round.coordinator.gathering import GatherConfig
 from potluck.round.coordinator.trigger import Quorum
-from potluck.state.keeper import StateConfig
+from potluck.state.config import StateConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from potluck.errors import ConfigurationError, DeadlineExceededError, FatalError
 from potluck.optim.collaboration import Collaboration
 from potluck.optim.lastgood import LastGood
 from potluck.optim.listening import Listener
-from potluck.optim.method import Method, Offer, Published, Snapshot, StateSource
+from potluck.optim.method import Hyperparameters, Method, Offer, Published, Snapshot, StateSource
 from potluck.optim.parameters import are_finite
 from potluck.run.joined import Joined
 
@@ -66,6 +66,7 @@ class Recovery:
         collaboration: Collaboration,
         config: RecoveryConfig,
         source: StateSource | None,
+        hyperparameters: Hyperparameters,
     ) -> None:
         self.epoch = 0
         """How many updates of the run this peer's state holds."""
@@ -77,6 +78,7 @@ class Recovery:
         self._collaboration = collaboration
         self._config = config
         self._source = source
+        self._set_hyperparameters = hyperparameters
         self._good = LastGood()
         self._published: list[Published] = []  # what may not be copied yet
         self._num_restored = 0  # how often the run had gone back when this peer's state was taken over
@@ -166,6 +168,7 @@ class Recovery:
     def accept(self, offer: Offer, *, epoch: int, alone: bool) -> None:
         """Have the method take in the averages of an epoch. The one call that may come from another thread."""
         self.before_change()
+        self._set_hyperparameters(epoch - 1)  # a newcomer steps as the others did, before its own loop begins
         self._method.accept(offer, epoch=epoch, alone=alone)
 
     def advance(self, epoch: int) -> None:

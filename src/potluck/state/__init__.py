@@ -2,6 +2,7 @@
 
 What others use:
     keeper.py        StateKeeper: publish, fetch, resume; says when this peer deviates from the others
+    config.py        StateConfig: what a peer keeps, saves and gives
     backups.py       Backups: save, restore, which to keep     uploads.py   checkpoints to somewhere else
     fetched.py       FetchedState: what a fetch gives
 
@@ -32,13 +33,15 @@ The state itself:
 Among peers:
     announcement.py  who says to hold what, and who is believed (pure)      directory.py   says and hears it
     comparing.py     what this peer had, against what the others had        following.py   keeping without training
+    appraising.py    whose values differ, where bits do                     sketch.py      … by a few numbers (pure)
     shelf.py         what this peer holds                    serving.py   gives it to others, within limits
     schedule.py      which chunk to ask of whom (pure)       fetcher.py, source.py   asks    assembly.py   puts together
     packing.py       chunks without loss in fewer bytes, for slow ways (pure)
-    resume.py        which state to go on from (pure)        resuming.py  does so
-    restoring.py     an earlier state as that of a new epoch, on purpose     handingover.py   who leaves last
+    resumechoice.py  which state to go on from (pure)        resuming.py  does so
+    reinstating.py   an earlier state as that of a new epoch, on purpose     handingover.py   who leaves last
 
 On disk:
+    archive.py       a peer's backups, written, announced and uploaded
     backupfile.py    one backup                              saving.py    written off the event loop
     chunklog.py      what is fetched half                    uploadtargets.py  fsspec, the Hugging Face hub
 """

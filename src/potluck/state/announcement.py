@@ -78,7 +78,8 @@ class Kept(Message, frozen=True, kw_only=True):
     states: Annotated[tuple[KeptState, ...], msgspec.Meta(max_length=MAX_KEPT)] = ()
     saved: Annotated[tuple[KeptState, ...], msgspec.Meta(max_length=MAX_SAVED)] = ()  # on its disk: no offer yet
     leaving: bool = False  # who wants to have one of them should fetch it now
-    beginner: Annotated[str, msgspec.Meta(max_length=128)] = ""  # by a coordinator: who begins a run that has nothing
+    beginner: Annotated[str, msgspec.Meta(max_length=128)] = ""  # by a coordinator: who begins a run that has nothing …
+    begins_at: Counted = 0  # … when it is at this epoch
     trouble: Annotated[str, msgspec.Meta(max_length=MAX_TROUBLE)] = ""  # for the organisers, with the remedy
 
     @property
@@ -195,11 +196,17 @@ class Announcements:
         kept = self._kept.get(peer)
         return kept is not None and kept.leaving
 
-    def beginner(self, coordinator: str, roster: Roster) -> str:
-        """Whom a coordinator has chosen to begin the run; empty: nobody."""
+    def newest_of(self, peer: str) -> int:
+        """The newest epoch whose state a peer serves from memory; -1: none."""
+        kept = self._kept.get(peer)
+        states = kept.states if kept is not None else ()
+        return max((state.epoch for state in states if state.is_served and not state.is_backup), default=-1)
+
+    def beginner(self, coordinator: str, roster: Roster, epoch: int) -> str:
+        """Whom a coordinator has chosen to begin the run at this epoch; empty: nobody."""
         kept, presence = self._kept.get(coordinator), roster.get(coordinator)
         is_believed = kept is not None and presence is not None and presence.card.session == kept.session
-        return kept.beginner if kept is not None and is_believed else ""
+        return kept.beginner if kept is not None and is_believed and kept.begins_at == epoch else ""
 
     def on_disk(self) -> Announcements:
         """What peers have saved, as if they offered it: for who asks what the run could go back to."""

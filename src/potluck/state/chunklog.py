@@ -28,13 +28,17 @@ class ChunkLog:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
+        self._is_closed = False
         self._is_broken = False
         self._good_bytes = 0  # from there on the file is torn, or not read yet
         self._lock = threading.Lock()
 
     def read(self, wanted: Collection[bytes]) -> Iterator[tuple[bytes, bytes]]:
-        """Chunks that are there and wanted, with their hashes. To be read to the end before anything is appended."""
-        self._good_bytes = 0
+        """Chunks that are there and wanted, with their hashes. To be read to the end before anything is appended.
+
+        A log that was closed takes chunks again after this.
+        """
+        self._good_bytes, self._is_closed = 0, False
         try:
             with self._path.open("rb") as file:
                 yield from self._records(file, wanted)
@@ -54,9 +58,9 @@ class ChunkLog:
                 yield expected, data
 
     def append(self, chunk_hash: bytes, data: memoryview) -> None:
-        """Note a chunk that has come and is right."""
+        """Note a chunk that has come and is right; not after `close`, when a worker may still check the last ones."""
         with self._lock:
-            if self._is_broken:
+            if self._is_broken or self._is_closed:
                 return
             try:
                 if self._file is None:
@@ -75,8 +79,12 @@ class ChunkLog:
 
     def _open(self) -> BinaryIO:
         file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
-        file.truncate(self._good_bytes)
-        file.seek(0, os.SEEK_END)
+        try:
+            file.truncate(self._good_bytes)
+            file.seek(0, os.SEEK_END)
+        except BaseException:
+            file.close()
+            raise
         return file
 
     @property
@@ -94,6 +102,7 @@ class ChunkLog:
     def close(self) -> None:
         """Leave the file as it is."""
         with self._lock:
+            self._is_closed = True
             self._close()
 
     def _close(self) -> None:

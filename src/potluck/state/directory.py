@@ -62,7 +62,9 @@ class StateDirectory:
         self.on_asked: Callable[[str], None] = lambda _peer: None
         """Is told who asks."""
         self.beginner = ""
-        """Whom this peer, as the coordinator, has chosen to begin the run."""
+        """Whom this peer, as the coordinator, has chosen to begin the run …"""
+        self.begins_at = 0
+        """… when it is at this epoch."""
         self.settle: Callable[[int | None, int], Awaitable[bool]] = _settles_nothing
         """Compares values where digests decide nothing, of one epoch or of any from one on; whether that helped."""
         self.trouble = ""
@@ -71,7 +73,7 @@ class StateDirectory:
         self._liars: set[str] = set()
         self._session = session
         self._shelf = shelf
-        self._holders = holders
+        self.holders = holders
         self._past = past
         self._saved = saved
         self._speak = asyncio.Event()
@@ -135,7 +137,7 @@ class StateDirectory:
 
     def claims(self, epoch: int, *, backups: bool = False) -> list[Claim]:
         """What is said about an epoch."""
-        found = self.announcements.claims(epoch, self._session.roster, self._holders(epoch), backups=backups)
+        found = self.announcements.claims(epoch, self._session.roster, self.holders(epoch), backups=backups)
         found = [claim for claim in found if claim.peer not in self._liars]
         appraised = None if backups else self._appraisal(epoch)
         return appraised.applied(found) if appraised is not None else found
@@ -306,6 +308,7 @@ class StateDirectory:
             saved=self._saved(),
             leaving=self._is_leaving,
             beginner=self.beginner,
+            begins_at=self.begins_at,
             trouble=self.trouble,
         )
 

@@ -1,13 +1,16 @@
 """Leaving without taking the run's newest state along.
 
-Aux peers take a state over now and then, so the last trainer to leave may be the only one that has the newest. It says
-that it is leaving, and those who keep states fetch what only the leaving have (following.py). It waits for that.
+Aux peers take a state over now and then, and a newcomer may still be loading, so the last trainer to leave may be the
+only one that has the newest. It says that it is leaving, and those who keep states fetch what only the leaving have
+(following.py). It waits for that: longer while somebody is being given the state.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
+from potluck.hub.presence import Presence
 from potluck.peer.groupsession import GroupSession
 from potluck.state.directory import StateDirectory
 from potluck.state.shelf import Shelf
@@ -15,41 +18,56 @@ from potluck.state.shelf import Shelf
 logger = logging.getLogger(__name__)
 
 HEARD_SECONDS = 0.5  # until it is known who else is leaving
+GIVING_FACTOR = 3  # so many times as long it waits while its state is being fetched
 
 
-async def hand_over(session: GroupSession, directory: StateDirectory, shelf: Shelf, timeout_seconds: float) -> bool:
-    """Wait until somebody who stays has the newest state that this peer holds, or trains on; False: not in time."""
+async def hand_over(
+    session: GroupSession, directory: StateDirectory, shelf: Shelf, num_given: Callable[[], int], timeout_seconds: float
+) -> bool:
+    """Wait until somebody who stays has the newest state that this peer holds, or trains on; False: not in time.
+
+    `num_given` counts the chunks that were given to others.
+    """
     newest = shelf.newest()
-    if newest is None or not session.hub.is_connected or not _stays(session, directory, "aux"):
+    if newest is None or not session.hub.is_connected or not _staying(session, directory):
         return True  # there is nothing, or nobody, to hand over
     directory.part()
-    began = session.clock.monotonic()
+    began = moved_at = session.clock.monotonic()
+    given = num_given()
     while True:
         await directory.until_changed(HEARD_SECONDS)
-        waited = session.clock.monotonic() - began
-        if waited < HEARD_SECONDS:
+        now = session.clock.monotonic()
+        if now - began < HEARD_SECONDS:
             continue
-        # Another's state of the same epoch is as good: machines that compute differently hold other bits.
-        claims = directory.claims(newest.epoch)
-        keepers = [c.peer for c in claims if c.state is not None and c.state.is_served and c.peer != session.peer_id]
-        if any(not directory.announcements.is_leaving(peer) for peer in keepers) or _stays(
-            session, directory, "trainer"
-        ):
+        if any(_has(directory, presence, newest.epoch) for presence in _staying(session, directory)):
             return True
-        if waited >= timeout_seconds:
+        if num_given() != given:
+            given, moved_at = num_given(), now
+        if now - moved_at >= timeout_seconds or now - began >= GIVING_FACTOR * timeout_seconds:
             logger.warning(
-                "nobody has taken over the state of epoch %d within %g s: if nobody else comes with it, the run goes "
+                "nobody has taken over the state of epoch %d within %.0f s: if nobody else comes with it, the run goes "
                 "on from an earlier one",
                 newest.epoch,
-                timeout_seconds,
+                now - began,
             )
             return False
 
 
-def _stays(session: GroupSession, directory: StateDirectory, role: str) -> bool:
-    """Whether somebody else in this role is there, and has not said that it leaves."""
-    return any(
-        presence.card.role == role and not directory.announcements.is_leaving(presence.peer)
-        for presence in session.roster.alive()
-        if presence.peer != session.peer_id
-    )
+def _staying(session: GroupSession, directory: StateDirectory) -> list[Presence]:
+    """Others that could have the state, and have not said that they leave. One under suspicion may only be busy."""
+    return [
+        presence
+        for presence in session.roster
+        if presence.card.role in ("aux", "trainer")
+        and presence.peer != session.peer_id
+        and not directory.announcements.is_leaving(presence.peer)
+    ]
+
+
+def _has(directory: StateDirectory, presence: Presence, epoch: int) -> bool:
+    """Whether a peer has a state of this epoch or a later one: other bits are as good, if another machine made them.
+
+    A trainer has it where the commit says that it holds the averages. One that has just come counts on us.
+    """
+    is_holder = presence.card.role == "trainer" and presence.peer in directory.holders(epoch)
+    return is_holder or directory.announcements.newest_of(presence.peer) >= epoch

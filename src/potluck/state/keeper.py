@@ -8,9 +8,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -18,29 +16,27 @@ from potluck.errors import ConfigurationError
 from potluck.round.averager import RoundPeer
 from potluck.round.member.workers import Workers
 from potluck.run.group import group_of
-from potluck.state.announcement import KeptState, Verdict
+from potluck.state.announcement import Verdict
 from potluck.state.appraising import Appraiser
+from potluck.state.archive import Archive
 from potluck.state.assembly import Assembly
-from potluck.state.backupfile import BackupInfo
-from potluck.state.backups import BackupConfig, Backups, backup_folder
+from potluck.state.backups import Backups
 from potluck.state.chunklog import ChunkLog
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.comparing import Comparison
+from potluck.state.config import StateConfig
 from potluck.state.directory import StateDirectory
 from potluck.state.fetched import FetchedState
-from potluck.state.fetcher import FetchConfig, Fetcher, FetchReport, MovedOnError, Progress
+from potluck.state.fetcher import Fetcher, FetchReport, MovedOnError, Progress
 from potluck.state.handingover import hand_over
 from potluck.state.inventory import Metadata
 from potluck.state.publishing import Publication, Publisher
 from potluck.state.reinstating import Reinstating
 from potluck.state.resuming import EpochSource, Resuming
-from potluck.state.saving import Saver
-from potluck.state.serving import Serving, ServingConfig
+from potluck.state.serving import Serving
 from potluck.state.shelf import Held, Shelf
 from potluck.state.sketch import SEED_BYTES, difference, sketch
 from potluck.state.snapshot import Snapshot, specs_of, stage
-from potluck.state.uploads import Uploads
-from potluck.state.uploadtargets import UploadTarget, target_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,53 +45,6 @@ T = TypeVar("T")
 RETRY_SECONDS = 0.5  # after a state that was not what it was said to be
 SETTLE_SECONDS = 2.0  # how long a repair waits for the last of the others to speak
 VERDICT_SECONDS = 5.0  # how long it looks for a state to take over: the training waits for it
-LAST_UPLOAD_SECONDS = 30.0  # for the last backup to get where backups are uploaded to
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateConfig:
-    """What this peer does with the run's state."""
-
-    keep: Literal["auto", "always", "never"] = "auto"
-    """Whether to keep states for others. Auto: aux peers do, and a few of the trainers; observers do not."""
-
-    num_trainer_keepers: int = 4
-    """How many of the trainers keep states where each decides by itself."""
-
-    num_kept: int = 2
-    """How many epochs a keeper has in memory; those that are being fetched stay longer."""
-
-    grace_seconds: float = 10.0
-    """How long a coordinator waits, when a run goes on, for a newer state than anybody has offered."""
-
-    folder: Path | None = None
-    """For backups and for what is fetched half; None: nothing is written to disk."""
-
-    backups: BackupConfig | None = field(default_factory=BackupConfig)
-    """How often to save, and what to keep; None: never save."""
-
-    upload_to: str | UploadTarget | None = None
-    """Where each backup is uploaded to, in the background: `hf://USER/REPOSITORY`, or any folder that fsspec knows, as
-    `s3://BUCKET/RUN`. One peer of a run is enough."""
-
-    serving: ServingConfig = field(default_factory=ServingConfig)
-    """How much to give to others."""
-
-    fetching: FetchConfig = field(default_factory=FetchConfig)
-    """How patiently to fetch."""
-
-    on_progress: Progress | None = field(default=None, repr=False)
-    """Told, on the event loop, how many bytes of a state are here, of how many, while it is fetched."""
-
-    def __post_init__(self) -> None:
-        if self.num_kept < 1 or self.num_trainer_keepers < 1:
-            raise ConfigurationError(f"{self}: num_kept and num_trainer_keepers are at least 1")
-        if not self.grace_seconds >= 0:
-            raise ConfigurationError(f"grace_seconds={self.grace_seconds}: it must be 0 or more")
-        if self.upload_to is not None and (self.folder is None or self.backups is None):
-            raise ConfigurationError(
-                "upload_to sends backups, and none are written: give a folder, and do not turn them off"
-            )
 
 
 class StateKeeper:
@@ -123,7 +72,9 @@ class StateKeeper:
             lambda verdict: self._appraiser.difference(verdict),
             lambda state: self._appraiser.suspect(state),
         )
-        self.directory = StateDirectory(session, self._shelf, self._holders, self._comparison.past, self._saved)
+        self.directory = StateDirectory(
+            session, self._shelf, self._holders, self._comparison.past, lambda: self.archive.saved()
+        )
         self._appraiser = Appraiser(
             session,
             self._links,
@@ -144,25 +95,19 @@ class StateKeeper:
             is_in_round=lambda: averager.is_in_round,
         )
         self._publisher = Publisher(self._pool, self._workers, newest=self._newest, take=self._published)
-        self.backups: Backups | None = None
-        self._saver: Saver | None = None
-        if self.config.folder is not None and self.config.backups is not None:
-            folder = backup_folder(self.config.folder, session.subjects.group)
-            self.backups = Backups(folder, self.config.backups, run=session.subjects.scope, pool=self._pool)
-            self._saver = Saver(self.backups, self._workers, self._backed_up)
-        self._uploads = _uploads_by(self.config)
+        self.archive = Archive(self.config, session.subjects, self._pool, self._workers, self.directory.announce)
         self._resuming = Resuming(
             session,
             averager,
             self.directory,
             self._shelf,
             self,
-            backups=self.backups,
+            backups=self.archive.backups,
             workers=self._workers,
             grace_seconds=self.config.grace_seconds,
         )
         self.restoring = Reinstating(
-            session, self.directory, self._shelf, self, backups=self.backups, workers=self._workers
+            session, self.directory, self._shelf, self, backups=self.archive.backups, workers=self._workers
         )
         self._stop_listening: Callable[[], None] = lambda: None
 
@@ -171,10 +116,7 @@ class StateKeeper:
         self._workers.start()
         try:
             self._publisher.start()
-            if self._uploads is not None:
-                self._uploads.start()
-            if self._saver is not None:
-                await self._saver.look()
+            await self.archive.start()
             self._stop_listening = self.directory.listen(self._comparison.compare)
             await self.directory.start()
         except BaseException:
@@ -189,12 +131,10 @@ class StateKeeper:
         self._stop_listening()
         await self._appraiser.close()
         await self._publisher.close()
-        if self._saver is not None:
-            await self._saver.close()
+        await self.archive.finish_writing()
         await self.directory.close()
         await self._serving.close()
-        if self._uploads is not None:
-            await self._uploads.close(timeout_seconds=LAST_UPLOAD_SECONDS)
+        await self.archive.close()
         await self._workers.close()
         self._shelf.close()
 
@@ -233,21 +173,12 @@ class StateKeeper:
 
     def save(self, epoch: int, snapshot: Snapshot, *, made_at: int, at_once: bool = False) -> None:
         """Have a state written to disk, if a backup is due, or at once."""
-        if self._saver is not None:
-            self._saver.offer(epoch, snapshot, made_at=made_at, at_once=at_once)
-
-    def _saved(self) -> tuple[KeptState, ...]:
-        return self._saver.saved if self._saver is not None else ()
-
-    def _backed_up(self, info: BackupInfo) -> None:
-        self.directory.announce()
-        if self._uploads is not None:
-            self._uploads.offer(info)
+        self.archive.save(epoch, snapshot, made_at=made_at, at_once=at_once)
 
     @property
-    def upload_counts(self) -> Counter[str]:
-        """How many backups were offered, uploaded, passed over."""
-        return self._uploads.counts if self._uploads is not None else Counter()
+    def backups(self) -> Backups | None:
+        """What is on disk; None: nothing is saved."""
+        return self.archive.backups
 
     async def _put(self, held: Held, *, keeps: bool | None = None, is_taken: bool = False) -> None:
         if held.snapshot.inventory.has_common_tensors:
@@ -267,9 +198,10 @@ class StateKeeper:
         Then it is saved here, if this peer may write: the run goes on from it when this peer comes back.
         """
         await self._publisher.until_idle()
-        is_safe = await hand_over(self._session, self.directory, self._shelf, timeout_seconds)
-        if not is_safe and self._saver is not None:
-            self._saver.is_last_copy = True
+        is_safe = await hand_over(
+            self._session, self.directory, self._shelf, lambda: self._serving.counts["chunks"], timeout_seconds
+        )
+        if not is_safe and self.archive.keep_last_copy():
             logger.warning("the state is saved in %s: start this peer again, and the run has it", self.config.folder)
         return is_safe
 
@@ -370,7 +302,7 @@ class StateKeeper:
         patience_seconds = timeout_seconds if is_patient else 0.0
         known_until = until if verdict_seconds is None else min(until, now + verdict_seconds)
         await self._publisher.until_idle()  # what is older than the state to come must not be put in its place
-        based = await self._staged(base)
+        based = await self.staged(base) if base is not None else None
         assembly = Assembly(self._pool, self._chunk_log())
         report = FetchReport()
         try:
@@ -463,8 +395,8 @@ class StateKeeper:
     ) -> FetchedState | None:
         """The state to go on from, whoever has it, on disk or in memory; None: nothing is there yet, begin.
 
-        Everybody calls it when starting, and when the state of the run's epoch is to be had from nobody. See resume.py.
-        What is in `base` is not fetched.
+        Everybody calls it when starting, and when the state of the run's epoch is to be had from nobody (see
+        resumechoice.py). What is in `base` is not fetched.
         """
         try:
             return await self._resuming.resume(base, progress=progress, timeout_seconds=timeout_seconds)
@@ -480,7 +412,7 @@ class StateKeeper:
         until: float,
     ) -> Snapshot:
         """Fetch a state that was chosen; MovedOnError when nobody serves it any more."""
-        based = await self._staged(base)
+        based = await self.staged(base) if base is not None else None
         assembly = Assembly(self._pool, self._chunk_log())
         patience_seconds = max(until - self._session.clock.monotonic(), 0.0)
         try:
@@ -490,8 +422,9 @@ class StateKeeper:
             if based is not None:
                 based.release()
 
-    async def _staged(self, base: Mapping[str, Tensor] | None) -> Snapshot | None:
-        return await self._workers.run(lambda: stage(base, {}, self._pool).hashed()) if base is not None else None
+    async def staged(self, base: Mapping[str, Tensor]) -> Snapshot:
+        """A copy of these tensors, hashed."""
+        return await self._workers.run(lambda: stage(base, {}, self._pool).hashed())
 
     async def take_over(self, held: Held, *, keeps: bool | None = None) -> None:
         """This is the peer's state from now on, whatever it had before."""
@@ -509,20 +442,7 @@ class StateKeeper:
             "appraise_": self._appraiser.counts,
             "publish_": self._publisher.counts,
             "serve_": self._serving.counts,
+            "announce_": self.directory.counts,
         }
-        parts["announce_"] = self.directory.counts
-        if self._saver is not None:
-            parts["save_"] = self._saver.counts
-        parts["upload_"] = self.upload_counts
         found: dict[str, int | str] = {f"{prefix}{k}": v for prefix, counts in parts.items() for k, v in counts.items()}
-        if self.backups is not None:
-            found |= {f"backup_{name}": value for name, value in self.backups.statistics().items()}
-        return found | self._pool.statistics()
-
-
-def _uploads_by(config: StateConfig) -> Uploads | None:
-    target = config.upload_to
-    if target is None:
-        return None
-    assert config.backups is not None, "checked when it was made"
-    return Uploads(target_of(target, keep_last=config.backups.keep_last) if isinstance(target, str) else target)
+        return found | self.archive.statistics() | self._pool.statistics()

@@ -10,7 +10,8 @@ So the lineage is never broken or turned back, epochs are never used twice, and 
     offered > lineage   the hub has lost its memory: the lineage goes on where it is, with the newer state
 
 A run that has nothing yet is begun by one trainer, with its own state, and the others take that. The coordinator says
-who it is, since those who start at the same moment would each take themselves for the first.
+who it is, since those who start at the same moment would each take themselves for the first. It does the same where
+epochs are committed and their states are lost: all trainers died before a first backup, and nobody comes with one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Situation:
     """Whether no other trainer is there."""
 
     begins: bool | None = None
-    """Whether the coordinator has chosen this peer to begin a run that has nothing; None: it has not chosen."""
+    """Whether the coordinator has chosen this peer to begin a run that has nothing, or nothing any more; None: it has
+    chosen nobody."""
 
     is_coordinator: bool
     waited_seconds: float
@@ -56,9 +58,9 @@ class Situation:
 class Step:
     """What to do now."""
 
-    kind: Literal["fetch", "join", "adopt", "begin", "wait"]
+    kind: Literal["fetch", "join", "adopt", "begin", "begin anew", "wait"]
     """Take the state of the present epoch, or a little behind it where others train on; make another one the state of
-    the present epoch; begin with nothing; or look again soon."""
+    the present epoch; begin with nothing, or with nothing but the number of the epoch; or look again soon."""
 
     verdict: Verdict | None = None
     reason: str = ""
@@ -86,8 +88,10 @@ def next_step(situation: Situation, grace_seconds: float) -> Step:
 
 def _next_without_offers(situation: Situation, grace_seconds: float) -> Step:
     head, waited_seconds = situation.head_epoch, situation.waited_seconds
-    if head:
+    if head and not situation.begins:
         return Step("wait", reason=f"nobody offers a state, and the run is at epoch {head}")
+    if head:
+        return Step("begin anew", reason=_describe_loss(head))
     if situation.begins is False:
         return Step("wait", reason="another trainer was chosen to begin the run, and has no state to give yet")
     # Without a coordinator nothing would be committed; when one comes, those who differ agree on one state.
@@ -110,6 +114,15 @@ class Beginner:
             return False
         self.peer, self._since = peer, now
         return True
+
+
+def _describe_loss(head: int) -> str:
+    lost = "epoch 1" if head == 1 else f"epochs 1 to {head}"
+    return (
+        f"the run is at epoch {head}, and nobody has a state of it, in memory or on disk: the updates of {lost} are "
+        "lost, and this peer begins anew with the model as it is here. If somebody does have a backup, stop all "
+        "peers and start that one first"
+    )
 
 
 def _describe(best: Verdict, head: int) -> str:

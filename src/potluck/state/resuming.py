@@ -1,4 +1,4 @@
-"""Going on from whatever the run has: what resume.py decides, done."""
+"""Going on from whatever the run has: what resumechoice.py decides, done."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from potluck.state.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
+LOST_SECONDS = 60.0  # without anybody offering any state, until a coordinator that has no backup has the run begun anew
+
 
 class EpochSource(Protocol):
     """Where the run is, and who coordinates; `potluck.round.averager.Averager` is one."""
@@ -50,6 +52,10 @@ class StateTaker(Protocol):
         until: float,
     ) -> Snapshot:
         """Fetch a state that was chosen; MovedOnError when nobody serves it any more."""
+        ...
+
+    async def staged(self, base: Mapping[str, Tensor]) -> Snapshot:
+        """A copy of these tensors."""
         ...
 
     async def take_over(self, held: Held, *, keeps: bool | None = None) -> None:
@@ -88,6 +94,7 @@ class Resuming:
         self.has_begun = False
         """Whether the run began with this peer's own state."""
         self._beginner = Beginner()
+        self._lost_since: float | None = None
         directory.on_asked = self._asked
 
     async def resume(
@@ -113,6 +120,12 @@ class Resuming:
             if step.kind == "begin":
                 self.has_begun = True
                 return None
+            if step.kind == "begin anew" and base is not None:
+                logger.warning("%s", step.reason)
+                self.counts["begun_anew"] += 1
+                snapshot = await self._taker.staged(base)
+                await self._taker.take_over(Held(head, snapshot, 0), keeps=True)
+                return FetchedState(head, 0, snapshot, None, FetchReport())
             if step.verdict is not None:
                 began = clock.monotonic()
                 taken = await self._take_step(step, step.verdict, head, base, progress, until)
@@ -138,20 +151,37 @@ class Resuming:
             self._directory.announce()
 
     def _asked(self, peer: str) -> None:
-        """As the coordinator of a run that has nothing: choose who begins it."""
+        """As the coordinator of a run that has nothing, or nothing any more: choose who begins it."""
         roster = self._session.roster
         presence = roster.get(peer)
         is_trainer = presence is not None and presence.card.role == "trainer"
-        if not (self._averager.lease.is_held and self._averager.lineage.epoch == 0 and is_trainer):
+        if not (self._averager.lease.is_held and is_trainer):
             return
+        epoch = self._averager.lineage.epoch
+        if epoch and not self._is_all_lost():
+            return
+        if epoch != self._directory.begins_at:
+            self._beginner, self._directory.begins_at = Beginner(), epoch
         if self._beginner.asked_by(peer, self._session.clock.monotonic(), roster.__contains__):
             self._directory.beginner = peer
             self._directory.announce()
 
+    def _is_all_lost(self) -> bool:
+        """Whether this peer should have a backup and has none, and nobody has offered any state for a while."""
+        offered, roster = self._directory.announcements, self._session.roster
+        is_saved = self._backups is None or bool(self._backups.epochs())
+        if is_saved or offered.epochs(roster) or offered.epochs(roster, backups=True):
+            self._lost_since = None
+            return False
+        now = self._session.clock.monotonic()
+        self._lost_since = now if self._lost_since is None else self._lost_since
+        return now >= self._lost_since + LOST_SECONDS
+
     def _begins(self) -> bool | None:
         """Whether the coordinator has chosen this peer to begin; None: it has chosen nobody."""
         coordinator = self._averager.lease.view.holder or ""
-        chosen = self._directory.announcements.beginner(coordinator, self._session.roster)
+        epoch = self._averager.lineage.epoch
+        chosen = self._directory.announcements.beginner(coordinator, self._session.roster, epoch)
         return chosen == self._session.peer_id if chosen else None
 
     def _situation(self, head: int, waited_seconds: float, *, has_moved: bool) -> Situation:

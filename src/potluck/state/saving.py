@@ -37,6 +37,7 @@ class Saver:
         self._unsaved: Held | None = None
         self.is_last_copy = False
         """Whether the newest state would be lost with this peer: then it is saved in the end, due or not."""
+        self._is_failing = False
 
     async def look(self) -> None:
         """See what is on disk."""
@@ -74,8 +75,15 @@ class Saver:
             info = await self._workers.run(lambda: self._backups.save(snapshot, epoch=epoch, made_at=made_at))
             await self.look()
             self._on_backup(info)
+            if self._is_failing:
+                logger.warning("backups are written again: epoch %d is saved in %s", epoch, info.record_path.parent)
+            self._is_failing = False
         except BackupError as error:
-            logger.error("%s. Training goes on without this backup", error)  # noqa: TRY400 - the disk's fault, and the message says it all
+            self.counts["failed"] += 1
+            if not self._is_failing:
+                text = "%s. Training goes on without backups, and each one that is due is tried"
+                logger.error(text, error)  # noqa: TRY400 - the disk's fault, and the message says it all
+            self._is_failing = True
         except Exception:  # a bug here must not stop the training; logged and counted
             self.counts["errors"] += 1
             logger.exception("the backup of epoch %d failed", epoch)

@@ -1,7 +1,8 @@
 """The guard: decides who may do what, and tells everyone who is there.
 
-    guard.py         the driver, of which door.py (connections), lobbydesk.py (newcomers), organiserdesk.py (orders),
-                     storedesk.py (stores), presencekeeper.py (the roster) and floodwatch.py do their parts
+    guard.py         the driver; reception.py brings what is asked to door.py (connections), lobbydesk.py (newcomers),
+                     organiserdesk.py (orders), storedesk.py (stores), queuedesk.py and presencekeeper.py (the roster);
+                     floodwatch.py sees who publishes too much
     (the records and messages that members share with it are in access/)
 
 Decisions (pure):

@@ -1,5 +1,6 @@
 """The guard: decides who may do what, and tells everyone who is there.
 
+    reception.py       brings what is asked to the desk that answers
     door.py            which connections the hub lets in (auth callout)
     lobbydesk.py       applications: invites, tokens, waiting
     organiserdesk.py   what organisers ask for
@@ -26,11 +27,10 @@ from dataclasses import dataclass, field
 
 from potluck.clock import Clock, SystemClock
 from potluck.errors import ConfigurationError, NotAdmittedError
-from potluck.hub.access.application import MAX_APPLICATION_BYTES, Answer, waiting_subject
+from potluck.hub.access.application import Answer, waiting_subject
 from potluck.hub.access.member import ROLES, AccessRequest, Member, Policy, Scopes, person_of_key
 from potluck.hub.address import HubAddress
-from potluck.hub.connection import Delivery, Subscription
-from potluck.hub.guard import callout, huggingface
+from potluck.hub.guard import huggingface
 from potluck.hub.guard.backgroundwork import BackgroundWork
 from potluck.hub.guard.connections import Connection, Connections, Lane
 from potluck.hub.guard.door import Door, DoorLimits
@@ -44,25 +44,22 @@ from potluck.hub.guard.organiserdesk import OrganiserDesk
 from potluck.hub.guard.presencecore import PresenceConfig, PresenceCore
 from potluck.hub.guard.presencekeeper import PresenceKeeper
 from potluck.hub.guard.queuedesk import QueueDesk
+from potluck.hub.guard.reception import Desks, Reception
 from potluck.hub.guard.registry import Registry
 from potluck.hub.guard.rosterwriter import RosterWriter
 from potluck.hub.guard.storedesk import StoreDesk
 from potluck.hub.keys import HubKeys, Signer
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.presence import Presence
-from potluck.hub.queues import QueueSubjects
-from potluck.hub.ratelimit import RateLimit
 from potluck.hub.server.configuration import ACCOUNT
 from potluck.hub.stores import ensure_stores
-from potluck.hub.subjects import PEER_ID, Subjects, check_run_name
+from potluck.hub.subjects import Subjects, check_run_name
 from potluck.messages import encode
 
 logger = logging.getLogger(__name__)
 
-QUEUE = "guard"
 MAX_TASKS = 1024  # questions worked on at once; past it they go unanswered, and whoever asked asks again
 LOBBY_EVERY_SECONDS = 1.0  # how often it is looked at who has to leave the lobby
-LOBBY_BURST = 20  # messages of one stranger at once, and then one a second; who sends more is cut off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +111,11 @@ class Guard:
         self._address = address
         self._clock = clock or SystemClock()
         self._subjects = Subjects(config.run)
-        self._lobby_rate = RateLimit(burst=LOBBY_BURST, per_second=1.0, clock=self._clock)
         self._connections = Connections()
         self._crowd = LobbyCrowd(config.limits.lobby)
         self._core = PresenceCore(config.presence, self._clock)
         self._compare_wanted = asyncio.Event()
-        self._subscriptions: list[Subscription] = []
+        self._reception: Reception | None = None
         self._background = BackgroundWork(MAX_TASKS)
         self._counts: Counter[str] = Counter()
         self._hub: NatsConnection | None = None
@@ -142,9 +138,8 @@ class Guard:
     async def stop(self) -> None:
         """Answer no more; members stay connected. Calling it twice does no harm."""
         await self._background.close()
-        for subscription in self._subscriptions:
-            await subscription.cancel()
-        self._subscriptions = []
+        if self._reception is not None:
+            await self._reception.close()
         if self._leaders is not None:
             await self._leaders.stop()
         if self._writer is not None:
@@ -174,10 +169,11 @@ class Guard:
 
     def statistics(self) -> Mapping[str, int | float]:
         """Counters since the start, and how things stand now."""
-        if self._writer is None or self._registry is None:
+        if self._writer is None or self._registry is None or self._reception is None:
             return dict(self._counts)
         return {
             **self._counts,
+            **self._reception.counts,
             **self._background.counts,
             **{f"door_{name}": count for name, count in self._door.counts.items()},
             **{f"lobby_{name}": count for name, count in self._lobby.counts.items()},
@@ -185,7 +181,7 @@ class Guard:
             **self._keeper.counts,
             **sum((watch.counts for watch in self._floods), Counter()),
             **self._stores.counts,
-            **(self._queues.counts if self._queues_hub is not None else {}),
+            **(self._queues.counts if self._queues is not None else {}),
             "stray_beacons": self._core.num_stray_beacons,
             "roster_writes": self._writer.num_writes,
             "roster_conflicts": self._writer.num_conflicts,
@@ -241,8 +237,17 @@ class Guard:
         ]
         self._organisers = OrganiserDesk(registry, self, clock)
         self._stores = StoreDesk(self._hub, self._subjects)
-        if self._queues_hub is not None:
-            self._queues = QueueDesk(self._queues_hub, registry, config.run, config.replicas)
+        queues_hub = self._queues_hub
+        self._queues = QueueDesk(queues_hub, registry, config.run, config.replicas) if queues_hub is not None else None
+        desks = Desks(
+            door=self._door,
+            lobby=self._lobby,
+            keeper=self._keeper,
+            organisers=self._organisers,
+            stores=self._stores,
+            queues=self._queues,
+        )
+        self._reception = Reception(self._subjects, desks, self._connections, self._background, clock)
 
     async def _connect_queues(self) -> NatsConnection | None:
         """Our connection in the queues' account; None on a server of somebody else's that has no such account."""
@@ -258,7 +263,7 @@ class Guard:
             return None
 
     async def _begin(self) -> None:
-        if self._hub is None or self._registry is None or self._writer is None:
+        if self._hub is None or self._registry is None or self._writer is None or self._reception is None:
             raise AssertionError("the guard is not connected")
         await self._registry.start(self._config.policy)
         await self._registry.members.create(self._keys.organiser_public, self._organiser_record())
@@ -266,19 +271,7 @@ class Guard:
         await self._system.follow(self._connection_opened, self._keeper.closed, self._connection_counted)
         await self._keeper.compare_connections()
         self._core.was_deaf()
-        every = self._subjects.every_peer
-        await self._listen(every("card"), self._on_card)
-        await self._listen(every("beacon"), self._on_beacon)
-        await self._listen(every("leave"), self._on_leave)
-        await self._listen(every("ask") + ".*", self._on_ask, QUEUE)
-        await self._listen(every("read") + ".*", self._on_read, QUEUE)
-        await self._listen(every("write") + ".>", self._on_write, QUEUE)
-        await self._listen(every("organise") + ".*", self._on_organise, QUEUE)
-        await self._listen(every("lobby"), self._on_lobby, QUEUE)
-        await self._listen(callout.SUBJECT, self._on_callout, QUEUE)
-        if self._queues_hub is not None:
-            requests = f"{QueueSubjects(self._config.run).root}.ask.*.*"
-            self._subscriptions.append(await self._queues_hub.subscribe(requests, self._on_queues, queue=QUEUE))
+        await self._reception.open(self._hub, self._queues_hub)
         keeper = self._keeper
         self._background.keep_running(lambda: keeper.tick_forever(self._hears_hub), "presence ticks")
         self._background.keep_running(lambda: keeper.compare_forever(self._compare_wanted), "connection lists")
@@ -289,11 +282,6 @@ class Guard:
             self._leaders = leaders = LeaderKeeper(self._hub, self._system, self._connections, self._subjects)
             await leaders.start()
             self._background.keep_running(leaders.keep_forever, "leaders of stores")
-
-    async def _listen(self, subject: str, handler: Callable[[Delivery], None], queue: str = "") -> None:
-        if self._hub is None:
-            raise AssertionError("the guard is not connected")
-        self._subscriptions.append(await self._hub.subscribe(subject, handler, queue=queue))
 
     def _organiser_record(self) -> Member:
         peer = self._keys.organiser_public
@@ -340,104 +328,6 @@ class Guard:
     def _hears_hub(self) -> bool:
         connections = (self._hub, self._system_hub)
         return all(connection is not None and connection.is_connected for connection in connections)
-
-    # What arrives. The handlers return at once; what takes longer becomes a task.
-
-    def _on_callout(self, delivery: Delivery) -> None:
-        self._background.spawn(self._answer_callout(delivery))
-
-    async def _answer_callout(self, delivery: Delivery) -> None:
-        answer = await self._door.answer(delivery.payload)
-        if answer is not None:
-            await delivery.respond(answer)
-
-    def _on_lobby(self, delivery: Delivery) -> None:
-        peer = self._sender(delivery)
-        if peer is None:
-            return
-        if len(delivery.payload) > MAX_APPLICATION_BYTES or not self._lobby_rate.take(peer):
-            # No limit of the hub's own holds for one connection, so those who flood the lobby have to be cut off.
-            self._counts["lobby_floods"] += 1
-            self._keeper.cut(self._connections.of_peer(peer, "lobby"), "it floods the lobby")
-            return
-        self._background.spawn(self._answer_application(delivery, peer))
-
-    async def _answer_application(self, delivery: Delivery, peer: str) -> None:
-        await self._respond(delivery, peer, encode(await self._lobby.answer(peer, delivery.payload)))
-
-    def _on_card(self, delivery: Delivery) -> None:
-        if (peer := self._sender(delivery)) is not None:
-            self._background.spawn(self._answer_card(delivery, peer))
-
-    async def _answer_card(self, delivery: Delivery, peer: str) -> None:
-        await self._respond(delivery, peer, encode(await self._keeper.card(peer, delivery.payload)))
-
-    def _on_beacon(self, delivery: Delivery) -> None:
-        if (peer := self._sender(delivery)) is not None:
-            self._keeper.beacon(peer, delivery.payload)
-
-    def _on_leave(self, delivery: Delivery) -> None:
-        if (peer := self._sender(delivery)) is not None:
-            self._background.spawn(self._answer_leave(delivery, peer))
-
-    async def _answer_leave(self, delivery: Delivery, peer: str) -> None:
-        await self._respond(delivery, peer, encode(await self._keeper.leave(peer, delivery.payload)))
-
-    def _on_ask(self, delivery: Delivery) -> None:
-        peer = self._sender(delivery)
-        if peer is None:
-            return
-        if delivery.subject.rpartition(".")[2] != "time":
-            self._counts["unknown_questions"] += 1
-            return
-        self._background.spawn(self._respond(delivery, peer, encode(self._clock.wall())))
-
-    def _on_read(self, delivery: Delivery) -> None:
-        peer = self._sender(delivery)
-        if peer is not None and self._is_own_inbox(delivery, peer):
-            self._background.spawn(self._stores.read(delivery))
-
-    def _on_write(self, delivery: Delivery) -> None:
-        peer = self._sender(delivery)
-        if peer is not None and self._is_own_inbox(delivery, peer):
-            self._background.spawn(self._stores.write(delivery))
-
-    def _on_queues(self, delivery: Delivery) -> None:
-        self._background.spawn(self._queues.answer(delivery))
-
-    def _on_organise(self, delivery: Delivery) -> None:
-        if (peer := self._sender(delivery)) is not None:
-            self._background.spawn(self._answer_organiser(delivery, peer))
-
-    async def _answer_organiser(self, delivery: Delivery, peer: str) -> None:
-        verb = delivery.subject.rpartition(".")[2]
-        answer = await self._organisers.answer(peer, verb, delivery.payload)
-        await self._respond(delivery, peer, encode(answer))
-
-    def _sender(self, delivery: Delivery) -> str | None:
-        """Who published: the token after the kind of message. The hub has checked it."""
-        peer = delivery.subject.split(".", 4)[3]
-        if PEER_ID.fullmatch(peer):
-            return peer
-        self._counts["invalid_senders"] += 1
-        return None
-
-    async def _respond(self, delivery: Delivery, peer: str, payload: bytes) -> None:
-        """Answer to the sender's own inbox and nowhere else.
-
-        The hub does not check where a sender wants its answer. The guard may publish anywhere, so without this it could
-        be made to speak on a subject that the sender may not use.
-        """
-        if self._is_own_inbox(delivery, peer):
-            await delivery.respond(payload)
-
-    def _is_own_inbox(self, delivery: Delivery, peer: str) -> bool:
-        if not delivery.reply:
-            return False
-        if delivery.reply.startswith(f"{Subjects.inbox(peer)}."):
-            return True
-        self._counts["misdirected_replies"] += 1
-        return False
 
     # What the organisers' desk needs
 

@@ -8,7 +8,9 @@ coordinated it (the run's book names them, contributions.py).
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -124,6 +126,7 @@ class ReceiptKeeper:
         self._coordinators = coordinators
         self._path = path
         self._unwritten: list[Receipt] = []
+        self._is_failing = False
         peer.links.handle(Receipt, self._came)
         self._task = asyncio.create_task(self._keep_writing(), name="receipts: writing")
 
@@ -158,8 +161,21 @@ class ReceiptKeeper:
         try:
             await asyncio.to_thread(append_receipts, self._path, receipts)
         except OSError as error:
-            self.counts["not_written"] += len(receipts)
-            logger.warning("%d receipts could not be written to %s: %s", len(receipts), self._path, error)
+            self._unwritten = [*receipts, *self._unwritten]
+            self.counts["failed_writes"] += 1
+            if not self._is_failing:
+                logger.warning(
+                    "%d receipts could not be written to %s: %s. It is tried again; training goes on. Make room there",
+                    len(receipts),
+                    self._path,
+                    error.strerror or error,
+                )
+            self._is_failing = True
+            return
+        self.counts["written"] += len(receipts)
+        if self._is_failing:
+            logger.warning("receipts are written to %s again: none is missing", self._path)
+        self._is_failing = False
 
 
 # On disk
@@ -182,7 +198,11 @@ def append_receipts(path: Path, receipts: Iterable[Receipt]) -> None:
         path.replace(path.with_suffix(".old.jsonl"))
     lines = b"".join(msgspec.json.encode(receipt) + b"\n" for receipt in receipts)
     with path.open("ab", buffering=0) as file:  # one write, so that lines of several processes do not mix
-        file.write(lines)
+        size = file.seek(0, os.SEEK_END)
+        if file.write(lines) < len(lines):  # the disk is full: half a line would spoil the next one as well
+            if os.fstat(file.fileno()).st_size < size + len(lines):
+                file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @dataclass(slots=True)

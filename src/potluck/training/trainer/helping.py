@@ -9,7 +9,7 @@ from potluck.optim.collaboration import Collaboration
 from potluck.optim.helper import Helper
 from potluck.round.averager import RoundPeer
 from potluck.run.group import Group, LinkedPeer, group_of
-from potluck.state.keeper import StateConfig
+from potluck.state.config import StateConfig
 from potluck.training.books.ballot import BallotDesk
 from potluck.training.books.contributions import ContributionDesk
 from potluck.training.books.historydesk import HistoryDesk

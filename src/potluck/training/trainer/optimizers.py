@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from potluck.optim import compiler
 from potluck.optim.diloco import DiLoCo
+from potluck.optim.method import Hyperparameters
 from potluck.optim.methods.outer import Nesterov, OuterOptimizer
 from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
 from potluck.optim.optimizer import Optimizer
@@ -19,7 +21,7 @@ from potluck.round.coordinator.coordinator import CoordinatorConfig
 from potluck.round.coordinator.gathering import LEAST_ROUND_SECONDS, GatherConfig
 from potluck.round.coordinator.trigger import Quorum
 from potluck.run.joined import Joined
-from potluck.state.keeper import StateConfig
+from potluck.state.config import StateConfig
 from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, OptimizerSpec, ScheduleSpec, Settings
 
@@ -27,17 +29,19 @@ SharedOptimizer = Optimizer | DiLoCo
 
 
 def make_optimizer(
-    run: Joined, model: nn.Module, manifest: Manifest, state: StateConfig | None = None
+    run: Joined, model: nn.Module, newest: Callable[[], Manifest], state: StateConfig | None = None
 ) -> SharedOptimizer:
-    """The optimizer that this manifest asks for, around the model, with the run's state as soon as there is one.
+    """The optimizer that the manifest asks for, around the model, with the run's state as soon as there is one.
 
-    `state` says whether this peer keeps states for others, and writes backups.
+    `newest` returns the newest manifest; `state` says whether this peer keeps states for others, and writes backups.
     """
+    manifest = newest()
+    compiler.postpone()
     inner = _inner(manifest.settings[0].optimizer, model.parameters())
     # By the model's own names, so that a checkpoint says what is in it.
     inner.param_groups[0]["param_names"] = [name for name, _ in model.named_parameters()]
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-    options = {**options_of(manifest), "state": state or StateConfig()}
+    options = {**options_of(manifest), "state": state or StateConfig(), "hyperparameters": following(inner, newest)}
     if isinstance(manifest.settings[0].training, manifests.Sync):
         return Optimizer(run, inner, extra_tensors=buffers, **options)
     return DiLoCo(run, inner, extra_tensors=buffers, outer=outer_of(manifest), **options)
@@ -104,17 +108,27 @@ def coordinating(manifest: Manifest) -> CoordinatorConfig:
 
 
 def follow(optimizer: SharedOptimizer, settings: Settings) -> None:
-    """Set what may change while a run trains. It depends on the epoch alone, so that a newcomer has the same."""
-    rate = learning_rate(settings, optimizer.epoch)
-    for group in optimizer.param_groups:
+    """Set what may change while a run trains, before a step of this peer's own."""
+    _set_groups(optimizer.param_groups, settings, optimizer.epoch)
+    if isinstance(settings.training, manifests.Sync) and isinstance(optimizer, Optimizer):
+        optimizer.target_batch_size = settings.training.target_batch_size
+
+
+def following(inner: torch.optim.Optimizer, newest: Callable[[], Manifest]) -> Hyperparameters:
+    """What sets the optimizer's numbers for each step of the run, be it one that a newcomer repeats."""
+    return lambda epoch: _set_groups(inner.param_groups, newest().at(epoch), epoch)
+
+
+def _set_groups(groups: list[dict[str, Any]], settings: Settings, epoch: int) -> None:
+    """All of it depends on the epoch alone, so that all peers have the same."""
+    rate = learning_rate(settings, epoch)
+    for group in groups:
         group["lr"] = rate
         group["weight_decay"] = settings.optimizer.weight_decay
         if "betas" in group:
             group["betas"] = (settings.optimizer.beta1, settings.optimizer.beta2)
         elif "momentum" in group:
             group["momentum"] = settings.optimizer.beta1
-    if isinstance(settings.training, manifests.Sync) and isinstance(optimizer, Optimizer):
-        optimizer.target_batch_size = settings.training.target_batch_size
 
 
 def learning_rate(settings: Settings, epoch: int) -> float:

@@ -30,7 +30,7 @@ from potluck.run.joined import Joined
 from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, Settings
 from potluck.training.manifest.notice import NoticeBoard
-from potluck.training.trainer.optimizers import SharedOptimizer, follow, options_of, outer_of
+from potluck.training.trainer.optimizers import SharedOptimizer, follow, following, options_of, outer_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +61,12 @@ class Optimizer(target_batches.Optimizer):
         **options: Any,
     ) -> None:
         """As `potluck.optim.optimizer.Optimizer`; in a hosted run `target_batch_size` may be left out."""
-        parts = {name: options.pop(name) for name in ("extra_tensors", "source") if name in options}
+        parts = {name: options.pop(name) for name in ("extra_tensors", "source", "hyperparameters") if name in options}
         is_auxiliary = config.auxiliary if config is not None else options.get("auxiliary", False)
         self.hosted = hosted = None if is_auxiliary else HostedRun.of(run, manifests.Sync)
         if hosted is not None:
-            optimizer = hosted.prepared(optimizer, params)
+            optimizer = inner = hosted.prepared(optimizer, params)
+            parts["hyperparameters"] = following(inner, lambda: hosted.manifest)
             options = {"target_batch_size": hosted.options["target_batch_size"], **options}
             config = hosted.settled(config or OptimizerConfig(**options), scheduler=scheduler, transform=transform)
             options, scheduler = {}, None
@@ -106,10 +107,11 @@ class DiLoCo(outer_loops.DiLoCo):
         **options: Any,
     ) -> None:
         """As `potluck.optim.diloco.DiLoCo`."""
-        parts = {name: options.pop(name) for name in ("extra_tensors", "source") if name in options}
+        parts = {name: options.pop(name) for name in ("extra_tensors", "source", "hyperparameters") if name in options}
         self.hosted = hosted = HostedRun.of(run, manifests.DiLoCo)
         if hosted is not None:
-            optimizer = hosted.prepared(optimizer, params)
+            optimizer = inner = hosted.prepared(optimizer, params)
+            parts["hyperparameters"] = following(inner, lambda: hosted.manifest)
             config = hosted.settled(config or DiLoCoConfig(**options), scheduler=scheduler, transform=transform)
             options, scheduler, outer = {}, None, outer_of(hosted.manifest)
         super().__init__(

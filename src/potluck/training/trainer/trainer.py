@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from potluck.errors import ConfigurationError, StoppedError
+from potluck.optim import compiler
 from potluck.optim.cores import share_cores
 from potluck.optim.diloco import DiLoCo
 from potluck.optim.optimizer import Optimizer
@@ -28,7 +29,7 @@ from potluck.recipes.recipe import Batch, Recipe, RecipeConfig, require_download
 from potluck.round.averager import RoundPeer
 from potluck.round.plan.messages import Commit
 from potluck.run.joined import Joined
-from potluck.state.keeper import StateConfig
+from potluck.state.config import StateConfig
 from potluck.training.books.contributions import given_by
 from potluck.training.books.receipts import ReceiptKeeper
 from potluck.training.books.shards import MAX_READERS, LeasedShards
@@ -150,7 +151,7 @@ class Trainer:
         self._search: BatchSearch | None = None
         self.batch_size = self._config.batch_size or self._first_batch_size(first)
         on_model()
-        self.optimizer: SharedOptimizer = make_optimizer(run, self.model, first, self._config.state)
+        self.optimizer: SharedOptimizer = make_optimizer(run, self.model, manifest, self._config.state)
         self._lease = self.optimizer.collaboration.averager.lease
         run.attach(run.call(_open_desks(run, self.optimizer, manifest)).close)
         if self._config.receipts is not None:
@@ -298,6 +299,8 @@ class Trainer:
         if search is not None:
             self._observe(search, seconds, feed)
         self.steps += 1
+        if self.steps == 1:
+            compiler.import_meanwhile()
         if counts["outdated_batches"] == num_outdated:
             self.samples += size
         value = loss.item()

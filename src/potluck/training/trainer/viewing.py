@@ -14,9 +14,10 @@ from potluck.peer.lease import Lease
 from potluck.round.lineage import Lineage
 from potluck.round.plan.messages import Commit
 from potluck.run.group import Group, LinkedPeer
+from potluck.state.config import StateConfig
 from potluck.state.fetched import FetchedState
 from potluck.state.fetcher import Progress
-from potluck.state.keeper import StateConfig, StateKeeper
+from potluck.state.keeper import StateKeeper
 
 
 class StateViewer:

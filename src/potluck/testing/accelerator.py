@@ -16,11 +16,13 @@ fallback for all operations). A result that shares memory with an argument becom
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +36,8 @@ WAITING = frozenset({"nonzero", "masked_select", "_unique2", "unique_dim", "equa
 FUSED = "_fused_"
 HALF_OPERATIONS = ("mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "conv2d", "convolution")
 
+_torch: Any = torch._C  # the parts of torch without types that a backend is made of
+_library: Any = torch.library.Library
 _CPU_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
@@ -114,9 +118,6 @@ class Event:
 class Accelerator:
     """The module `torch.pretend`, by which torch and programs ask for what is not an operation on tensors."""
 
-    Stream = Stream
-    Event = Event
-
     def __init__(self) -> None:
         self.counts = Counts()
         self.allows_transfers = True
@@ -126,6 +127,7 @@ class Accelerator:
         self._allocated = 0
         self._streams = threading.local()
         self._default = Stream()
+        self.Stream, self.Event = Stream, Event  # as torch.cuda has them
 
     # What torch asks for
 
@@ -180,6 +182,16 @@ class Accelerator:
         """Free and total bytes."""
         return self.memory_limit_bytes - self._allocated, self.memory_limit_bytes
 
+    def get_device_properties(self, device: object = None) -> SimpleNamespace:
+        """What is known of the device."""
+        return SimpleNamespace(name=NAME, total_memory=DEVICE_BYTES)
+
+    def set_per_process_memory_fraction(self, fraction: float, device: torch.device) -> None:
+        """Allow no more than this share. As with CUDA, the device must have an index."""
+        if device.index is None:
+            raise ValueError(f"expected a torch.device with a specified index, but got {device}")
+        self.memory_limit_bytes = int(fraction * DEVICE_BYTES)
+
     def memory_reserved(self, device: object = None) -> int:
         """Bytes in use."""
         return self._allocated
@@ -210,7 +222,7 @@ class Accelerator:
 
 
 _installed: Accelerator | None = None
-_libraries: list[torch.library.Library] = []
+_libraries: list[Any] = []
 
 
 def the_device() -> Accelerator:
@@ -226,10 +238,10 @@ def install() -> Accelerator:
         return _installed
     _installed = Accelerator()
     torch.utils.backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_installed)
-    everything = torch.library.Library("_", "IMPL")
+    everything = _library("_", "IMPL")
     everything.fallback(_on_host, "PrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    own = torch.library.Library("aten", "IMPL", "PrivateUse1")
+    own = _library("aten", "IMPL", "PrivateUse1")
     own.impl("empty.memory_format", _empty)
     own.impl("empty_strided", _empty_strided)
     own.impl("copy_", _copy)
@@ -237,15 +249,49 @@ def install() -> Accelerator:
     own.impl("set_.source_Storage", _set_whole)
     own.impl("convolution_overrideable", _convolution)
     own.impl("convolution_backward_overrideable", _convolution_backward)
-    host = torch.library.Library("aten", "IMPL", "CPU")
+    for name in _made_of_others():
+        own.impl(name, functools.partial(_on_host, _operation(name)))
+    host = _library("aten", "IMPL", "CPU")
     with _quietly():
         host.impl("is_pinned", lambda tensor, device=None: hasattr(tensor.untyped_storage(), "_is_pinned"))
         host.impl("_pin_memory", _pin)
-    cast = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
+    cast = _library("aten", "IMPL", "AutocastPrivateUse1")
     for name in HALF_OPERATIONS:
         cast.impl(name, _in_half(getattr(torch.ops.aten, name).default))
+    _copy_storages_too()
     _libraries.extend([everything, own, host, cast])
     return _installed
+
+
+def _copy_storages_too() -> None:
+    """Torch has nothing by which a Python backend could say how to copy a storage, as `deepcopy` of a tensor does."""
+    plain = torch.UntypedStorage.__deepcopy__
+
+    def deepcopy(storage: Any, memo: dict[int, Any]) -> Any:
+        if storage.device.type != NAME:
+            return plain(storage, memo)  # type: ignore[no-untyped-call]
+        if storage._cdata not in memo:
+            memo[storage._cdata] = _storage_on(storage._owner.clone())
+        return memo[storage._cdata]
+
+    torch.UntypedStorage.__deepcopy__ = deepcopy  # type: ignore[method-assign]
+
+
+def _made_of_others() -> list[str]:
+    """Operations that torch would take apart for a device before its fallback is asked: the CPU has them whole."""
+    composite = "CompositeExplicitAutogradNonFunctional"
+    return [
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::")
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name, composite)
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
+    ]
+
+
+def _operation(name: str) -> Any:
+    short, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, short), overload or "default")
 
 
 # Tensors of the one device on the memory of the other
@@ -260,7 +306,7 @@ def host_of(tensor: Tensor) -> Tensor:
 
 def _placed(host: Tensor) -> Tensor:
     """The same memory, as a tensor of the device."""
-    made = torch._C._acc.create_empty_tensor([0], host.dtype)
+    made = _torch._acc.create_empty_tensor([0], host.dtype)
     return _put(made, _storage_on(host.untyped_storage()), host)
 
 
@@ -277,6 +323,7 @@ class _Memory:
     __slots__ = ("num_bytes",)
 
     def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = 0  # should there be no room
         the_device()._allocate(num_bytes)
         self.num_bytes = num_bytes
 
@@ -284,11 +331,11 @@ class _Memory:
         the_device()._free(self.num_bytes)
 
 
-def _storage_on(raw: torch.UntypedStorage) -> torch.UntypedStorage:
+def _storage_on(raw: torch.UntypedStorage) -> Any:
     memory = _Memory(raw.nbytes())
-    storage = torch._C._construct_storage_from_data_pointer(raw.data_ptr(), torch.device(NAME, 0), raw.nbytes())
+    storage: Any = _torch._construct_storage_from_data_pointer(raw.data_ptr(), torch.device(NAME, 0), raw.nbytes())
     storage._owner, storage._memory = raw, memory
-    return storage  # type: ignore[no-any-return]
+    return storage
 
 
 def _is_on_device(value: object) -> bool:
@@ -335,7 +382,7 @@ def _on_host(operation: Any, *args: Any, **kwargs: Any) -> Any:
                 return tensor
         for tensor, host in given:
             if value.untyped_storage()._cdata == host.untyped_storage()._cdata:
-                view = torch._C._acc.create_empty_tensor([0], value.dtype)
+                view = _torch._acc.create_empty_tensor([0], value.dtype)
                 return _put(view, tensor.untyped_storage(), value)
         return _placed(value)
 
@@ -422,7 +469,7 @@ def _pin(tensor: Tensor, device: object = None) -> Tensor:
 
 def _in_half(operation: Any) -> Callable[..., Any]:
     """What autocast does with this operation: floating-point arguments in half precision."""
-    without_autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    without_autocast = torch._C.DispatchKeySet(_torch.DispatchKey.AutocastPrivateUse1)
 
     def cast(*args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(NAME)

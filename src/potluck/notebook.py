@@ -35,7 +35,7 @@ from potluck.training.manifest.manifest import Manifest
 from potluck.training.manifest.notice import NoticeBoard
 from potluck.training.manifest.readiness import check_ready, last_epoch
 from potluck.training.trainer.leaving import HAND_IN_SECONDS, train_and_hand_in
-from potluck.training.trainer.machine import find_device
+from potluck.training.trainer.machine import find_devices
 from potluck.training.trainer.trainer import TrainConfig, Trainer, TrainProgress
 
 DRAW_EVERY_SECONDS = 2.0
@@ -50,19 +50,21 @@ def take_part(
     recipe: str | Path | None = None,
     batch_size: int | None = None,
     device: str = "",
+    precision: str = "",
     max_steps: int | None = None,
     hand_in_seconds: float = HAND_IN_SECONDS,
 ) -> None:
     """Train with the others until the run ends or the cell is stopped.
 
     `link` is the join link (else POTLUCK_LINK); `name` what you want to be called; `recipe` your copy of the run's
-    recipe, where its organiser wrote one. Batch size and device are found by trial unless given. On leaving, the next
+    recipe, where its organiser wrote one. Batch size, device and precision are found unless given. On leaving, the next
     epoch is waited for so long, to hand in what was done.
     """
     screen = _screen()
-    config = TrainConfig(batch_size=batch_size, device=device, max_steps=max_steps)
-    find_device(device)  # before anybody is looked for
+    config = TrainConfig(batch_size=batch_size, device=device, precision=precision, max_steps=max_steps)
+    find_devices(device)  # before anybody is looked for
     copy = None if recipe is None else Path(recipe)
+    config = replace(config, recipe_file=copy)
     if copy is not None:
         compile_source(read_source(copy), copy)
     try:

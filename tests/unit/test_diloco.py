@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trainlab import TrainLab, loss_of, make_batch, make_model, parameters_of, quality_of, together, train_lab
+from trainlab import DEVICE, TrainLab, loss_of, make_batch, make_model, parameters_of, quality_of, together, train_lab
 
 from potluck.errors import ConfigurationError
 from potluck.optim.diloco import DiLoCo, DiLoCoConfig
@@ -33,7 +33,7 @@ class Worker:
     def __init__(self, lab: TrainLab, number: int, *, batch_size: int = 16, run: Any = None, **options: Any) -> None:
         self.number = number
         self.run = lab.join(f"worker {number}", **(run or {}))
-        self.model = options.pop("model", None) or make_model()
+        self.model = (options.pop("model", None) or make_model()).to(DEVICE)
         inner = torch.optim.AdamW(self.model.named_parameters(), lr=0.02)
         # On a problem as small as this one, DiLoCo's momentum of 0.9 swings for a hundred epochs.
         options = {"outer": Nesterov(0.7, 0.5), "codecs": EXACT, "inner_steps": 4, **options}
@@ -94,7 +94,7 @@ def test_an_offloaded_inner_optimizer_keeps_full_precision_behind_the_model(dtyp
     assert all(parameter.dtype == torch.float32 for parameter in state.parameters.values())
     for name, parameter in state.model.items():
         assert parameter.dtype == dtype
-        assert torch.equal(parameter, state.parameters[name].to(dtype))
+        assert torch.equal(parameter.cpu(), state.parameters[name].to(dtype))
     if dtype == torch.float32:
         for got, wanted in zip(parameters_of(offloaded.model), parameters_of(run(False, dtype).model), strict=True):
             assert torch.equal(got, wanted)
@@ -103,7 +103,7 @@ def test_an_offloaded_inner_optimizer_keeps_full_precision_behind_the_model(dtyp
 def test_a_gradient_scaler() -> None:
     with train_lab() as lab:
         scaled, plain = Worker(lab, 0), make_model()
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0, growth_interval=1000)
         inner = torch.optim.AdamW(plain.parameters(), lr=0.02)
         for number in range(3):
             scaler.scale(loss_of(scaled.model, make_batch(number))).backward()

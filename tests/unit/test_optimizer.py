@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from trainlab import (
+    DEVICE,
     PATIENCE_SECONDS,
     TrainLab,
     loss_of,
@@ -77,7 +78,7 @@ class Trainer:
     ) -> None:
         self.number = number
         self.run = lab.join(f"trainer {number}", **(run or {}))
-        self.model = options.pop("model", None) or make_model()
+        self.model = (options.pop("model", None) or make_model()).to(DEVICE)
         given = {name: options.pop(name) for name in ("scheduler", "transform") if name in options}
         source = options.pop("source", lab.states)
         options = {"codecs": EXACT, "num_threads": 1, "matchmaking_seconds": 10.0, **options}
@@ -185,8 +186,10 @@ def test_four_peers_and_fifty_epochs_of_a_transformer_equal_one_process() -> Non
         train_all(trainers, 50)
         assert_equal(trainers)
         ours = torch.cat([parameter.flatten() for parameter in parameters_of(trainers[0].model)])
-        theirs = torch.cat([parameter.flatten() for parameter in plain(trainers, sgd, 50, SmallTransformer())])
-        start = torch.cat([parameter.flatten() for parameter in parameters_of(SmallTransformer())])
+        theirs = torch.cat(
+            [parameter.flatten() for parameter in plain(trainers, sgd, 50, SmallTransformer().to(DEVICE))]
+        )
+        start = torch.cat([parameter.flatten() for parameter in parameters_of(SmallTransformer().to(DEVICE))])
         assert (theirs - start).norm() > 0.1 * start.norm()  # else the test shows nothing
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
@@ -595,7 +598,7 @@ def test_extra_tensors_tied_and_frozen_parameters_groups_and_dtypes() -> None:
         trainers = []
         for number in range(2):
             torch.manual_seed(0)
-            model = Odd()
+            model = Odd().to(DEVICE)
             run = lab.join(f"odd {number}")
             groups = [
                 {"params": [model.first.weight], "lr": 0.05},
@@ -628,7 +631,7 @@ def test_extra_tensors_tied_and_frozen_parameters_groups_and_dtypes() -> None:
 def test_a_gradient_scaler() -> None:
     with train_lab() as lab:
         trainer = Trainer(lab, 0, target_batch_size=4)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0, growth_interval=1000)
         model = make_model()
         optimizer = sgd(model.parameters())
         for number in range(6):
@@ -655,11 +658,11 @@ def test_two_peers_with_autocast_and_a_scaler_each() -> None:
     """Scales are powers of two, which bfloat16 multiplies by exactly: so autocast alone comes to the same."""
 
     def train(trainer: Trainer) -> float:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0, growth_interval=1000)
         while (before := trainer.optimizer.epoch) < 4:
             number = 1000 * trainer.number + trainer.position
             trainer.position += 1
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
                 loss = loss_of(trainer.model, make_batch(number))
             scaler.scale(loss).backward()
             overflows = number == 1001
@@ -677,7 +680,7 @@ def test_two_peers_with_autocast_and_a_scaler_each() -> None:
         assert together(*(lambda t=t: train(t) for t in trainers)) == [1024.0, 512.0]
         assert [t.optimizer.statistics().get("bad_batches", 0) for t in trainers] == [0, 1]
         assert_equal(trainers)
-        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):  # weights change in there
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16, cache_enabled=False):  # weights change in there
             wanted = plain(trainers, sgd, 4)
         for got, value in zip(parameters_of(trainers[0].model), wanted, strict=True):
             torch.testing.assert_close(got, value, rtol=1e-2, atol=2e-3)
@@ -688,7 +691,7 @@ def test_a_gradient_scaler_with_an_optimizer_that_is_offloaded() -> None:
         trainer = Trainer(lab, 0, target_batch_size=4, offload_optimizer=True)
         model = make_model()
         optimizer = sgd(model.parameters())
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0, growth_interval=1000)
         for number in range(3):
             scaler.scale(loss_of(trainer.model, make_batch(number))).backward()
             if number == 2:  # it looks at the optimizer's copies, and leaves the model's gradients as they are
@@ -854,7 +857,7 @@ def test_trainers_come_and_go_and_whoever_is_there_holds_the_same() -> None:
 
         def note(trainer: Trainer) -> None:
             tensors = [*trainer.model.parameters(), *trainer.optimizer.state_of_model.statistics().values()]
-            digest = b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
+            digest = b"".join(tensor.detach().cpu().numpy().tobytes() for tensor in tensors)
             with lock:
                 digests.setdefault(trainer.optimizer.epoch, set()).add(digest)
 

@@ -92,9 +92,9 @@ def steps_of(monkeypatch: pytest.MonkeyPatch, trainer: Trainer) -> list[int]:
     sizes: list[int] = []
     step = trainer.optimizer.step
 
-    def handed_in(batch_size: int) -> None:
+    def handed_in(batch_size: int, **options: Any) -> None:
         sizes.append(batch_size)
-        step(batch_size=batch_size)
+        step(batch_size=batch_size, **options)
 
     monkeypatch.setattr(trainer.optimizer, "step", handed_in)
     return sizes
@@ -169,6 +169,32 @@ class OtherData(RecipeConfig, frozen=True):
     """Not what came before."""
 
     longer: bool = True
+
+
+# Precision and compilation
+
+
+def test_a_compiled_model_trains_under_the_names_of_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[nn.Module] = []
+
+    def compile_it(model: nn.Module) -> Any:  # without a C++ compiler, which this is not about
+        compiled.append(model)
+        return torch.compile(model, backend="eager")
+
+    monkeypatch.setattr(trainers, "compiled", compile_it)
+    with train_lab() as lab:
+        trainer = make_trainer(lab, tiny(), batch_size=4, max_steps=8, compile=True)
+        assert compiled == [trainer.model]
+        assert trainer._computing is not trainer.model
+        before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+        assert trainer.train(threading.Event()).epoch == 2
+        assert not all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+        assert all("_orig_mod" not in name for name in trainer.optimizer.method.tensors())
+
+
+def test_a_precision_that_there_is_not() -> None:
+    with pytest.raises(ConfigurationError, match="choose one of float32, bfloat16, float16"):
+        TrainConfig(precision="int8")
 
 
 # Memory

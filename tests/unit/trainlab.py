@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from potluck.sim.memoryrun import MemoryPeer, MemoryRun
 # libuv opens one pipe per process, for good, with its first loop: here, before a test counts.
 LoopThread().__enter__().close()
 
+DEVICE = torch.device(os.environ.get("POTLUCK_TEST_DEVICE", "cpu"))  # where models are; see tests/accelerator
 PATIENCE_SECONDS = 100.0  # the machine may be busy
 FEATURES = 5
 
@@ -44,7 +46,7 @@ class MemoryStates:
     def publish(self, snapshot: Snapshot) -> None:
         with self._lock:
             self.num_published += 1
-            tensors = {name: tensor.detach().clone() for name, tensor in snapshot.tensors.items()}
+            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in snapshot.tensors.items()}
             self._published.setdefault(snapshot.epoch, []).append(tensors)
             if self.newest is None or snapshot.epoch >= self.newest.epoch:
                 self.newest = Snapshot(epoch=snapshot.epoch, tensors=tensors, metadata=snapshot.metadata)
@@ -147,14 +149,14 @@ def make_model(seed: int = 0, hidden: int = 7) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
-    return model
+    return model.to(DEVICE)
 
 
 def make_batch(number: int, size: int = 4) -> tuple[Tensor, Tensor]:
     """The same for everybody who asks for this number."""
     generator = torch.Generator().manual_seed(10_000 + number)
     inputs = torch.randn(size, FEATURES, generator=generator)
-    return inputs, inputs.sum(dim=1, keepdim=True).sin()
+    return inputs.to(DEVICE), inputs.sum(dim=1, keepdim=True).sin().to(DEVICE)
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

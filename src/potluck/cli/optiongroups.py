@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from potluck.training.trainer.hours import Hours
 
 
+PRECISIONS = ("float32", "bfloat16", "float16")  # those of training/trainer/precision.py, which takes torch
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PersonOptions:
     """Who takes part."""
@@ -93,6 +96,8 @@ class TrainOptions:
     batch_size: o.BatchSize = None
     n_workers: o.NumWorkers = 1
     device: o.Device = ""
+    precision: o.Precision = ""
+    compile: o.Compile = False
     threads: o.Threads = None
     max_memory: o.MaxMemory = ""
     max_steps: o.MaxSteps = None
@@ -100,6 +105,10 @@ class TrainOptions:
     hand_in_seconds: o.HandInSeconds = 2.5
 
     def __post_init__(self) -> None:
+        if self.precision not in ("", *PRECISIONS):
+            from potluck.errors import ConfigurationError
+
+            raise ConfigurationError(f"--precision {self.precision}: choose one of {', '.join(PRECISIONS)}")
         _ = self.max_memory_bytes, self.hours  # raise ConfigurationError for what is none
 
     @property

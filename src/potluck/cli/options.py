@@ -50,7 +50,15 @@ RecipeFile = Annotated[
 ]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples per step; found by trial unless given.")]
 NumWorkers = Annotated[int, typer.Option("--n-workers", min=1, max=64, help="Threads that read data.")]
-Device = Annotated[str, typer.Option(help="Where to compute, as in cpu or cuda:1; the fastest unless given.")]
+Device = Annotated[
+    str, typer.Option(help="Where to compute, as in cpu, cuda:1 or cuda:0,cuda:1; all of the fastest unless given.")
+]
+Precision = Annotated[
+    str, typer.Option(help="float32, bfloat16 or float16; unless given, what suits the device. Weights stay float32.")
+]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="Compile the model first: takes minutes, then steps are faster.")
+]
 Threads = Annotated[
     int | None,
     typer.Option(min=1, help="Threads to compute with; unless given, your cores, shared by this machine's peers."),

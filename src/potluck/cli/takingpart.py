@@ -193,7 +193,7 @@ async def _check_choices(training: TrainOptions) -> None:
         compile_source(read_source(training.recipe), training.recipe)
     if training.device:  # it takes torch to tell, whose import comes now instead of later
         machine = await console.import_slowly("potluck.training.trainer.machine")
-        machine.find_device(training.device)
+        machine.find_devices(training.device)
 
 
 def _tell_version(link: JoinLink, as_json: bool) -> None:

@@ -130,6 +130,9 @@ async def _train(
     config = TrainConfig(
         batch_size=options.batch_size,
         device=options.device,
+        recipe_file=options.recipe,
+        precision=options.precision,
+        compile=options.compile,
         max_steps=options.max_steps,
         receipts=receipts_path(receipts_folder(), first.run),
         num_readers=options.n_workers,
@@ -215,12 +218,19 @@ def _tell_training(trainer: Trainer, recipe: str, as_json: bool) -> None:
 
     size = None if trainer.is_searching else trainer.batch_size
     if as_json:
-        figures = {"batch_size": size, "device": str(trainer.device), "threads": trainer.num_threads}
+        figures = {
+            "batch_size": size,
+            "device": ",".join(map(str, trainer.devices)),
+            "precision": trainer.precision.precision,
+            "threads": trainer.num_threads,
+        }
         console.print_json({"event": "training", "recipe": recipe, **figures})
     else:
         batches = "in batches whose size is found on the way" if size is None else f"in batches of {size}"
+        devices = ", ".join(map(str, trainer.devices))
         console.out.print(
-            f"Training {recipe} on {trainer.device} {batches}, with {console.count(trainer.num_threads, 'thread')}. "
+            f"Training {recipe} on {devices} in {trainer.precision.precision} {batches}, with "
+            f"{console.count(trainer.num_threads, 'thread')}. "
             "Ctrl-C hands in what you have done, and leaves."
         )
 

@@ -72,6 +72,18 @@ class GroupLinks:
         """As `Links.flush`: also what other groups have queued for the peer."""
         return self._links.flush(peer, timeout_seconds=timeout_seconds)
 
+    def arrived_at(self, peer: str, *, bulk: bool) -> float:
+        """As `Links.arrived_at`: of all groups, since it tells whether the line moves."""
+        return self._links.arrived_at(peer, bulk=bulk)
+
+    def delivered_at(self, peer: str, *, bulk: bool) -> float:
+        """As `Links.delivered_at`, of all groups."""
+        return self._links.delivered_at(peer, bulk=bulk)
+
+    def upload_bytes_per_second(self, peer: str) -> float | None:
+        """As `Links.upload_bytes_per_second`."""
+        return self._links.upload_bytes_per_second(peer)
+
     def close(self) -> None:
         """Handle nothing more for this group. Idempotent."""
         while self._handled:

@@ -17,6 +17,7 @@ What they work on:
 
 Drivers:
     driver.py                 a method's way through the epochs: rounds and delays
+    staging.py                what a round averages, copied between a GPU and the CPU beside training
     recovery.py               the state it stands on: at the start, caught up with, repaired, rolled back
     lastgood.py               what it is rolled back to
     listening.py              epochs that pass while that state is on its way

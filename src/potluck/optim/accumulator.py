@@ -44,15 +44,16 @@ class GradientAccumulator:
         self._units = 0.0  # how many of them there are
 
     @torch.no_grad()
-    def add(self, batch_size: int) -> bool:
+    def add(self, batch_size: int, *, is_checked: bool = False) -> bool:
         """Take in the gradients of one batch; False when they are not finite, and then nothing of them counts.
 
+        Whether they are is looked at here, unless a gradient scaler has done so: on a GPU everything waits for it.
         With reused buffers, nothing counts then of the batches before it either: they cannot be told apart any more.
         """
         if batch_size < 1:
             raise ConfigurationError(f"batch_size={batch_size}: a step needs at least 1 sample")
         gradients = self._gradients()
-        if not are_finite(gradients.values()):
+        if not is_checked and not are_finite(gradients.values()):
             self._drop(gradients)
             return False
         if not self._reuse:

@@ -238,9 +238,10 @@ class DiLoCo:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if grad_scaler is not None:
-            self._unscaler.unscale(grad_scaler)  # what has overflowed stays so, and is left out below
-        if not self.method.local_step(batch_size, self.config.max_grad_norm):
+        is_finite = None  # looked at below, unless the scaler does so
+        if grad_scaler is not None and grad_scaler.is_enabled():
+            is_finite = self._unscaler.unscale(grad_scaler)
+        if not self.method.local_step(batch_size, self.config.max_grad_norm, is_finite):
             self.driver.counts["bad_batches"] += 1
             logger.warning("a batch of %d samples has gradients that are not finite: it is left out", batch_size)
         stride, fast = self._stride, self._fast_steps_per_second

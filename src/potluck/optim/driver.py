@@ -27,6 +27,7 @@ from potluck.errors import ConfigurationError, RoundFailedError
 from potluck.optim.collaboration import Collaboration, has_other_trainers
 from potluck.optim.method import Hyperparameters, Method, Offer, StateSource
 from potluck.optim.recovery import Recovery, RecoveryConfig
+from potluck.optim.staging import Moment, Staged, Staging
 from potluck.round.member.wish import StandBy
 from potluck.round.outcome import RoundResult
 from potluck.run.calls import Call, Outcome
@@ -71,7 +72,8 @@ class _Pending:
     epoch: int
     offer: Offer
     result: Call[RoundResult | None]  # None: it stood by, and no round began
-    stepped: Outcome[None] | None = None  # where the step is delayed too
+    staged: list[Staged]  # what the round averages, as soon as the offer is made
+    stepped: Outcome[Moment] | None = None  # where the step is delayed too
 
     @property
     def last(self) -> Outcome[Any]:
@@ -102,6 +104,7 @@ class Driver:
         self._recovery = Recovery(run, method, collaboration, config.recovery(), source, hyperparameters)
         self._pending: _Pending | None = None
         self._steps: concurrent.futures.ThreadPoolExecutor | None = None
+        self._staging = Staging()
         run.attach(self._release)
 
     # Where we are
@@ -226,24 +229,28 @@ class Driver:
         assert self._pending is None, "one round at a time"
         epoch = self.epoch + 1
         offer = self._method.offer(epoch)
-        if not in_background:
-            offer.tensors  # noqa: B018 - this thread has nothing else to do
+        staged: list[Staged] = []
+        if not in_background:  # this thread has nothing else to do
+            staged.append(self._staging.stage(offer.tensors))
         patience = timeout_seconds or self._config.averaging_timeout_seconds
-        return _Pending(epoch, offer, self._run.submit(self._average(offer, epoch, stand_by, patience)))
+        return _Pending(epoch, offer, self._run.submit(self._average(offer, staged, epoch, stand_by, patience)), staged)
 
     async def _average(
-        self, offer: Offer, epoch: int, stand_by: StandBy | None, timeout_seconds: float
+        self, offer: Offer, staged: list[Staged], epoch: int, stand_by: StandBy | None, timeout_seconds: float
     ) -> RoundResult | None:
         if not offer.weight and not await has_other_trainers(self._collaboration.peer.session):
             raise RoundFailedError(f"nobody has anything for epoch {epoch}")
-        if not offer.is_made:
-            await self._collaboration.work(lambda: offer.tensors)
+        if not staged:
+            staged.append(await self._collaboration.work(lambda: self._staging.stage(offer.tensors)))
+        tensors, copied = staged[0].host, staged[0].copied
+        if not copied.is_now:
+            await self._collaboration.work(copied.wait)
         if stand_by is None:
             return await self._collaboration.average(
-                offer.tensors, weight=offer.weight, epoch=epoch, timeout_seconds=timeout_seconds
+                tensors, weight=offer.weight, epoch=epoch, timeout_seconds=timeout_seconds
             )
         return await self._collaboration.stand_by(
-            stand_by, offer.tensors, weight=offer.weight, epoch=epoch, timeout_seconds=timeout_seconds
+            stand_by, tensors, weight=offer.weight, epoch=epoch, timeout_seconds=timeout_seconds
         )
 
     def _step_later(self, pending: _Pending) -> None:
@@ -252,15 +259,19 @@ class Driver:
         pending.stepped = Outcome()
         self._steps.submit(self._step_in_background, pending, pending.stepped)
 
-    def _step_in_background(self, pending: _Pending, stepped: Outcome[None]) -> None:
+    def _step_in_background(self, pending: _Pending, stepped: Outcome[Moment]) -> None:
         try:
             pending.result.wait()
             if (result := _epoch_of(pending)) is not None:
-                self._recovery.accept(pending.offer, epoch=pending.epoch, alone=result.alone)
+                self._accept(pending, result)
+            stepped.settle(Moment(pending.offer.tensors.values() if pending.staged else ()))
         except BaseException as error:  # noqa: BLE001 - raised by who lands the round
             stepped.settle(error=error)
-        else:
-            stepped.settle()
+
+    def _accept(self, pending: _Pending, result: RoundResult) -> None:
+        if not result.alone:  # else the tensors are as they were offered
+            pending.staged[0].bring_back()
+        self._recovery.accept(pending.offer, epoch=pending.epoch, alone=result.alone)
 
     def _conclude(self, pending: _Pending) -> bool:
         try:
@@ -283,9 +294,9 @@ class Driver:
             self.catch_up()
             return False
         if pending.stepped is not None:
-            pending.stepped.result()  # raises what the step raised
+            pending.stepped.result().wait_on_device()  # or raises what the step raised
         else:
-            self._recovery.accept(pending.offer, epoch=pending.epoch, alone=result.alone)
+            self._accept(pending, result)
         self.counts["epochs"] += 1
         self._recovery.advance(pending.epoch)
         return True
@@ -305,6 +316,11 @@ class Driver:
     def mend(self) -> bool:
         """Repair this peer's state if it is not that of the others, unless a round is under way; whether it was."""
         return self._pending is None and self._recovery.mend()
+
+    def start_over(self, why: str) -> None:
+        """A step ended in the middle, and left no state: take over the others', or go back to this peer's last good."""
+        self._leave_round()
+        self._recovery.start_over(why)
 
     def before_change(self) -> None:
         """To be called before local steps change what was published: it may not be copied yet."""

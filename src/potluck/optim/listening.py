@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from potluck import tasks
@@ -116,6 +117,11 @@ class Listener:
     async def _make_room(self, epoch: int) -> None:
         def make() -> dict[str, Tensor]:
             with self.turn:  # in a worker: the training thread may be in the middle of a step
-                return self._method.blank(epoch).tensors
+                blank = self._method.blank(epoch).tensors
+            # In the memory of the CPU: sixteen epochs of gradients would fill that of many a GPU.
+            return {
+                name: tensor if tensor.device.type == "cpu" else torch.zeros_like(tensor, device="cpu")
+                for name, tensor in blank.items()
+            }
 
         self._tensors = await self._collaboration.work(make)

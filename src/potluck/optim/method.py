@@ -11,11 +11,13 @@ place, and tells the method how that ended. A new method is one file with one su
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
+
+from potluck.optim.staging import Moment
 
 Metadata = dict[str, Any]
 """What belongs to a state beside tensors: numbers, texts, lists and dicts of them, as JSON can hold.
@@ -27,13 +29,19 @@ class Offer:
     """What a peer brings to a round. The averages are written into the tensors."""
 
     def __init__(
-        self, tensors: dict[str, Tensor] | Callable[[], dict[str, Tensor]], weight: float, detail: Any = None
+        self,
+        tensors: dict[str, Tensor] | Callable[[], dict[str, Tensor]],
+        weight: float,
+        detail: Any = None,
+        made_of: Iterable[Tensor] = (),
     ) -> None:
         """`detail` is whatever the method wants to find again when the round is over.
 
         Where it takes long to make the tensors, give a function that does so out of copies: for a round in the
-        background it is called in a worker.
+        background it is called in a worker. `made_of` are those copies: where they are on a GPU, the worker's stream
+        waits for this thread's.
         """
+        self._given_at = Moment(made_of)
         self.weight = weight
         self.detail = detail
         self._tensors = tensors
@@ -47,6 +55,7 @@ class Offer:
     def tensors(self) -> dict[str, Tensor]:
         """By the names by which they travel; made when they are first asked for."""
         if callable(self._tensors):
+            self._given_at.wait_on_device()
             self._tensors = self._tensors()
         return self._tensors
 

@@ -156,7 +156,7 @@ class ModelState:
                 plain_state[name] = kept
         return {
             "order": self._order,
-            "groups": [_plain_items(group) for group in self.optimizer.param_groups],
+            "groups": [_shared_items(_plain_items(group)) for group in self.optimizer.param_groups],
             "state": plain_state,
             "scheduler": _plain_items(self.scheduler.state_dict()) if self.scheduler is not None else None,
         }
@@ -218,7 +218,7 @@ class ModelState:
             if name in self.parameters:
                 self.optimizer.state[self.parameters[name]].update(values)
         for group, values in zip(self.optimizer.param_groups, metadata.get("groups", ()), strict=False):
-            for key, value in values.items():
+            for key, value in _shared_items(values).items():
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
         if in_order(self.parameters, metadata.get("order")) is not None:
             self._order = metadata["order"]  # one order for all, however this peer's groups are made
@@ -233,15 +233,17 @@ class ModelState:
             own: dict[str, Any] = dict(plain.get(name, {}))
             for full_name, tensor in tensors.items():
                 if full_name.startswith(prefix) and "/" not in (key := full_name.removeprefix(prefix)):
-                    own[key] = self._placed(tensor, parameter)
+                    own[key] = tensor.to(self._place(key, parameter), copy=True)
             if own:
                 state[parameter] = own
 
-    @staticmethod
-    def _placed(tensor: Tensor, parameter: Tensor) -> Tensor:
-        # Counters such as Adam's `step` stay on the CPU, where the optimizer puts them; moments go with the parameter.
-        device = parameter.device if tensor.shape == parameter.shape else torch.device("cpu")
-        return tensor.to(device, copy=True)
+    def _place(self, key: str, parameter: Tensor) -> torch.device:
+        """Where the optimizer has a tensor of its state, as torch's own `load_state_dict` decides it."""
+        if key != "step":
+            return parameter.device
+        group = next(group for group in self.optimizer.param_groups if any(p is parameter for p in group["params"]))
+        on_device = group.get("capturable") or group.get("fused")
+        return parameter.device if on_device else torch.device("cpu")
 
     # Saved by this peer for itself
 
@@ -274,10 +276,12 @@ class ModelState:
             copies[name] = by_id[id(parameter)] = Parameter(parameter.detach().to("cpu", torch.float32, copy=True))
         for group in self.optimizer.param_groups:
             group["params"] = [by_id.get(id(parameter), parameter) for parameter in group["params"]]
+            if group.get("capturable"):
+                group["capturable"] = False  # which is for GPUs alone
         for original in [key for key in self.optimizer.state if id(key) in by_id]:
             kept = cast(dict[str, Any], self.optimizer.state.pop(original))
             self.optimizer.state[by_id[id(original)]] = {
-                key: value.to("cpu", torch.float32) if _is_moment(value, original) else value
+                key: _on_cpu(value, torch.float32 if _is_moment(value, original) else None)
                 for key, value in kept.items()
             }
         return copies
@@ -288,6 +292,10 @@ def rename(tensors: dict[str, Any], renamed: Mapping[str, str]) -> None:
     items = [(renamed[name], tensor) for name, tensor in tensors.items()]
     tensors.clear()
     tensors.update(items)
+
+
+def _on_cpu(value: object, dtype: torch.dtype | None) -> object:
+    return value.to("cpu", dtype or value.dtype) if isinstance(value, Tensor) else value
 
 
 def _is_moment(value: object, parameter: Tensor) -> bool:
@@ -329,6 +337,12 @@ def _plain_items(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _REFERENCES = ("params", "param_names")
+# How a machine computes a step. What it computes is the same, and a state that travels says nothing of it.
+_OF_THE_MACHINE = ("fused", "foreach", "capturable", "differentiable")
+
+
+def _shared_items(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in _OF_THE_MACHINE}
 
 
 def _is_plain(value: object) -> bool:

@@ -344,13 +344,14 @@ class Optimizer(torch.optim.Optimizer):
         if scaler is not None and self.config.reuse_grad_buffers:
             raise ConfigurationError("a gradient scaler cannot be used with reuse_grad_buffers: turn that off")
         is_finite, before = scaler is None or self._unscaler.unscale(scaler), self.samples
+        is_checked = scaler is not None and scaler.is_enabled()
         if isinstance(self.method, LocalUpdates):
             parameters = self.state_of_model.model.values()
-            is_finite = is_finite and are_finite(p.grad for p in parameters if p.grad is not None)
+            is_finite = is_finite and (is_checked or are_finite(p.grad for p in parameters if p.grad is not None))
             self.driver.before_change()
             self.method.local_step(batch_size, is_finite)
         elif is_finite:
-            is_finite = self.method.gradients.add(batch_size)
+            is_finite = self.method.gradients.add(batch_size, is_checked=is_checked)
         else:
             self.zero_grad()
         if not is_finite:

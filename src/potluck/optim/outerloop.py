@@ -45,6 +45,8 @@ from potluck.optim.parameters import (
     PARAMETER,
     STATISTIC,
     are_finite,
+    beside,
+    memory_beside,
     prefixed,
     without_prefix,
 )
@@ -91,10 +93,14 @@ class OuterLoop(Method):
         """θ."""
         return self._shared
 
-    def local_step(self, batch_size: int, max_grad_norm: float | None = None) -> bool:
-        """One inner step on the gradients that are there; False when they are not finite, and no step was taken."""
+    def local_step(self, batch_size: int, max_grad_norm: float | None = None, is_finite: bool | None = None) -> bool:
+        """One inner step on the gradients that are there; False when they are not finite, and no step was taken.
+
+        Whether they are is looked at here, unless it is known: on a GPU everything waits for it.
+        """
         gradients = {name: p.grad for name, p in self.state.model.items() if p.grad is not None}
-        is_finite = are_finite(gradients.values())
+        if is_finite is None:
+            is_finite = are_finite(gradients.values())
         if is_finite:
             missing = self.state.parameters.keys() - gradients.keys()
             self.state.step(gradients, missing=missing, max_grad_norm=max_grad_norm)
@@ -139,8 +145,9 @@ class OuterLoop(Method):
         change = {name: self._shared[name] - self.state.parameters[name].float() for name in names}
         if self.schedule.keeps_overlap:
             self._offered = {name: _float32(self.state.parameters[name]) for name in names}
-        beside = self._copied_extra() | self.state.measures()
-        offer = Offer(lambda: self._to_travel(change) | beside, self.weight, (self.samples, self.steps))
+        others = self._copied_extra() | self.state.measures()
+        counted = (self.samples, self.steps)
+        offer = Offer(lambda: self._to_travel(change) | others, self.weight, counted, made_of=change.values())
         self.samples = self.steps = 0
         self._is_offered = True
         return offer
@@ -298,9 +305,11 @@ class OuterLoop(Method):
         for name, tensor in self.state.extra.items():
             if (given := tensors.get(EXTRA + name)) is not None:
                 tensor.copy_(given)
-        self.outer.load_tensors(without_prefix(OUTER, tensors))
+        self.outer.load_tensors(beside(without_prefix(OUTER, tensors), self._shared))
         self.outer.load_numbers(metadata.get("outer", {}))
-        self.transform.load_shared(without_prefix(TRANSFORM, tensors), metadata.get("transform", {}))
+        self.transform.load_shared(
+            beside(without_prefix(TRANSFORM, tensors), self._shared), metadata.get("transform", {})
+        )
         self._take_turn(int(metadata.get("turn", 0)))
         self.state.load_numbers(metadata)
         self._fresh, self._fresh_extra, self._fresh_measures, self._offered = set(), {}, {}, {}
@@ -345,9 +354,9 @@ class OuterLoop(Method):
         self.state.load_state_dict(state["state"])
         for name, tensor in self._shared.items():
             tensor.copy_(state["shared"][name])
-        self.outer.load_tensors(state["outer"])
+        self.outer.load_tensors(beside(state["outer"], self._shared))
         self.outer.load_numbers(state["outer_numbers"])
-        self.transform.load_state_dict(state["transform"])
+        self.transform.load_state_dict(memory_beside(state["transform"], self._shared))
         self.samples, self.steps = state["samples"], state["steps"]
         self._take_turn(state.get("turn", 0))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,6 +80,31 @@ def named_parameters(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]] |
     if not found:
         raise ConfigurationError("the optimizer has no parameter that requires a gradient: there is nothing to train")
     return found
+
+
+def beside(tensors: Named, parameters: Named) -> dict[str, Tensor]:
+    """Each tensor on the device of the parameter that it belongs to, by its name: NAME or KIND/NAME.
+
+    States come on the CPU, whatever a peer computes on.
+    """
+    somewhere = next(iter(parameters.values())).device
+    placed = {}
+    for name, tensor in tensors.items():
+        owner = parameters.get(name, parameters.get(name.partition("/")[2]))
+        placed[name] = tensor.to(owner.device if owner is not None else somewhere)
+    return placed
+
+
+def memory_beside(memory: Mapping[str, Any], parameters: Named) -> dict[str, Any]:
+    """The same for a saved memory, which has tensors by name under some of its keys."""
+    return {
+        key: beside(value, parameters) if isinstance(value, dict) and _has_tensors(value) else value
+        for key, value in memory.items()
+    }
+
+
+def _has_tensors(values: Mapping[str, Any]) -> bool:
+    return bool(values) and all(isinstance(value, Tensor) for value in values.values())
 
 
 MAX_ORDERED = 10_000  # parameters: their order is part of each state's metadata

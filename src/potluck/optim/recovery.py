@@ -298,8 +298,13 @@ class Recovery:
         """Whether the state can be worked with."""
         return are_finite(self._method.tensors().values())
 
-    def roll_back(self) -> None:
-        """A step made something that is not finite: go back, and have it said."""
+    def start_over(self, why: str) -> None:
+        """What is here is no state, since a step ended in the middle: go back, and have it said."""
+        self.epoch = max(self.epoch, self._collaboration.epoch)
+        self.roll_back(f"{why}, and this peer's state is incomplete")
+
+    def roll_back(self, why: str = "the parameters are not finite (NaN or infinity)") -> None:
+        """A step made something that is of no use: go back, and have it said."""
         self.counts["rolled_back"] += 1
         bad_epoch = self.epoch
         if (snapshot := self._healthy_elsewhere(bad_epoch)) is not None:
@@ -311,12 +316,12 @@ class Recovery:
             self.epoch = bad_epoch  # the epoch stands; its update is left out, by all who saw the same
         else:
             raise FatalError(
-                f"the parameters are not finite after epoch {bad_epoch}, and there is no good state to go back to: "
+                f"{why} after epoch {bad_epoch}, and there is no good state to go back to: "
                 "start again from a checkpoint, with a smaller learning rate or with max_grad_norm"
             )
         logger.error(
-            "the parameters are not finite (NaN or infinity) after epoch %d: rolled back to %s. If this comes again, "
-            "take a smaller learning rate or max_grad_norm",
+            "%s after epoch %d: rolled back to %s. If this comes again, take a smaller learning rate or max_grad_norm",
+            why,
             bad_epoch,
             where,
         )

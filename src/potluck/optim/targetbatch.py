@@ -16,7 +16,16 @@ from potluck.optim.accumulator import GradientAccumulator, MeanGradients
 from potluck.optim.method import Metadata, Method, Offer
 from potluck.optim.methods.transform import Plain, Transform
 from potluck.optim.modelstate import ModelState
-from potluck.optim.parameters import EXTRA, GRADIENT, PARAMETER, STATISTIC, prefixed, without_prefix
+from potluck.optim.parameters import (
+    EXTRA,
+    GRADIENT,
+    PARAMETER,
+    STATISTIC,
+    beside,
+    memory_beside,
+    prefixed,
+    without_prefix,
+)
 
 TRANSFORM = "buffer/transform/"
 
@@ -53,9 +62,12 @@ class TargetBatch(Method):
     def _offer(self, taken: MeanGradients, epoch: int) -> Offer:
         is_averaged = bool(self._average_state_every and (epoch + self._turn) % self._average_state_every == 0)
         state = self._averaged_state() if is_averaged else {}
-        beside = state | self.state.measures()
+        averaged = state | self.state.measures()
         return Offer(
-            lambda: prefixed(GRADIENT, self.transform.encode(taken.tensors)) | beside, float(taken.samples), taken
+            lambda: prefixed(GRADIENT, self.transform.encode(taken.tensors)) | averaged,
+            float(taken.samples),
+            taken,
+            made_of=taken.tensors.values(),
         )
 
     def renumber(self, by: int) -> None:
@@ -126,7 +138,8 @@ class TargetBatch(Method):
         """Take over somebody's state; what the transform owes is of an outdated one."""
         self.state.load(tensors, metadata)
         self.transform.forget()
-        self.transform.load_shared(without_prefix(TRANSFORM, tensors), metadata.get("transform", {}))
+        shared = beside(without_prefix(TRANSFORM, tensors), self.state.model)
+        self.transform.load_shared(shared, metadata.get("transform", {}))
         self._take_turn(int(metadata.get("turn", 0)))
 
     def load_numbers(self, metadata: Metadata) -> None:
@@ -148,5 +161,5 @@ class TargetBatch(Method):
         """Go on from a saved state."""
         self.state.load_state_dict(state["state"])
         self.gradients.load_state_dict(state["gradients"])
-        self.transform.load_state_dict(state["transform"])
+        self.transform.load_state_dict(memory_beside(state["transform"], self.state.model))
         self._take_turn(state.get("turn", 0))

@@ -65,7 +65,7 @@ class Archive:
             self._saver.offer(epoch, snapshot, made_at=made_at, at_once=at_once)
 
     def keep_last_copy(self) -> bool:
-        """Save the newest state in the end, due or not, since it would be lost with this peer; False: nothing is saved."""
+        """Save the newest state in the end, due or not: it would be lost with this peer. False: nothing is saved."""
         if self._saver is None:
             return False
         self._saver.is_last_copy = True

@@ -5,6 +5,7 @@
     nursery.py       Python children that need not import torch again: forked from a template (template.py)
     faults.py        faults at named points of a child process, with a record that they fired
     faulty.py        runs a program with those faults: `python -m potluck.testing.faulty -m potluck.cli.main …`
+    accelerator.py   a pretend GPU: a second torch device, whose copies and waits are counted
     leaks.py         threads, sockets and tasks that a test left behind
     ports.py         a TCP port that nobody uses
     plainhub.py      a bare nats-server that can be killed, started again, and told whom to let in

@@ -18,6 +18,8 @@ from torch import nn
 
 from potluck.errors import ConfigurationError
 from potluck.recipes.recipe import Batch, Recipe, Sample
+from potluck.training.trainer.machine import is_out_of_memory, wait_for
+from potluck.training.trainer.precision import MixedPrecision
 
 LARGEST = 1024
 TRIAL_SECONDS = 2.0  # for the whole search
@@ -77,6 +79,7 @@ def find_batch_size(
     device: torch.device,
     largest: int = LARGEST,
     fits: Callable[[], bool] = lambda: True,
+    precision: MixedPrecision | None = None,
 ) -> int:
     """What a search comes to before anything is trained.
 
@@ -85,7 +88,7 @@ def find_batch_size(
     samples = _some_samples(recipe, largest)
     search = BatchSearch(len(samples))
     while not search.is_over:
-        seconds = _seconds(recipe, model, device, samples[: search.size])
+        seconds = _seconds(recipe, model, device, samples[: search.size], precision)
         if seconds is None or not fits():
             search.refuse()
         else:
@@ -108,25 +111,30 @@ def _some_samples(recipe: Recipe[Any], wanted: int) -> list[Sample]:
     return found
 
 
-def _seconds(recipe: Recipe[Any], model: nn.Module, device: torch.device, samples: list[Sample]) -> float | None:
+def _seconds(
+    recipe: Recipe[Any],
+    model: nn.Module,
+    device: torch.device,
+    samples: list[Sample],
+    precision: MixedPrecision | None = None,
+) -> float | None:
     """Of one step; None where memory ends."""
+    precision = precision or MixedPrecision("float32", device)
     try:
         batch = to_device(recipe.collate(samples), device)
         started = time.perf_counter()
-        recipe.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        with precision.lowered():
+            loss = recipe.loss(model, batch)
+        precision.backward(loss)
         wait_for(device)
         return time.perf_counter() - started
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         return None
     finally:
         for parameter in model.parameters():
             parameter.grad = None
-
-
-def wait_for(device: torch.device) -> None:
-    """Until what was begun there is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from potluck.errors import ConfigurationError
+from potluck.optim.staging import pinned
 from potluck.recipes.recipe import Batch, Recipe, Sample
 
 AHEAD_BATCHES = 4
@@ -59,8 +60,14 @@ class Feed:
         batch_size: int,
         seed: int,
         ahead_batches: int = AHEAD_BATCHES,
+        *,
+        pins: bool = False,
     ) -> None:
-        """Each of the readers is a thread, with shards of its own."""
+        """Each of the readers is a thread, with shards of its own.
+
+        With `pins`, batches are in pinned memory, so that a GPU fetches them while it computes.
+        """
+        self._pins = pins
         self._recipe = recipe
         self._batch_size = batch_size
         self._ahead_batches = 0
@@ -123,7 +130,8 @@ class Feed:
                 found = list(islice(samples, size))
                 if len(found) < size:  # closed meanwhile
                     return
-                self._ready.put(_Read(size, self._recipe.collate(found)))
+                batch = self._recipe.collate(found)
+                self._ready.put(_Read(size, tuple(pinned(part) for part in batch) if self._pins else batch))
             except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
                 self._ready.put(_Read(size, error))
                 return

@@ -6,6 +6,7 @@ trains is looked at before each step.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import threading
@@ -14,16 +15,17 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from potluck.errors import ConfigurationError, StoppedError
 from potluck.optim import compiler
 from potluck.optim.cores import share_cores
 from potluck.optim.diloco import DiLoCo
 from potluck.optim.optimizer import Optimizer
+from potluck.optim.staging import has_streams
 from potluck.peer.lease import LeaseView
 from potluck.recipes.recipe import Batch, Recipe, RecipeConfig, require_downloads
 from potluck.round.averager import RoundPeer
@@ -35,16 +37,20 @@ from potluck.training.books.receipts import ReceiptKeeper
 from potluck.training.books.shards import MAX_READERS, LeasedShards
 from potluck.training.manifest.curriculum import data_at
 from potluck.training.manifest.manifest import Manifest, Settings, Sync
-from potluck.training.trainer.batchsize import BatchSearch, find_batch_size, to_device, wait_for
+from potluck.training.trainer.batchsize import BatchSearch, find_batch_size, to_device
 from potluck.training.trainer.feed import AHEAD_BATCHES, Feed
 from potluck.training.trainer.helping import Desks
-from potluck.training.trainer.machine import MemoryLimit, find_device
+from potluck.training.trainer.machine import MemoryLimit, find_devices, free_cache, is_out_of_memory, wait_for
 from potluck.training.trainer.models import untrained
 from potluck.training.trainer.optimizers import SharedOptimizer, follow, make_optimizer
+from potluck.training.trainer.precision import PRECISIONS, MixedPrecision, find_precision
+from potluck.training.trainer.smoothed import SmoothedLoss
+
+if TYPE_CHECKING:
+    from potluck.training.trainer.crew import Crew
 
 logger = logging.getLogger(__name__)
 
-LOSS_MEMORY = 0.9  # of the smoothed loss, per step
 MEMORY_EVERY_STEPS = 16  # between two looks at how much memory is used
 PAUSE_SECONDS = 0.5
 END_SECONDS = 1.5  # of the time in which this peer leaves, for what comes after its last round
@@ -62,7 +68,16 @@ class TrainConfig:
     """Samples per step; None: found by trial, while it trains where that is possible (batchsize.py)."""
 
     device: str = ""
-    """Where to compute, as torch names it; empty: the fastest there is."""
+    """Where to compute, as torch names it, or on several devices, with commas between; empty: the fastest there are."""
+
+    recipe_file: Path | None = None
+    """This machine's copy of a recipe that is not built in: further devices have processes that open it too."""
+
+    precision: str = ""
+    """In which numbers to compute (precision.py); empty: what suits the device."""
+
+    compile: bool = False
+    """Have torch compile the model, which takes minutes, and makes steps faster."""
 
     max_steps: int | None = None
     """End after so many steps; None: go on until the run ends."""
@@ -87,6 +102,8 @@ class TrainConfig:
             raise ConfigurationError(f"batch_size={self.batch_size}: a step needs at least 1 sample")
         if self.max_steps is not None and self.max_steps < 0:
             raise ConfigurationError(f"max_steps={self.max_steps}: it must be 0 or more")
+        if self.precision and self.precision not in PRECISIONS:
+            raise ConfigurationError(f"precision={self.precision}: choose one of {', '.join(PRECISIONS)}")
         if not 1 <= self.num_readers <= MAX_READERS:
             raise ConfigurationError(f"n_workers={self.num_readers}: choose 1 to {MAX_READERS}")
         if self.num_threads is not None and self.num_threads < 1:
@@ -145,11 +162,19 @@ class Trainer:
         first = manifest()
         require_downloads(recipe)
         self.num_threads = share_cores(self._config.num_threads)
-        self.device = find_device(self._config.device)
+        self.devices = find_devices(self._config.device)
+        self.device = self.devices[0]
+        self.precision = MixedPrecision(find_precision(self._config.precision, self.device), self.device)
         self._memory = MemoryLimit(self._config.max_memory_bytes, self.device)
         self.model = untrained(recipe, first.seed, self.device)
+        self._crew: Crew | None = None
+        self._computing: nn.Module = self.model
+        if self._config.compile:
+            self._computing = compiled(self.model)
         self._search: BatchSearch | None = None
         self.batch_size = self._config.batch_size or self._first_batch_size(first)
+        if len(self.devices) > 1:
+            self._crew = self._start_crew(first)
         on_model()
         self.optimizer: SharedOptimizer = make_optimizer(run, self.model, manifest, self._config.state)
         self._lease = self.optimizer.collaboration.averager.lease
@@ -165,7 +190,33 @@ class Trainer:
         self.given = 0.0
         """Samples of this peer that committed epochs hold."""
         self.optimizer.collaboration.averager.listen(self._committed)
-        self.loss = float("nan")
+        self._loss = SmoothedLoss()
+
+    @property
+    def loss(self) -> float:
+        """Smoothed. Reading it waits for the device."""
+        return self._loss.read()
+
+    def _start_crew(self, manifest: Manifest) -> Crew:
+        """Processes for the further devices; they end with the run."""
+        from potluck.training.trainer.crew import Crew, CrewSpec  # torch.distributed, which one device does not need
+
+        spec = CrewSpec(
+            recipe=manifest.recipe,
+            model=manifest.model,
+            file=self._config.recipe_file,
+            seed=manifest.seed,
+            precision=self.precision.precision,
+            devices=tuple(map(str, self.devices)),
+        )
+        crew = Crew(spec, self._recipe, self.model)
+        self._computing = compiled(crew.computing) if self._config.compile else crew.computing
+
+        async def close() -> None:
+            await asyncio.to_thread(crew.close)
+
+        self._run.attach(close)
+        return crew
 
     @property
     def is_searching(self) -> bool:
@@ -246,7 +297,8 @@ class Trainer:
             LeasedShards(self._run, self._lease, self._recipe.num_shards, self._seed + number, number)
             for number in range(self._config.num_readers)
         ]
-        return Feed(self._recipe, readers, self.batch_size, self._seed, self._ahead_batches)
+        pins = has_streams(self.device)
+        return Feed(self._recipe, readers, self.batch_size, self._seed, self._ahead_batches, pins=pins)
 
     @property
     def _ahead_batches(self) -> int:
@@ -294,7 +346,8 @@ class Trainer:
         follow(self.optimizer, self._settings())
         counts = self.optimizer.driver.counts
         num_outdated = counts["outdated_batches"]
-        self.optimizer.step(batch_size=size)
+        if not self._take_step(size, feed):
+            return False
         self.optimizer.zero_grad()
         if search is not None:
             self._observe(search, seconds, feed)
@@ -303,10 +356,25 @@ class Trainer:
             compiler.import_meanwhile()
         if counts["outdated_batches"] == num_outdated:
             self.samples += size
-        value = loss.item()
-        is_first = not math.isfinite(self.loss)  # or the first again after something broke
-        self.loss = value if is_first else LOSS_MEMORY * self.loss + (1 - LOSS_MEMORY) * value
+        self._loss.add(loss)
         return True
+
+    def _take_step(self, size: int, feed: Feed) -> bool:
+        """Hand the gradients in; False where memory ended in the middle, and a good state was gone back to."""
+        try:
+            self.optimizer.step(batch_size=size, grad_scaler=self.precision.scaler)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("a step needs more than %s: %s", self._memory.describe(), error)
+        else:
+            self.precision.stepped()
+            return True
+        self.optimizer.zero_grad()
+        free_cache(self.device)
+        self.optimizer.driver.start_over(f"{self._memory.describe()} was not enough for a step")
+        self._halve_batches(feed)
+        return False
 
     def _compute(self, batch: Batch) -> tuple[Tensor, float] | None:
         """The loss, with its gradients made, and the seconds that took; None where memory ends."""
@@ -315,32 +383,56 @@ class Trainer:
         num_beside = STATE_TENSORS[self._settings().optimizer.name] if is_early else 0
         try:
             with self._memory.reserved(self.model, num_beside):
-                there = to_device(batch, self.device)
                 started = time.perf_counter()
-                loss = self._recipe.loss(self.model, there)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss = self._loss_of(batch)
                 if self._search is not None:
                     wait_for(self.device)  # else nobody needs to know how long it took
                 return loss, time.perf_counter() - started
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            if self._crew is not None:  # which waits for gradients that will not come
+                raise ConfigurationError(
+                    f"batches of {self.batch_size} on {len(self.devices)} devices need more than "
+                    f"{self._memory.describe()}: give a smaller --batch-size"
+                ) from error
             return None
+
+    def _loss_of(self, batch: Batch) -> Tensor:
+        """The loss, with its gradients made; on several devices, of this one's share, and the gradients of all."""
+        if self._crew is None:
+            with self.precision.lowered():
+                loss = self._recipe.loss(self._computing, to_device(batch, self.device))
+            self.precision.backward(loss)
+            return loss
+        scaler = self.precision.scaler
+        share, weight = self._crew.hand_out(batch, scaler.get_scale() if scaler is not None else 1.0)
+        with self._crew.computed_together():
+            with self.precision.lowered():
+                loss = self._recipe.loss(self._computing, to_device(share, self.device))
+            self.precision.backward(loss * weight)
+        return loss
 
     # The batch size, where it is found by trial
 
     def _first_batch_size(self, manifest: Manifest) -> int:
-        if isinstance(manifest.newest.training, Sync):
-            self._search_anew()
-            return self.batch_size
+        self._search_anew()
+        if self._search is not None:
+            return self._search.size
         self._recipe.data = data_at(self._recipe, manifest, manifest.newest.from_epoch)  # what comes in the end
         with self._memory.reserved(self.model, STATE_TENSORS[manifest.newest.optimizer.name]):
-            size = find_batch_size(self._recipe, self.model, self.device, fits=self._memory.fits)
+            size = find_batch_size(
+                self._recipe, self._computing, self.device, fits=self._memory.fits, precision=self.precision
+            )
+        size *= len(self.devices)
         logger.info("batches of %d samples suit this machine", size)
         return size
 
     def _search_anew(self) -> None:
         """Other data, other batches. Where steps are what counts, and where the size was given, it stays."""
         training = self._manifest().newest.training
-        if self._config.batch_size is None and isinstance(training, Sync):
+        # Not on several devices: the others would wait for one whose memory has ended.
+        if self._config.batch_size is None and isinstance(training, Sync) and len(self.devices) == 1:
             self._search = BatchSearch(max(1, training.target_batch_size // SMALLEST_SHARE))
             self.batch_size = self._search.size
 
@@ -389,6 +481,11 @@ class Trainer:
             paused=paused,
             given=round(self.given),
         )
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """The same parameters, with computation that torch has compiled, when it is first used."""
+    return torch.compile(model)  # type: ignore[return-value]
 
 
 async def _open_desks(run: Joined, optimizer: SharedOptimizer, manifest: Callable[[], Manifest]) -> Desks:

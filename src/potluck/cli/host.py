@@ -337,11 +337,14 @@ async def _try_out(run_file: Path) -> bool:
 
     trial = await console.import_slowly("potluck.training.trainer.trial")
     from potluck.recipes.catalogue import open_recipe
+    from potluck.recipes.shipped import folder_files
 
     def work() -> bool:
         found = read_run_file(run_file)
         manifest = manifest_of(found, run_file.parent)
-        recipe = open_recipe(manifest.recipe, manifest.model, run_file.parent / found.recipe)
+        recipe = open_recipe(
+            manifest.recipe, manifest.model, run_file.parent / found.recipe, folder_files(run_file.parent)
+        )
         return bool(trial.try_out(recipe, manifest))
 
     return await asyncio.to_thread(work)
@@ -379,7 +382,7 @@ def _check_data(board: NoticeBoard, recipe_file: Path | None) -> None:
     from potluck.training.manifest.curriculum import warn_of_data
 
     if board.manifest is not None:
-        recipe = open_recipe(board.manifest.recipe, board.manifest.model, recipe_file)
+        recipe = open_recipe(board.manifest.recipe, board.manifest.model, recipe_file, board.manifest.files)
         board.listen(lambda newest: warn_of_data(recipe, newest))
 
 

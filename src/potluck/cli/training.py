@@ -122,7 +122,7 @@ async def _train(
     from potluck.training.trainer.leaving import train_and_hand_in
     from potluck.training.trainer.trainer import TrainConfig, Trainer
 
-    recipe = open_recipe(first.recipe, first.model, options.recipe)
+    recipe = open_recipe(first.recipe, first.model, options.recipe, first.files)
     loading = Loading(as_json)
     config = TrainConfig(
         batch_size=options.batch_size,

@@ -67,7 +67,7 @@ async def _watch(peer: Peer, recipe_file: Path | None, every: int, once: bool, a
         manifest = await board.first()
         from potluck.recipes.catalogue import open_recipe
 
-        recipe = open_recipe(manifest.recipe, manifest.model, recipe_file)
+        recipe = open_recipe(manifest.recipe, manifest.model, recipe_file, manifest.files)
         await _keep_showing(viewer, recipe, every, once, as_json)
     finally:
         await viewer.close()

@@ -109,7 +109,7 @@ class Previewer:
         return newest[1] + 1
 
     def _preview(self, manifest: Manifest, backups: Backups, info: BackupInfo) -> Preview:
-        recipe = open_recipe(manifest.recipe, manifest.model, self._recipe_file)
+        recipe = open_recipe(manifest.recipe, manifest.model, self._recipe_file, manifest.files)
         model = recipe.model()
         snapshot = backups.read(info)
         try:

@@ -9,6 +9,7 @@ import torch
 
 from potluck.errors import BackupError
 from potluck.recipes.catalogue import open_recipe
+from potluck.recipes.shipped import folder_files
 from potluck.state.backups import Backups
 from potluck.training.manifest.runfile import manifest_of, read_run_file
 from potluck.training.trainer.models import load, preview, untrained
@@ -30,7 +31,7 @@ class Exhibit:
 def examine(folder: Path, states: Path) -> Exhibit:
     """The run that `folder` describes, by the newest whole checkpoint in `states`; BackupError when there is none."""
     manifest = manifest_of(read_run_file(folder), folder)
-    recipe = open_recipe(manifest.recipe, manifest.model)
+    recipe = open_recipe(manifest.recipe, manifest.model, files=folder_files(folder))
     model = untrained(recipe, manifest.seed).eval()
     with torch.no_grad():
         loss_before = recipe.evaluate(model)[LOSS]

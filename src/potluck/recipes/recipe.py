@@ -61,7 +61,7 @@ class Recipe(ABC, Generic[C]):
     downloads: ClassVar[tuple[Download, ...]] = ()
     """Files that the recipe needs; `potluck download data` fetches them, and `file` says where they are."""
 
-    requirements: ClassVar[tuple[str, ...]] = ()
+    requirements: tuple[str, ...] = ()
     """What it imports beside Potluck and torch, as pip names it: checked on a volunteer's machine before it runs."""
 
     is_light: ClassVar[bool] = False

@@ -21,7 +21,7 @@ def line_of_error(text: str, message: str) -> int | None:
     if unknown := _UNKNOWN.search(message):
         parts = [*parts, unknown.group(1)]
     keys = _ASSIGNED.findall(message)
-    candidates = [parts, *([*parts[:1], key] for key in keys), *([key] for key in keys), parts[:1]]
+    candidates = [*([*parts, key] for key in keys), parts, *([key] for key in keys), parts[:1]]
     return next((line for names in candidates if names and (line := line_of(text, names)) is not None), None)
 
 

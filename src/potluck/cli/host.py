@@ -264,6 +264,8 @@ async def _serve(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> 
         return
     try:
         _announce(host, as_json)
+        if work.run_file is None:  # what the run trains is said elsewhere, or later
+            host.serve(lambda _name: None)
         await _watch(host, replace(work, is_tried=is_tried or host.record.is_tried), stop, as_json)
     finally:
         await host.stop()
@@ -285,6 +287,7 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
     """Say what to train; have the host's own peer reduce and coordinate, for ever."""
     from potluck.cli import console
     from potluck.cli.dashboardchild import DashboardChild
+    from potluck.training.manifest.baggage import offer_of
 
     module = await console.import_slowly("potluck.training.trainer.helping")
     assert host.peer is not None
@@ -297,6 +300,7 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
     peer, states = host.peer, _state_config(host, work.backups)
     helper: AuxiliaryWork = await _persist(lambda: module.AuxiliaryWork.start(peer, states))
     parts.push_async_callback(helper.close)
+    host.serve(offer_of(helper.board))
     if work.run_file is not None:
         _check_data(helper.board, recipe)
     alarms = asyncio.create_task(_tell_alarms(host.peer, as_json), name="alarms")
@@ -367,11 +371,15 @@ async def _try_later(run_file: Path, host: Host) -> bool:
 
 async def _put_up(run_file: Path, host: Host) -> Path | None:
     """Have the hub show what run.toml says; returns the organiser's own recipe, if it is not a built-in one."""
+    from potluck.recipes.approval import approve
+    from potluck.recipes.shipped import keep_copies
     from potluck.training.manifest.organising import put_up
     from potluck.training.manifest.runfile import manifest_of, read_run_file
 
     found = read_run_file(run_file)
     manifest = await asyncio.to_thread(manifest_of, found, run_file.parent)
+    await asyncio.to_thread(keep_copies, run_file.parent, manifest.files)
+    approve(manifest.recipe)
     await put_up(manifest, host.address, host.keys)
     return run_file.parent / found.recipe if manifest.recipe.digest else None
 

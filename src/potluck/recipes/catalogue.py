@@ -15,6 +15,7 @@ from typing import Any
 
 import potluck
 from potluck.errors import ConfigurationError
+from potluck.recipes.approval import approved_copy
 from potluck.recipes.recipe import Origin, Recipe, configured
 from potluck.recipes.reference import (
     BUILT_IN,
@@ -46,11 +47,12 @@ def open_recipe(
 ) -> Recipe[Any]:
     """The recipe that a manifest names, configured; `file` is this machine's copy of it, unless it is built in.
 
-    `files` are the run's, as its manifest names them: a copy of the recipe may be among them.
+    `files` are the run's, as its manifest names them: a copy of the recipe may be among them, and is taken if the
+    person at this machine lets it run (approval.py).
     """
     there = files if isinstance(files, RunFiles) else fetched_files(files)
-    if ref.digest and file is None:
-        file = there.named(ref.name)
+    if file is None:
+        file = approved_copy(ref, there)
     recipe = configured(_load(ref, file), options)
     recipe.files = there
     recipe.origin = Origin(ref=ref, options=dict(options), file=file, files=there)

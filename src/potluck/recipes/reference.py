@@ -74,8 +74,9 @@ def check_copy(ref: RecipeRef, file: Path | None) -> bytes:
         return b""
     if file is None:
         raise ConfigurationError(
-            f"this run trains a recipe of its organiser's own, {ref.name}: get the file from them, look at it, and "
-            "name it by --recipe"
+            f"this run trains a recipe of its organiser's own, {ref.name}. Its host serves the file where it can be "
+            "reached: join with --yes to let it run. Else get the file from the organiser, look at it, and name it by "
+            "--recipe"
         )
     source = read_source(file)
     if digest_of(source) != ref.digest:

@@ -36,6 +36,7 @@ STARTING_SECONDS = 20.0  # a host that has just started imports torch first
 RETRY_SECONDS = 0.5
 MANIFEST = "manifest"
 FILES = "files/"
+KEPT_FILE = "manifest.signed"
 
 
 def offer_of(board: notice.NoticeBoard) -> Callable[[str], bytes | Path | None]:
@@ -52,6 +53,14 @@ def offer_of(board: notice.NoticeBoard) -> Callable[[str], bytes | Path | None]:
         return path if path is not None and path.is_file() else None
 
     return find
+
+
+def keep_manifest(folder: Path, board: notice.NoticeBoard) -> None:
+    """Leave the newest manifest in the host's folder, for commands that come when no hub is there."""
+    if board.signed:
+        part = folder / f"{KEPT_FILE}.part"
+        part.write_bytes(board.signed)
+        part.replace(folder / KEPT_FILE)
 
 
 def fetch_manifest(link: JoinLink) -> Manifest | None:

@@ -152,7 +152,7 @@ class Member:
         self.averager = run.call(start())
 
     def shards(self, num_shards: int) -> LeasedShards:
-        return LeasedShards(self.run, self.averager.lease, num_shards, seed=1)
+        return LeasedShards(self.run, self.averager.lease.view, num_shards, seed=1)
 
 
 def test_trainers_never_meet_in_a_shard_and_outlive_their_coordinator() -> None:

@@ -15,7 +15,7 @@ import msgspec
 from potluck.errors import ConfigurationError, PotluckError, RetryableError, RevisionConflictError
 from potluck.link.links import Incoming
 from potluck.messages import Message, decode, encode
-from potluck.peer.lease import Lease
+from potluck.peer.lease import Lease, LeaseView
 from potluck.recipes.recipe import MAX_SHARDS
 from potluck.round.averager import RoundPeer
 from potluck.run.joined import Joined
@@ -128,11 +128,12 @@ class ShardDesk:
 class LeasedShards:
     """A trainer's shards, from whoever coordinates; chosen by chance while nobody answers. For one of its readers."""
 
-    def __init__(self, run: Joined, lease: Lease, num_shards: int, seed: int, reader: int = 0) -> None:
+    def __init__(self, run: Joined, coordinators: LeaseView, num_shards: int, seed: int, reader: int = 0) -> None:
+        """`coordinators` tells who holds the lease."""
         self.counts: Counter[str] = Counter()
         self._reader = reader
         self._run = run
-        self._lease = lease
+        self._coordinators = coordinators
         self._num_shards = num_shards
         self._by_chance = RandomShards(num_shards, seed)
         self._present: int | None = None  # on lease
@@ -165,7 +166,7 @@ class LeasedShards:
         now = time.monotonic()
         if reached.shard != self._present or self._is_shared or now - self._told_at < TELL_SECONDS:
             return
-        coordinator = self._lease.view.holder
+        coordinator = self._coordinators.holder
         if coordinator is not None:
             self._told_at = now
             told = ShardReached(shard=reached.shard, samples=reached.samples, reader=self._reader)
@@ -178,7 +179,7 @@ class LeasedShards:
             logger.debug("how far this reader is was not told, and will be in a while: %s", error)
 
     def _ask(self) -> ShardTaken:
-        coordinator = self._lease.view.holder
+        coordinator = self._coordinators.holder
         if coordinator is None:
             raise RetryableError("nobody coordinates just now")
         request = TakeShard(num_shards=self._num_shards, finished=self._finished, reader=self._reader)

@@ -131,6 +131,15 @@ class DiLoCo(outer_loops.DiLoCo):
             self.hosted.keep_up(self)
         return super().step(closure, batch_size, grad_scaler)
 
+    @torch.no_grad()
+    def take_shared(self) -> None:
+        """Have the model hold the weights that all peers share at this epoch.
+
+        Unless told so it holds this peer's own: the shared ones, and the local steps since.
+        """
+        for name, parameter in self.method.state.model.items():
+            parameter.copy_(self.method.shared[name])
+
 
 class HostedRun:
     """A run whose organiser has said what it trains, as a program with a loop of its own follows it."""

@@ -223,7 +223,7 @@ class Trainer:
     def _open_feed(self) -> Feed:
         self._recipe.data = self._data()
         readers = [
-            LeasedShards(self._run, self._lease, self._recipe.num_shards, self._seed + number, number)
+            LeasedShards(self._run, self._lease.view, self._recipe.num_shards, self._seed + number, number)
             for number in range(self._config.num_readers)
         ]
         return Feed(self._recipe, readers, self.batch_size, self._seed, self._ahead_batches)

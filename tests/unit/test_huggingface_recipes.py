@@ -192,8 +192,12 @@ def test_a_data_set_is_streamed_by_its_files(tmp_path: Path) -> None:
     for number in range(3):
         lines = [json.dumps({"text": text}) + "\n" for text in sentences(100, number)]
         (tmp_path / "set" / f"train-{number}.jsonl").write_text("".join(lines))
-    # In a process of its own: the library leaves threads behind.
-    program = f"import test_huggingface_recipes as t, pathlib; t.check_streaming(pathlib.Path({str(tmp_path)!r}))"
+    elsewhere("check_streaming", tmp_path)
+
+
+def elsewhere(check: str, folder: Path) -> None:
+    """Check in a process of its own: the library leaves threads behind."""
+    program = f"import test_huggingface_recipes as t, pathlib; t.{check}(pathlib.Path({str(folder)!r}))"
     subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent, check=True, timeout=100)
 
 
@@ -240,17 +244,22 @@ def test_what_cannot_be_is_told(tmp_path: Path, data: str, more: str, words: str
 
 
 def test_an_export_is_loaded_strictly_with_tied_weights(tmp_path: Path) -> None:
+    elsewhere("check_export", tmp_path)
+
+
+def check_export(folder: Path) -> None:
+    """What is exported is what from_pretrained loads, to the last bit."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    data = f'files = "{write_texts(tmp_path, "txt")}"'
-    made = recipe_of(manifest_in(tmp_path, data, more="tie_word_embeddings = true"), tmp_path)
+    data = f'files = "{write_texts(folder, "txt")}"'
+    made = recipe_of(manifest_in(folder, data, more="tie_word_embeddings = true"), folder)
     model: Any = made.model()
-    made.export(model, tmp_path / "out")
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    made.export(model, folder / "out")
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder / "out", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "out")
     tokens = tokenizer("bread and butter", return_tensors="pt")["input_ids"]
     assert torch.equal(loaded.eval()(tokens).logits, model.eval()(tokens).logits)
 

@@ -53,7 +53,7 @@ def test_those_who_gave_something_since_are_named() -> None:
 def save(backups: Backups, epoch: int) -> BackupInfo:
     snapshot = stage({"parameter/w": torch.full((4,), float(epoch))}, {}, ChunkPool()).hashed()
     try:
-        return backups.save(snapshot, epoch=epoch, made_at=0.0)
+        return backups.save(snapshot, epoch=epoch, made_at=0)
     finally:
         snapshot.release()
 
@@ -68,7 +68,7 @@ async def test_the_best_is_kept_and_what_leaves_the_band_is_rolled_back(tmp_path
     async def roll_back(info: BackupInfo, reason: str) -> None:
         ordered.append((info.epoch, reason))
 
-    backups = Backups(tmp_path / "backups", BackupConfig(keep_last=2), run="bakery")
+    backups = Backups(tmp_path / "backups", BackupConfig(keep_last=2, most_bytes=1), run="bakery")
     evaluations = Evaluations(tmp_path, history, lambda: manifest, roll_back)
     member = RoundMember(peer="eve", name="Eve", weight=1.0)
     await history.put(round_key(45), encode(RoundRecord(epoch=45, committed_at=0.0, seconds=1.0, members=(member,))))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from potluck.errors import ConfigurationError
-from potluck.hub.guard.lobby import Answer
+from potluck.hub.access.application import Answer
 from potluck.hub.joinlink import JoinLink
 from potluck.peer.identity import Identity
 from potluck.peer.lease import LeaseView

@@ -73,7 +73,7 @@ class Peer:
     def _endless(self, seed: int) -> Iterator[Any]:
         shards, generator = RandomShards(self.recipe.num_shards, seed), torch.Generator().manual_seed(seed)
         while True:
-            yield from self.recipe.samples(shards.take(), generator)
+            yield from self.recipe.samples(shards.take().shard, generator)
 
 
 @contextmanager

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
-    from potluck.run.joined import join
     from potluck.state.backups import BackupConfig
     from potluck.state.config import StateConfig
     from potluck.training.trainer.ownloop import DiLoCo, Optimizer
+    from potluck.training.trainer.program import join
 
 __version__ = "0.1.0"
 __all__ = ["BackupConfig", "DiLoCo", "Optimizer", "PotluckError", "StateConfig", "__version__", "join"]
@@ -37,7 +37,7 @@ _LAZY = {
     "DiLoCo": "potluck.training.trainer.ownloop",
     "Optimizer": "potluck.training.trainer.ownloop",
     "StateConfig": "potluck.state.config",
-    "join": "potluck.run.joined",
+    "join": "potluck.training.trainer.program",
 }
 
 

@@ -27,10 +27,13 @@ from potluck.hub.joinlink import JoinLink
 from potluck.monitor.lossplot import plot_loss
 from potluck.optim.progress.tracker import RunProgress
 from potluck.peer import environment
+from potluck.recipes.approval import approve, is_approved
 from potluck.recipes.catalogue import open_recipe
+from potluck.recipes.downloads import Download, Progress
 from potluck.recipes.reference import compile_source, read_source
 from potluck.run.joined import Joined, join
 from potluck.training.books.receipts import receipts_folder, receipts_path
+from potluck.training.manifest.baggage import check_requirements, fetch_all, fetch_manifest, fetch_recipe, fetches_of
 from potluck.training.manifest.manifest import Manifest
 from potluck.training.manifest.notice import NoticeBoard
 from potluck.training.manifest.readiness import check_ready, last_epoch
@@ -48,6 +51,7 @@ def take_part(
     *,
     name: str = "",
     recipe: str | Path | None = None,
+    yes: bool = False,
     batch_size: int | None = None,
     device: str = "",
     precision: str = "",
@@ -56,9 +60,9 @@ def take_part(
 ) -> None:
     """Train with the others until the run ends or the cell is stopped.
 
-    `link` is the join link (else POTLUCK_LINK); `name` what you want to be called; `recipe` your copy of the run's
-    recipe, where its organiser wrote one. Batch size, device and precision are found unless given. On leaving, the next
-    epoch is waited for so long, to hand in what was done.
+    `link` is the join link (else POTLUCK_LINK); `name` what you want to be called. Where the organiser wrote the run's
+    recipe, `yes=True` lets that code run here, or `recipe` names your own copy of it. Batch size, device and
+    precision are found unless given. On leaving, the next epoch is waited for so long, to hand in what was done.
     """
     screen = _screen()
     config = TrainConfig(batch_size=batch_size, device=device, precision=precision, max_steps=max_steps)
@@ -67,6 +71,7 @@ def take_part(
     config = replace(config, recipe_file=copy)
     if copy is not None:
         compile_source(read_source(copy), copy)
+    _make_ready(link, yes, copy, screen)
     try:
         with _joined(link, name, screen) as run:
             board, first = _follow_manifest(run, screen)
@@ -80,6 +85,35 @@ def take_part(
         screen.show("<p>You left before training began.</p>")
     except KeyboardInterrupt:
         screen.show("<p>You have left.</p>")
+
+
+def _make_ready(link: str, yes: bool, copy: Path | None, screen: Screen) -> None:
+    """See to packages, consent and files before anybody asks to be let in; ConfigurationError says what is missing."""
+    text = link or environment.link()
+    if not text or "…" in text:
+        return  # `_joined` says so
+    parsed = JoinLink.parse(text)
+    manifest = fetch_manifest(parsed)
+    if manifest is None:
+        return
+    check_requirements(manifest)
+    if copy is None and not is_approved(manifest.recipe):
+        path = fetch_recipe(manifest, parsed)
+        if not yes:
+            raise ConfigurationError(
+                f"this run trains with code of its organiser's own, {manifest.recipe.name}. Look at it ({path}), and "
+                "let it run with take_part(…, yes=True)"
+            )
+        approve(manifest.recipe)
+
+    def tell(download: Download) -> Progress:
+        def progress(there: int, total: int | None) -> None:
+            size = f" of {total / 1e6:.1f}" if total else ""
+            screen.show(f"<p>Fetching {html.escape(download.name)}: {there / 1e6:.1f}{size} MB …</p>")
+
+        return progress
+
+    fetch_all(fetches_of(manifest, parsed), tell)
 
 
 def _joined(link: str, name: str, screen: Screen) -> Joined:
@@ -128,7 +162,7 @@ def _train(
         first = newest()
         run.is_leaving = stop.is_set
         chosen = replace(config, state=replace(config.state, on_progress=picture.load))
-        trainer = Trainer(run, newest, open_recipe(first.recipe, first.model, recipe), chosen, picture.add)
+        trainer = Trainer(run, newest, open_recipe(first.recipe, first.model, recipe, first.files), chosen, picture.add)
         picture.ask = lambda: trainer.optimizer.collaboration.latest
         return train_and_hand_in(
             trainer,

@@ -66,9 +66,9 @@ class Terminal:
         [line] = [line for line in output.splitlines() if line.startswith("potluck: ")]
         return line.removeprefix("potluck: ")
 
-    def ask(self, *arguments: str | Path, patience_seconds: float = PATIENCE_SECONDS) -> Any:
+    def ask(self, *arguments: str | Path, patience_seconds: float = PATIENCE_SECONDS, **environment: str) -> Any:
         """A command's answer in JSON."""
-        return json.loads(self.run(*arguments, "--json", patience_seconds=patience_seconds))
+        return json.loads(self.run(*arguments, "--json", patience_seconds=patience_seconds, **environment))
 
 
 class Party:

@@ -24,9 +24,9 @@ from potluck.hub.joinlink import JoinLink
 from potluck.hub.server.configuration import HubConfig
 from potluck.hub.wheelpin import WheelPin
 from potluck.run import wheel
+from potluck.run.fileserver import MAX_CONNECTIONS, MAX_REQUEST_BYTES
 from potluck.run.host import Host, HostConfig
 from potluck.run.wheel import pack_wheel
-from potluck.run.wheelserver import MAX_CONNECTIONS, MAX_REQUEST_BYTES
 
 PIP_SECONDS = 100.0
 PACKAGE = Path(potluck.__file__).parent

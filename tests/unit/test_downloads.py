@@ -152,7 +152,7 @@ def test_a_recipe_finds_its_files(server: Server, tmp_path: Path, monkeypatch: p
         fetch(each)
     [path] = recipe.samples(0, None)  # type: ignore[arg-type]
     assert path.read_bytes() == CONTENT
-    with pytest.raises(ConfigurationError, match="no download"):
+    with pytest.raises(ConfigurationError, match="no file"):
         recipe.file("other.bin")
     assert recipe_class("digits", tmp_path).downloads == ()
     assert downloads.data_folder() == tmp_path / "data"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from potluck.training.manifest.skeleton import files_of_a_run
 from potluck.training.trainer import batchsize
 from potluck.training.trainer.batchsize import BatchSearch
 from potluck.training.trainer.feed import Feed, RandomShards
+from potluck.training.trainer.reading import LocalReader, Place, ProcessReader, Reached
 
 SMALL = {"stdlib-lm": {"layers": 1, "width": 16, "heads": 2, "context": 16}, "digits": {"width": 32}}
 
@@ -184,9 +187,13 @@ class InOrder:
 
     def __init__(self, *shards: int) -> None:
         self.left = list(shards)
+        self.reached: list[Reached] = []
 
-    def take(self) -> int:
-        return self.left.pop(0) if len(self.left) > 1 else self.left[0]
+    def take(self) -> Place:
+        return Place(self.left.pop(0) if len(self.left) > 1 else self.left[0])
+
+    def reach(self, reached: Reached) -> None:
+        self.reached.append(reached)
 
 
 def test_a_feed_goes_through_shards_and_fills_batches_across_them() -> None:
@@ -219,6 +226,102 @@ def test_what_was_read_ahead_in_another_size_is_left_out() -> None:
         assert [len(feed.next()[0]) for _ in range(8)] == [2] * 8
     finally:
         feed.close()
+
+
+def test_training_is_told_to_be_where_its_last_whole_batch_ended() -> None:
+    shards = InOrder(3, 2, 3)
+    feed = Feed(Numbers(RecipeConfig()), [shards], batch_size=2, seed=0)
+    try:
+        feed.next()
+        assert shards.reached == []
+        feed.next()
+        assert shards.reached == [Reached(3, 2)]
+    finally:
+        feed.close()
+    assert shards.reached == [Reached(3, 2), Reached(2, 1)]
+
+
+def test_what_somebody_has_trained_on_is_passed_over() -> None:
+    reader = LocalReader(Numbers(RecipeConfig()), iter([Place(3, skip=2), Place(2)]).__next__, seed=0)
+    gathered = reader.gather(3)
+    assert gathered.batch[0].flatten().tolist() == [32, 20, 21]
+    assert gathered.reached == Reached(2, 2)
+
+
+READ_ELSEWHERE = """
+import os
+import torch
+from potluck.recipes import Recipe, RecipeConfig
+
+class Data(RecipeConfig, frozen=True, kw_only=True):
+    add: int = 0
+
+class Elsewhere(Recipe[RecipeConfig]):
+    Data = Data
+    num_shards = 4
+
+    def model(self):
+        return torch.nn.Linear(1, 1)
+
+    def samples(self, shard, generator):
+        print("recipes may print")
+        if shard == 3:
+            raise OSError("the disk is gone")
+        for number in range(shard):
+            if self.data.add == 99:
+                os.kill(os.getpid(), 9)
+            yield torch.tensor(10 * shard + number + self.data.add), torch.tensor([os.getpid()]), torch.zeros(2, 0)
+
+    def loss(self, model, batch):
+        return model(batch[0]).mean()
+"""
+
+
+def elsewhere(folder: Path, add: int = 0) -> Recipe[Any]:
+    (folder / "elsewhere.py").write_text(READ_ELSEWHERE)
+    recipe = open_recipe(refer_to("elsewhere.py", folder), {}, folder / "elsewhere.py")
+    recipe.data = recipe.Data(add=add)  # type: ignore[call-arg]
+    return recipe
+
+
+def test_a_recipe_that_may_be_costly_is_read_in_a_process_of_its_own(tmp_path: Path) -> None:
+    shards = InOrder(2, 1, 2)
+    feed = Feed(elsewhere(tmp_path, add=5), [shards], batch_size=3, seed=0)
+    try:
+        numbers, processes, empty = feed.next()
+        assert numbers.tolist() == [25, 26, 15]
+        assert os.getpid() not in processes.flatten().tolist()
+        assert (tuple(empty.shape), numbers.dtype) == ((3, 2, 0), torch.int64)
+        [child] = set(processes.flatten().tolist())
+        feed.next()
+        assert shards.reached == [Reached(1, 1)]
+    finally:
+        feed.close()
+    assert not psutil.pid_exists(child)
+
+
+def test_an_error_in_another_process_reaches_the_trainer(tmp_path: Path) -> None:
+    feed = Feed(elsewhere(tmp_path), [InOrder(3)], batch_size=1, seed=0)
+    try:
+        with pytest.raises(RuntimeError, match="the disk is gone"):
+            feed.next()
+    finally:
+        feed.close()
+
+
+def test_a_reading_process_that_is_killed_is_started_again_and_given_up_in_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = elsewhere(tmp_path, add=99)
+    assert recipe.origin is not None
+    reader = ProcessReader(recipe.origin, {"add": 99}, lambda: Place(2), seed=0)
+    try:
+        with pytest.raises(ConfigurationError, match="ended 4 times"):
+            reader.gather(1)
+    finally:
+        reader.close()
+        reader.release()
+    assert len(caplog.records) == 3
 
 
 def test_a_feed_without_data_says_so() -> None:

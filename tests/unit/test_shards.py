@@ -15,8 +15,10 @@ from potluck.recipes.recipe import MAX_SHARDS
 from potluck.round.averager import Averager
 from potluck.run.joined import Joined
 from potluck.testing.polling import poll_until_sync
-from potluck.training.books.ledger import ShardBook, allowances, take
+from potluck.training.books import shards as books
+from potluck.training.books.ledger import ShardBook, allowances, reach, take
 from potluck.training.books.shards import BOOK, LeasedShards, ShardDesk
+from potluck.training.trainer.reading import Reached
 
 PEERS = tuple("abcdefg")
 
@@ -150,7 +152,7 @@ class Member:
         self.averager = run.call(start())
 
     def shards(self, num_shards: int) -> LeasedShards:
-        return LeasedShards(self.run, self.averager.lease, num_shards, seed=1)
+        return LeasedShards(self.run, self.averager.lease.view, num_shards, seed=1)
 
 
 def test_trainers_never_meet_in_a_shard_and_outlive_their_coordinator() -> None:
@@ -158,7 +160,7 @@ def test_trainers_never_meet_in_a_shard_and_outlive_their_coordinator() -> None:
         members = [Member(lab.join(name, coordinates=name != "carol")) for name in ("alice", "bob", "carol")]
         everyone = [member.shards(5) for member in members]
         poll_until_sync(lambda: members[2].averager.lease.view.holder is not None, 60, "a coordinator")
-        first = [shards.take() for shards in everyone]
+        first = [shards.take().shard for shards in everyone]
         assert len(set(first)) == 3
         assert [shards.counts["on_lease"] for shards in everyone] == [1, 1, 1]
 
@@ -174,7 +176,7 @@ def test_trainers_never_meet_in_a_shard_and_outlive_their_coordinator() -> None:
             60,
             "the news of it",
         )
-        taken = [left[0].take() for _ in range(4)]  # all that is free in this pass: its own is done
+        taken = [left[0].take().shard for _ in range(4)]  # all that is free in this pass: its own is done
         assert kept[1] not in taken
         assert given in taken[:3]
         entry = lab.loop.call(holder.run.peer.session.hub.store("shards").get(BOOK))
@@ -186,8 +188,37 @@ def test_without_a_coordinator_any_shard_will_do() -> None:
     with train_lab() as lab:
         alone = Member(lab.join("alice", coordinates=False))
         shards = alone.shards(5)
-        assert all(0 <= shards.take() < 5 for _ in range(10))
+        assert all(0 <= shards.take().shard < 5 for _ in range(10))
         assert shards.counts == {"by_chance": 10}
+
+
+def test_who_takes_over_a_shard_begins_where_the_other_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(books, "TELL_SECONDS", 0.0)
+    with train_lab() as lab:
+        alice, bob = Member(lab.join("alice")), Member(lab.join("bob", coordinates=False))
+        poll_until_sync(lambda: bob.averager.lease.view.holder is not None, 60, "a coordinator")
+        theirs = bob.shards(2)
+        place = theirs.take()
+        theirs.reach(Reached(place.shard, 7))
+        poll_until_sync(lambda: alice.desk.counts["reached"], 60, "the book to have it")
+        theirs.reach(Reached(place.shard, 5))  # nobody goes back
+        lab.kill(bob.run)
+        poll_until_sync(lambda: len(list(alice.run.peer.session.roster.alive())) == 1, 60, "bob to be missed")
+        ours = alice.shards(2)
+        taken = [ours.take() for _ in range(2)]
+        assert place._replace(skip=7) in taken, "the same order, from there on"
+        assert [each.skip for each in (ours.take(), ours.take())] == [0, 0], "another pass begins at the beginning"
+
+
+def test_the_book_believes_nobody_about_anothers_shard() -> None:
+    book, shard = take(ShardBook(num_shards=2), "a", finished=None, present={"a", "b"})
+    assert reach(book, "b", shard, 5) is book
+    assert reach(book, "a", 1 - shard, 5) is book
+    further = reach(book, "a", shard, 5)
+    assert further.skip(shard) == 5
+    assert reach(further, "a", shard, 4) is further
+    done, _ = take(further, "a", finished=shard, present={"a"})
+    assert done.reached == {}
 
 
 def test_who_has_other_data_is_told() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -31,6 +31,7 @@ Backups_ = Annotated[Path | None, typer.Option("--path", help="A folder of backu
 Epoch = Annotated[int | None, typer.Option(help="Which one; the newest unless given.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 FETCH_SECONDS = 600.0
+BEST = "best"  # as monitor/evaluating.py keeps it
 ALL_BROKEN = "None of the backups here can be read: potluck checkpoint verify says what is wrong with each."
 
 
@@ -142,26 +143,41 @@ def _write(backups: Backups, fetched: Any) -> BackupInfo:
 
 @app.command("export")
 def export(
-    file: Annotated[Path, typer.Argument(help="The file to write, as in model.safetensors.")],
+    file: Annotated[Path, typer.Argument(help="The file to write, as in model.safetensors; with hf, a folder.")],
     run: Run = "",
     folder: Folder = None,
     path: Backups_ = None,
     epoch: Epoch = None,
+    best: Annotated[bool, typer.Option("--best", help="That with the lowest held-out loss, not the newest.")] = False,
+    layout: Annotated[
+        Literal["safetensors", "hf"],
+        typer.Option("--format", help="hf: a folder for from_pretrained, with config, tokenizer and model card."),
+    ] = "safetensors",
     as_json: AsJson = False,
 ) -> None:
     """Write the model's weights alone, by the model's own names, for other programs: no optimizer, no bookkeeping.
 
-    Example: [bold]potluck checkpoint export model.safetensors --run my-run --epoch 500[/bold]
+    Examples: [bold]potluck checkpoint export model.safetensors --run my-run --epoch 500[/bold]
+
+    [bold]potluck checkpoint export my-model --run my-run --format hf --best[/bold]
     """
     from potluck.cli import console
+    from potluck.cli.folders import backups_of_run
     from potluck.errors import ConfigurationError
     from potluck.state.backupfile import write_tensors
+    from potluck.state.backups import Backups
     from potluck.state.chunkpool import ChunkPool
     from potluck.state.snapshot import stage
     from potluck.training.trainer.models import weights_of
 
     backups = _backups(run, folder, path)
+    if best:
+        backups = Backups(backups.folder.parent / BEST)
     info = _chosen(backups, epoch)
+    if layout == "hf":
+        where = folder if folder is not None or path is not None else backups_of_run(run, None)[0].parent.parent
+        _export_folder(file, backups, info, where or backups.folder.parent.parent, as_json)
+        return
     snapshot = backups.read(info)
     try:
         weights = weights_of(snapshot.tensors())
@@ -176,6 +192,17 @@ def export(
         console.print_json({"epoch": info.epoch, "file": str(file), "tensors": len(weights)})
     else:
         typer.echo(f"{console.count(len(weights), 'tensor')} of epoch {info.epoch} are in {file}.")
+
+
+def _export_folder(target: Path, backups: Backups, info: BackupInfo, where: Path, as_json: bool) -> None:
+    from potluck.cli import console
+    from potluck.training.trainer.exporting import export_folder, kept_manifest
+
+    figures = export_folder(target, backups, info, kept_manifest(where))
+    if as_json:
+        console.print_json({"epoch": info.epoch, "folder": str(target), **figures})
+    else:
+        typer.echo(f"Epoch {info.epoch} is in {target}: load it with from_pretrained({str(target)!r}).")
 
 
 @app.command("upload")

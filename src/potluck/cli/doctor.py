@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,6 +56,7 @@ async def _checks(link_text: str) -> AsyncIterator[Check]:
     from potluck.peer.identity import default_folder
     from potluck.peer.preflight import Check, check_machine
     from potluck.run.preflight import check_run
+    from potluck.training.manifest.baggage import checks_of
 
     for check in check_machine(default_folder()):
         yield check
@@ -70,5 +72,7 @@ async def _checks(link_text: str) -> AsyncIterator[Check]:
     yield Check(
         name="join link", level=level, found=f"run {link.run} at {', '.join(map(str, link.places))}", remedy=notice
     )
+    for check in await asyncio.to_thread(lambda: list(checks_of(link))):
+        yield check
     async for check in check_run(link):
         yield check

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from potluck.recipes.downloads import Download
 
 app = typer.Typer(help="Fetch what a recipe needs.", no_args_is_help=True, rich_markup_mode="rich")
 
@@ -35,6 +32,7 @@ def data(
     Examples: [bold]potluck download data my-recipe.py[/bold], [bold]potluck download data my-run[/bold]
     """
     from potluck.cli import console
+    from potluck.cli.baggage import fetch_with_bars
     from potluck.cli.folders import recipe_of
     from potluck.recipes.catalogue import recipe_class
     from potluck.recipes.downloads import is_whole, path_of
@@ -44,31 +42,10 @@ def data(
     if check:
         rows = [{"name": d.name, "whole": is_whole(d, folder), "path": str(path_of(d, folder))} for d in downloads]
     else:
-        rows = [
-            {"name": download.name, "whole": True, "path": str(path)}
-            for download, path in zip(downloads, _fetch_all(downloads, folder, as_json), strict=True)
-        ]
+        fetch_with_bars(downloads, as_json, folder)
+        rows = [{"name": d.name, "whole": True, "path": str(path_of(d, folder))} for d in downloads]
     if as_json:
         console.print_json(rows)
     else:
         console.show_table(rows, empty=f"The recipe {named} needs no data: nothing to fetch.")
     raise typer.Exit(0 if all(row["whole"] for row in rows) else 1)
-
-
-def _fetch_all(downloads: tuple[Download, ...], folder: Path | None, as_json: bool) -> list[Path]:
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    from potluck.cli import console
-    from potluck.recipes.downloads import fetch
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    paths = []
-    with Progress(*columns, TimeRemainingColumn(), console=console.err, disable=as_json or not downloads) as bars:
-        for download in downloads:
-            bar = bars.add_task(download.name, total=download.num_bytes)
-
-            def tell(there: int, total: int | None, bar: object = bar) -> None:
-                bars.update(bar, completed=there, total=total)  # type: ignore[arg-type]
-
-            paths.append(fetch(download, folder, tell))
-    return paths

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from potluck.monitor.previews import Previewer
     from potluck.run.host import Host, HostConfig
     from potluck.run.peer import Peer
+    from potluck.state.backupfile import BackupInfo
     from potluck.state.config import StateConfig
+    from potluck.training.books.history import Preview
     from potluck.training.manifest.notice import NoticeBoard
     from potluck.training.trainer.helping import AuxiliaryWork
 
@@ -31,6 +33,7 @@ T = TypeVar("T")
 
 ALARMS_EVERY_SECONDS = 5.0
 RETRY_SECONDS = 1.0
+EVALUATE_EVERY_SECONDS = 2.0  # a look for a backup that is to be evaluated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +267,8 @@ async def _serve(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> 
         return
     try:
         _announce(host, as_json)
+        if work.run_file is None:  # what the run trains is said elsewhere, or later
+            host.serve(lambda _name: None)
         await _watch(host, replace(work, is_tried=is_tried or host.record.is_tried), stop, as_json)
     finally:
         await host.stop()
@@ -285,6 +290,7 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
     """Say what to train; have the host's own peer reduce and coordinate, for ever."""
     from potluck.cli import console
     from potluck.cli.dashboardchild import DashboardChild
+    from potluck.training.manifest.baggage import keep_manifest, offer_of
 
     module = await console.import_slowly("potluck.training.trainer.helping")
     assert host.peer is not None
@@ -294,9 +300,12 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
         recipe = await _persist(lambda: _put_up(run_file, host))
         is_tried = work.is_tried or await _persist(lambda: _try_later(run_file, host))
         host.note(recipe_file=recipe, is_tried=is_tried)
-    peer, states = host.peer, _state_config(host, work.backups)
+    peer, states = host.peer, _state_config(host, _often_enough(work))
     helper: AuxiliaryWork = await _persist(lambda: module.AuxiliaryWork.start(peer, states))
     parts.push_async_callback(helper.close)
+    host.serve(offer_of(helper.board))
+    keep_manifest(host.config.hub.folder, helper.board)
+    helper.board.listen(lambda _newest: keep_manifest(host.config.hub.folder, helper.board))
     if work.run_file is not None:
         _check_data(helper.board, recipe)
     alarms = asyncio.create_task(_tell_alarms(host.peer, as_json), name="alarms")
@@ -304,15 +313,52 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
     parts.push_async_callback(tasks.end, alarms)
     if work.dashboard is not None:
         parts.push_async_callback(DashboardChild(replace(work.dashboard, recipe=recipe), as_json).close)
-    else:  # dashboards elsewhere show what the model says, and only a host has what it takes
+    if work.dashboard is None or _evaluates(helper.board):  # monitors elsewhere show what the model says, too
         previews = await console.import_slowly("potluck.monitor.previews")
-        history = host.peer.session.hub.store("history")
-        previewer: Previewer = previews.Previewer(
-            host.config.hub.folder, lambda: helper.board.manifest, history, recipe
-        )
+        previewer = _previewer(previews, host, helper.board, recipe)
         previewer.start()
         parts.push_async_callback(previewer.close)
     await asyncio.Event().wait()
+
+
+def _evaluates(board: NoticeBoard) -> bool:
+    return board.manifest is not None and board.manifest.evaluation.every_epochs > 0
+
+
+def _often_enough(work: Work) -> Backing:
+    """What is evaluated is a backup: there must be one as often."""
+    from potluck.training.manifest.runfile import read_run_file
+
+    every = read_run_file(work.run_file).evaluation.every_epochs if work.run_file is not None else 0
+    return replace(work.backups, every_epochs=min(every, work.backups.every_epochs)) if every else work.backups
+
+
+def _previewer(module: Any, host: Host, board: NoticeBoard, recipe: Path | None) -> Previewer:
+    """What the model says, and on held-out data what it is worth: kept, judged, and rolled back where it must be."""
+    from potluck.monitor.evaluating import Evaluations
+    from potluck.training.books.contributions import read_book
+    from potluck.training.manifest.steering import steering
+    from potluck.training.trainer.exporting import write_contributors
+
+    async def roll_back(backup: BackupInfo, reason: str) -> None:
+        async with steering(host.address, host.keys, host.record.run) as helm:
+            await helm.roll_back(backup, by="gate", reason=reason)
+
+    assert host.peer is not None
+    session = host.peer.session
+    history = session.hub.store("history")
+    folder = host.config.hub.folder
+    evaluations = Evaluations(folder / "states", history, lambda: board.manifest, roll_back)
+
+    async def made(preview: Preview, info: BackupInfo) -> None:
+        await evaluations.judge(preview, info)
+        book, _revision = await read_book(session)
+        write_contributors(folder / "states", book)
+
+    previewer: Previewer = module.Previewer(folder, lambda: board.manifest, history, recipe, made)
+    if _evaluates(board):
+        previewer.every_seconds = EVALUATE_EVERY_SECONDS
+    return previewer
 
 
 async def _persist(step: Callable[[], Awaitable[T]]) -> T:
@@ -337,11 +383,14 @@ async def _try_out(run_file: Path) -> bool:
 
     trial = await console.import_slowly("potluck.training.trainer.trial")
     from potluck.recipes.catalogue import open_recipe
+    from potluck.recipes.shipped import folder_files
 
     def work() -> bool:
         found = read_run_file(run_file)
         manifest = manifest_of(found, run_file.parent)
-        recipe = open_recipe(manifest.recipe, manifest.model, run_file.parent / found.recipe)
+        recipe = open_recipe(
+            manifest.recipe, manifest.model, run_file.parent / found.recipe, folder_files(run_file.parent)
+        )
         return bool(trial.try_out(recipe, manifest))
 
     return await asyncio.to_thread(work)
@@ -364,11 +413,15 @@ async def _try_later(run_file: Path, host: Host) -> bool:
 
 async def _put_up(run_file: Path, host: Host) -> Path | None:
     """Have the hub show what run.toml says; returns the organiser's own recipe, if it is not a built-in one."""
+    from potluck.recipes.approval import approve
+    from potluck.recipes.shipped import keep_copies
     from potluck.training.manifest.organising import put_up
     from potluck.training.manifest.runfile import manifest_of, read_run_file
 
     found = read_run_file(run_file)
     manifest = await asyncio.to_thread(manifest_of, found, run_file.parent)
+    await asyncio.to_thread(keep_copies, run_file.parent, manifest.files)
+    approve(manifest.recipe)
     await put_up(manifest, host.address, host.keys)
     return run_file.parent / found.recipe if manifest.recipe.digest else None
 
@@ -379,7 +432,7 @@ def _check_data(board: NoticeBoard, recipe_file: Path | None) -> None:
     from potluck.training.manifest.curriculum import warn_of_data
 
     if board.manifest is not None:
-        recipe = open_recipe(board.manifest.recipe, board.manifest.model, recipe_file)
+        recipe = open_recipe(board.manifest.recipe, board.manifest.model, recipe_file, board.manifest.files)
         board.listen(lambda newest: warn_of_data(recipe, newest))
 
 

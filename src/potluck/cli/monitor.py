@@ -161,6 +161,7 @@ def picture(
     facts = [
         ("epoch", str(overview.epoch)),
         ("loss", _number(overview.loss, ".4f")),
+        ("held-out loss", _number(overview.held_out_loss, ".4f")),
         ("samples", filled),
         ("per second", f"{overview.samples_per_second:.1f}"),
         ("next epoch in", _seconds(overview.due_in_seconds)),

@@ -93,6 +93,7 @@ class TrainOptions:
     title: ClassVar[str] = "Training"
 
     recipe: o.RecipeFile = None
+    yes: o.Yes = False
     batch_size: o.BatchSize = None
     n_workers: o.NumWorkers = 1
     device: o.Device = ""

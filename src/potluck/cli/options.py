@@ -48,8 +48,12 @@ RecipeFile = Annotated[
     Path | None,
     typer.Option(exists=True, dir_okay=False, help="Your copy of the run's recipe, where the organiser wrote one."),
 ]
+Yes = Annotated[
+    bool,
+    typer.Option("--yes", "-y", help="Let the organiser's own code run without being asked; it is signed by them."),
+]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples per step; found by trial unless given.")]
-NumWorkers = Annotated[int, typer.Option("--n-workers", min=1, max=64, help="Threads that read data.")]
+NumWorkers = Annotated[int, typer.Option("--n-workers", min=1, max=64, help="Processes that read data.")]
 Device = Annotated[
     str, typer.Option(help="Where to compute, as in cpu, cuda:1 or cuda:0,cuda:1; all of the fastest unless given.")
 ]

@@ -201,7 +201,7 @@ def _data_check(where: Path) -> Callable[[Manifest, Settings], None]:
         record = read_record(where)
         file = Path(record.recipe_file) if record is not None and record.recipe_file else None
         try:
-            recipe = open_recipe(manifest.recipe, manifest.model, file)
+            recipe = open_recipe(manifest.recipe, manifest.model, file, manifest.files)
         except ConfigurationError as error:
             logger.warning("whether the recipe can use these data is not known here: %s", error)
         else:

@@ -54,6 +54,7 @@ def take_part(
     Of the roles, the first is taken that the link allows.
     """
     from potluck.cli import console
+    from potluck.cli.baggage import make_ready
     from potluck.cli.joining import parse_link
     from potluck.cli.preflight import check_this_machine
     from potluck.link.limits import LinkConfig
@@ -89,8 +90,11 @@ def take_part(
         as_json=as_json,
     )
 
+    check_this_machine(as_json, *([backups.state_path] if backups is not None and backups.state_path else []))
+    if "trainer" in roles:  # before there is a loop: a question waits for a person, and Ctrl-C ends it
+        make_ready(parsed, yes=training.yes, as_json=as_json, own_copy=training.recipe is not None)
+
     async def work(stop: asyncio.Event) -> None:
-        check_this_machine(as_json, *([backups.state_path] if backups is not None and backups.state_path else []))
         if "trainer" in roles:
             await _check_choices(training)
         await part.play(stop)

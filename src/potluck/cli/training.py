@@ -25,6 +25,7 @@ async def train(
 ) -> None:
     """Train what the manifest says, in a thread of its own, until `stop`, the end of the run, or of our membership."""
     from potluck.cli import console
+    from potluck.cli.baggage import see_to
     from potluck.training.manifest.notice import NoticeBoard
     from potluck.training.manifest.readiness import check_ready, last_epoch
 
@@ -36,6 +37,9 @@ async def train(
         manifest = await _first_manifest(peer, board, stop, as_json)
         if manifest is None:
             return
+        if peer.config.link is not None:  # mostly seen to before we got in
+            arranged = {"yes": options.yes, "as_json": as_json, "own_copy": options.recipe is not None}
+            await asyncio.to_thread(see_to, manifest, peer.config.link, **arranged)
         check_ready(manifest, options.recipe)
         if (epoch := await last_epoch(peer.session, manifest)) is not None:
             _tell_over(epoch, as_json)
@@ -125,7 +129,7 @@ async def _train(
     from potluck.training.trainer.lineadvice import line_advice, round_bytes
     from potluck.training.trainer.trainer import TrainConfig, Trainer
 
-    recipe = open_recipe(first.recipe, first.model, options.recipe)
+    recipe = open_recipe(first.recipe, first.model, options.recipe, first.files)
     loading = Loading(as_json)
     config = TrainConfig(
         batch_size=options.batch_size,

@@ -66,8 +66,10 @@ async def _watch(peer: Peer, recipe_file: Path | None, every: int, once: bool, a
             console.out.print("The organiser has not said yet what to train. Waiting for that.")
         manifest = await board.first()
         from potluck.recipes.catalogue import open_recipe
+        from potluck.training.manifest.curriculum import data_at
 
-        recipe = open_recipe(manifest.recipe, manifest.model, recipe_file)
+        recipe = open_recipe(manifest.recipe, manifest.model, recipe_file, manifest.files)
+        recipe.data = data_at(recipe, manifest, viewer.lineage.epoch)
         await _keep_showing(viewer, recipe, every, once, as_json)
     finally:
         await viewer.close()

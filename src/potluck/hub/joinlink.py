@@ -185,6 +185,18 @@ class JoinLink:
         """The command that installs the host's own Potluck; empty where the link names none."""
         return self.wheel.pip_line(self.host) if self.wheel is not None else ""
 
+    @property
+    def files_key(self) -> str:
+        """The part of a path that the host's file server wants to see: who has any link of the run knows it."""
+        told = f"potluck files {self.run} {self.ca_hash} {self.organiser_hash}"
+        return hashlib.sha256(told.encode("ascii")).hexdigest()[:32]
+
+    def files_url(self, name: str) -> str:
+        """Where the host serves something of the run; empty where the link names no server."""
+        if self.wheel is None:
+            return ""
+        return f"http://{host_port(self.host, self.wheel.port)}/{self.files_key}/{name}"
+
     def version_notice(self, own: str) -> str:
         """Says that the link's host runs another version than this one, and how to get it; else empty."""
         if self.wheel is None or self.wheel.version == own:

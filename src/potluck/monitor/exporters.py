@@ -30,6 +30,7 @@ def figures_of(overview: Overview) -> dict[str, float]:
     """What is worth a curve; what is not known or not finite is left out."""
     told: dict[str, float | None] = {
         "loss": overview.loss,
+        "held_out_loss": overview.held_out_loss,
         "samples_per_second": overview.samples_per_second,
         "trainers": overview.num_trainers,
         "peers": overview.num_peers,

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from potluck import tasks
@@ -22,6 +22,7 @@ from potluck.recipes.catalogue import open_recipe
 from potluck.state.backupfile import BackupInfo
 from potluck.state.backups import Backups
 from potluck.training.books.history import LONGEST_PREVIEW, Preview, preview_key
+from potluck.training.manifest.curriculum import data_at
 from potluck.training.manifest.manifest import Manifest
 from potluck.training.trainer.models import load, preview
 
@@ -35,10 +36,20 @@ class Previewer:
     """Looks for new backups, and has the model speak. Lives on the event loop."""
 
     def __init__(
-        self, folder: Path, manifest: Callable[[], Manifest | None], history: Store, recipe_file: Path | None = None
+        self,
+        folder: Path,
+        manifest: Callable[[], Manifest | None],
+        history: Store,
+        recipe_file: Path | None = None,
+        on_made: Callable[[Preview, BackupInfo], Awaitable[None]] | None = None,
     ) -> None:
-        """`folder` is that of the run; `manifest` returns the newest one; `history` can be written."""
+        """`folder` is that of the run; `manifest` returns the newest one; `history` can be written.
+
+        `on_made` is called with each preview, and the backup that it is of.
+        """
+        self._on_made = on_made
         self.problem = ""  # why there are no new ones
+        self.every_seconds = EVERY_SECONDS
         self.counts: Counter[str] = Counter()
         self._backups = folder / "states" / "backups"
         self._manifest = manifest
@@ -71,7 +82,7 @@ class Previewer:
                     self._failed = self._tried
                     self._say(f"the recipe's preview failed: {error!r}")
                     logger.exception("the preview failed")
-            await asyncio.sleep(max(EVERY_SECONDS, REST_FACTOR * (time.monotonic() - began)))
+            await asyncio.sleep(max(self.every_seconds, REST_FACTOR * (time.monotonic() - began)))
 
     def _say(self, problem: str) -> None:
         if problem != self.problem:
@@ -83,6 +94,8 @@ class Previewer:
         info = next(iter(await asyncio.to_thread(backups.infos)), None)
         if info is None or info.epoch <= max(self._newest, self._failed):
             return
+        if info.epoch < self._newest + manifest.evaluation.every_epochs:
+            return
         place = await self._next_place()  # each time: the host may have more than one dashboard
         if info.epoch > self._newest:
             self._tried = info.epoch
@@ -90,6 +103,8 @@ class Previewer:
             await self._history.put(preview_key(place), encode(made))
             self._newest = made.epoch
             self.counts["made"] += 1
+            if self._on_made is not None:
+                await self._on_made(made, info)
         self.problem = ""
 
     async def _next_place(self) -> int:
@@ -109,7 +124,8 @@ class Previewer:
         return newest[1] + 1
 
     def _preview(self, manifest: Manifest, backups: Backups, info: BackupInfo) -> Preview:
-        recipe = open_recipe(manifest.recipe, manifest.model, self._recipe_file)
+        recipe = open_recipe(manifest.recipe, manifest.model, self._recipe_file, manifest.files)
+        recipe.data = data_at(recipe, manifest, info.epoch)
         model = recipe.model()
         snapshot = backups.read(info)
         try:

@@ -87,6 +87,8 @@ class Overview:
     roles: dict[str, int] = field(default_factory=dict)
     places: dict[str, int] = field(default_factory=dict)
     committed_at: float | None = None  # hub time of the newest epoch
+    held_out_loss: float | None = None  # on data that nobody trains on
+    held_out_epoch: int | None = None  # … of the state of this epoch
 
 
 @dataclass(slots=True)
@@ -107,6 +109,12 @@ class RunView:
     _group_heads: dict[str, Commit] = field(default_factory=dict)
     _group_holders: dict[str, str] = field(default_factory=dict)
     _commits: deque[Commit] = field(default_factory=lambda: deque(maxlen=KEPT_COMMITS))
+    _evaluated: tuple[int, float] | None = None  # the newest epoch, and its loss
+
+    def evaluated(self, epoch: int, loss: float) -> None:
+        """The model was looked at with data that nobody trains on."""
+        if self._evaluated is None or epoch >= self._evaluated[0]:
+            self._evaluated = epoch, loss
 
     def peer_changed(self, presence: Presence) -> None:
         """The guard's word on a peer."""
@@ -178,6 +186,8 @@ class RunView:
             roles=dict(Counter(row.role for row in everybody).most_common()),
             places=dict(Counter(row.place for row in everybody).most_common()),
             committed_at=self._commits[-1].committed_at if self._commits else None,
+            held_out_loss=self._evaluated[1] if self._evaluated is not None else None,
+            held_out_epoch=self._evaluated[0] if self._evaluated is not None else None,
         )
 
     def groups(self) -> list[GroupRow]:

@@ -150,6 +150,7 @@ class Watcher:
             return
         if EVALUATION_LOSS in preview.figures:
             self._alarms.evaluated(preview.epoch, preview.figures[EVALUATION_LOSS])
+            self.view.evaluated(preview.epoch, preview.figures[EVALUATION_LOSS])
 
     def _beacon_came(self, delivery: Delivery) -> None:
         peer = delivery.subject.rsplit(".", 1)[-1]

@@ -2,9 +2,12 @@
 
 recipe.py      Recipe: the interface, and all that a recipe of your own has to fill in
 downloads.py   files that a recipe needs: fetched, resumed, checked
+shipped.py     the files of a run on this machine;   approval.py: whose code may run here
 catalogue.py   recipes by name or by file;  reference.py: how a manifest names one, and the digest that pins a file
 stdlib_lm.py   a byte-level language model on the source of Python's own standard library
 digits.py      a small classifier on scikit-learn's digits
+images.py      a classifier of pictures in a folder or a parquet file
+huggingface/   language models of transformers, on any text
 """
 
 from __future__ import annotations

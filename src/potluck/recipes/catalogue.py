@@ -1,7 +1,6 @@
 """Which recipes there are: built in, by name; or in a file of one's own, by its path.
 
-A run pins a file by its digest. Whoever joins needs a file with the same digest, and nothing else is ever executed: no
-code comes from the hub.
+A run pins a file by its digest, in a manifest that its organiser signs. Only a file with that digest is ever executed.
 """
 
 from __future__ import annotations
@@ -10,14 +9,24 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import potluck
 from potluck.errors import ConfigurationError
-from potluck.recipes.recipe import Recipe, configured
-from potluck.recipes.reference import BUILT_IN, RecipeRef, check_copy, compile_source, digest_of, read_source
+from potluck.recipes.approval import approved_copy
+from potluck.recipes.recipe import Origin, Recipe, configured
+from potluck.recipes.reference import (
+    BUILT_IN,
+    FileRef,
+    RecipeRef,
+    check_copy,
+    compile_source,
+    digest_of,
+    read_source,
+)
+from potluck.recipes.shipped import RunFiles, fetched_files
 
 
 def refer_to(name: str, folder: Path) -> RecipeRef:
@@ -33,9 +42,26 @@ def recipe_class(name: str, folder: Path) -> type[Recipe[Any]]:
     return _load(refer_to(name, folder), folder / name)
 
 
-def open_recipe(ref: RecipeRef, options: Mapping[str, Any], file: Path | None = None) -> Recipe[Any]:
-    """The recipe that a manifest names, configured; `file` is this machine's copy of it, unless it is built in."""
-    return configured(_load(ref, file), options)
+def open_recipe(
+    ref: RecipeRef, options: Mapping[str, Any], file: Path | None = None, files: RunFiles | Iterable[FileRef] = ()
+) -> Recipe[Any]:
+    """The recipe that a manifest names, configured; `file` is this machine's copy of it, unless it is built in.
+
+    `files` are the run's, as its manifest names them: a copy of the recipe may be among them, and is taken if the
+    person at this machine lets it run (approval.py).
+    """
+    there = files if isinstance(files, RunFiles) else fetched_files(files)
+    if file is None:
+        file = approved_copy(ref, there)
+    recipe = configured(_load(ref, file), options)
+    recipe.files = there
+    recipe.origin = Origin(ref=ref, options=dict(options), file=file, files=there)
+    return recipe
+
+
+def reopen(origin: Origin) -> Recipe[Any]:
+    """The same recipe again, in another process."""
+    return open_recipe(origin.ref, origin.options, origin.file, origin.files)
 
 
 def _load(ref: RecipeRef, file: Path | None) -> type[Recipe[Any]]:

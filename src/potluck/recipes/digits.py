@@ -31,6 +31,7 @@ class Digits(Recipe[Config]):
     """Tells which digit a picture of 8 × 8 shows."""
 
     Config = Config
+    is_light = True
     num_shards = 32
 
     def model(self) -> nn.Module:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -29,6 +30,8 @@ from torch import Tensor, nn
 
 from potluck.errors import ConfigurationError
 from potluck.recipes.downloads import Download, path_of
+from potluck.recipes.reference import RecipeRef
+from potluck.recipes.shipped import RunFiles
 
 MAX_SHARDS = 1 << 16  # the book of who trains on which is looked through in milliseconds, and fits into a message
 
@@ -58,9 +61,19 @@ class Recipe(ABC, Generic[C]):
     downloads: ClassVar[tuple[Download, ...]] = ()
     """Files that the recipe needs; `potluck download data` fetches them, and `file` says where they are."""
 
+    requirements: tuple[str, ...] = ()
+    """What it imports beside Potluck and torch, as pip names it: checked on a volunteer's machine before it runs."""
+
+    is_light: ClassVar[bool] = False
+    """Whether reading costs so little that it needs no process of its own (training/trainer/feed.py)."""
+
     def __init__(self, config: C) -> None:
         """Check the configuration; read no data yet."""
         self.config = config
+        self.files = RunFiles()
+        """The run's own files; `file` finds them by name."""
+        self.origin: Origin | None = None
+        """How another process makes the same recipe; None where only this one can."""
         self.data: Any = self.Data()
         """What counts now, a `Data`; it does not change while samples are read."""
 
@@ -68,16 +81,34 @@ class Recipe(ABC, Generic[C]):
         """ValueError where this `Data` does not fit the configuration; unless a recipe knows better, all do."""
 
     def file(self, name: str) -> Path:
-        """Where one of the downloads is; ConfigurationError says how to get it where it is not."""
+        """Where one of the downloads or of the run's files is; ConfigurationError says how to get it."""
         download = next((each for each in self.downloads if each.name == name), None)
         if download is None:
-            raise ConfigurationError(f"the recipe names no download {name!r}: add it to its downloads")
+            if (found := self.files.path(name)) is not None:
+                return found
+            raise ConfigurationError(
+                f"there is no file {name!r}: the organiser adds it to files in run.toml, or to the recipe's downloads"
+            )
         path = path_of(download)
         if not path.exists():
             raise ConfigurationError(
                 f"the recipe needs {name}, which is not here yet: fetch it with `potluck download data RECIPE`"
             )
         return path
+
+    def prepare(self, folder: Path) -> Sequence[str]:
+        """What the organiser makes once, before the run opens: files of its folder that all need, by name or pattern.
+
+        Called on the organiser's machine alone. What is made there already is not made again.
+        """
+        return ()
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write the model as its own library reads it; ConfigurationError unless the recipe can."""
+        raise ConfigurationError(
+            f"{type(self).__name__} does not say how its model is written for other programs: leave out --format, for "
+            "a file of weights"
+        )
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -102,6 +133,16 @@ class Recipe(ABC, Generic[C]):
     def preview(self, model: nn.Module) -> str:
         """What the model does now, for people to read; the model is in evaluation mode, without gradients."""
         return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What it takes to make a recipe again."""
+
+    ref: RecipeRef
+    options: Mapping[str, Any]
+    file: Path | None
+    files: RunFiles
 
 
 def configured(kind: type[Recipe[Any]], options: Mapping[str, Any]) -> Recipe[Any]:

@@ -8,13 +8,47 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 from types import CodeType
+from typing import Annotated
+
+import msgspec
 
 import potluck
 from potluck.errors import ConfigurationError
 from potluck.messages import Message
 
-BUILT_IN = {"digits": "potluck.recipes.digits", "stdlib-lm": "potluck.recipes.stdlib_lm"}
+BUILT_IN = {
+    "digits": "potluck.recipes.digits",
+    "hf-causal-lm": "potluck.recipes.huggingface.causal",
+    "hf-masked-lm": "potluck.recipes.huggingface.masked",
+    "image-classifier": "potluck.recipes.images",
+    "stdlib-lm": "potluck.recipes.stdlib_lm",
+}
 MAX_FILE_BYTES = 1024 * 1024
+MAX_FILES = 128  # that a run ships, or has fetched from elsewhere
+MAX_SHIPPED_BYTES = 2 * 1000 * 1000 * 1000  # of one file that a host serves
+MAX_REQUIREMENTS = 32
+
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+FileName = Annotated[str, msgspec.Meta(pattern=r"^(?!\.)[\w.-]+(/(?!\.)[\w.-]+){0,4}$", max_length=200)]
+Requirement = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][\w.-]*(\[[\w,.-]+\])?( ?[<>=!~]=?[\w.*+!<>=~, -]*)?$")]
+"""As pip reads them, without addresses: nobody can have a volunteer install from a place of their own."""
+
+
+class FileRef(Message, frozen=True, kw_only=True):
+    """A file that the host serves: the recipe, a tokenizer, a small set of data."""
+
+    name: FileName  # as the recipe calls it, by its place in the organiser's folder
+    sha256: Digest
+    num_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_SHIPPED_BYTES)]
+
+
+class DownloadRef(Message, frozen=True, kw_only=True):
+    """A file from elsewhere that the recipe declares (downloads.py)."""
+
+    name: FileName
+    url: Annotated[str, msgspec.Meta(pattern="^https?://", max_length=2000)]
+    sha256: Digest
+    num_bytes: int | None = None
 
 
 class RecipeRef(Message, frozen=True, kw_only=True):
@@ -40,8 +74,9 @@ def check_copy(ref: RecipeRef, file: Path | None) -> bytes:
         return b""
     if file is None:
         raise ConfigurationError(
-            f"this run trains a recipe of its organiser's own, {ref.name}: get the file from them, look at it, and "
-            "name it by --recipe"
+            f"this run trains a recipe of its organiser's own, {ref.name}. Its host serves the file where it can be "
+            "reached: join with --yes to let it run. Else get the file from the organiser, look at it, and name it by "
+            "--recipe"
         )
     source = read_source(file)
     if digest_of(source) != ref.digest:

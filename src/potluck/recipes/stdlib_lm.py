@@ -55,6 +55,7 @@ class StdlibLM(Recipe[Config]):
     """Guesses the next byte of Python source."""
 
     Config = Config
+    is_light = True
     Data = Data
     num_shards = 64
 

@@ -10,5 +10,5 @@ preflight.py   the way into a run, checked by going it
 host.py        a host: hub, guard, and an aux peer of its own
 hostnews.py    what a host tells everybody of its own troubles
 hostrecord.py  where the hub is, for commands on the host's machine
-wheel.py, wheelserver.py  this very Potluck as a wheel, and a host's HTTP server for it
+wheel.py, fileserver.py  this very Potluck as a wheel; a host's HTTP server for it and for what its run ships
 """

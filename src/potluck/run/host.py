@@ -37,11 +37,11 @@ from potluck.hub.subjects import Subjects
 from potluck.hub.wheelpin import WheelPin
 from potluck.link.direct.addresses import local_interfaces
 from potluck.peer.identity import Identity
+from potluck.run.fileserver import FileServer, Offer
 from potluck.run.hostnews import tell_troubles
 from potluck.run.hostrecord import HostRecord, read_record, write_record
 from potluck.run.peer import Peer, PeerConfig
 from potluck.run.wheel import pack_wheel
-from potluck.run.wheelserver import WheelServer
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Host:
         self._supervision: asyncio.Task[str] | None = None
         self._telling: asyncio.Task[None] | None = None
         self._guard: Guard | None = None
-        self._wheels: WheelServer | None = None
+        self._files: FileServer | None = None
         self._record: HostRecord | None = None
         self._is_invite_valid = False
         self._keys: HubKeys | None = None
@@ -154,8 +154,8 @@ class Host:
 
     async def stop(self) -> None:
         """Stop everything, the hub last. Idempotent."""
-        peer, guard, hub, wheels = self.peer, self._guard, self._hub, self._wheels
-        self.peer = self._guard = self._hub = self._wheels = None
+        peer, guard, hub, files = self.peer, self._guard, self._hub, self._files
+        self.peer = self._guard = self._hub = self._files = None
         supervision, self._supervision = self._supervision, None
         telling, self._telling = self._telling, None
         async with AsyncExitStack() as last_to_first:  # whatever fails, the rest is released
@@ -164,8 +164,8 @@ class Host:
             last_to_first.push_async_callback(tasks.end, supervision)
             if guard is not None:
                 last_to_first.push_async_callback(guard.stop)
-            if wheels is not None:
-                last_to_first.push_async_callback(wheels.stop)
+            if files is not None:
+                last_to_first.push_async_callback(files.stop)
             if peer is not None:
                 last_to_first.push_async_callback(peer.close)
             last_to_first.push_async_callback(tasks.end, telling)
@@ -263,10 +263,10 @@ class Host:
             organiser = Organiser(organiser_hub, Subjects(self.config.hub.run), keys.organiser_public)
             invite = await self._volunteers_invite(organiser, known.invite if known is not None else "")
             link = replace(
-                self._with_other_hubs(link, organiser_hub),
-                organiser_hash=organiser_hash(keys.organiser_public),
-                wheel=await self._serve_wheel(JoinLink.parse(known.link).wheel if known is not None else None),
+                self._with_other_hubs(link, organiser_hub), organiser_hash=organiser_hash(keys.organiser_public)
             )
+            pin = await self._serve_files(link, JoinLink.parse(known.link).wheel if known is not None else None)
+            link = replace(link, wheel=pin)
             self._record = HostRecord(
                 run=self.config.hub.run, servers=address.servers, ca_pem=address.ca_pem, link=str(link), invite=invite
             )
@@ -279,8 +279,13 @@ class Host:
         finally:
             await organiser_hub.close()
 
-    async def _serve_wheel(self, before: WheelPin | None) -> WheelPin | None:
-        """Let newcomers get this Potluck from here, on the port of the last start if it is free."""
+    def serve(self, offer: Offer) -> None:
+        """Let whoever has a join link get what the run ships; does nothing where the host serves no files."""
+        if self._files is not None:
+            self._files.offer = offer
+
+    async def _serve_files(self, link: JoinLink, before: WheelPin | None) -> WheelPin | None:
+        """Let newcomers get this Potluck and the run's files from here, on the port of the last start if it is free."""
         config = self.config
         if config.wheel_port is None or self._hub is None:  # links of an existing hub do not name this machine
             return None
@@ -290,9 +295,9 @@ class Host:
             logger.warning("newcomers cannot get Potluck from this host: %s", error)
             return None
         sock = hold("wheel_port", config.hub.host, config.wheel_port, before.port if before is not None else None)
-        self._wheels = WheelServer(wheel, sock)
-        await self._wheels.start()
-        return WheelPin(port=self._wheels.port, version=wheel.version, sha256=wheel.sha256)
+        self._files = FileServer(wheel, sock, link.files_key)
+        await self._files.start()
+        return WheelPin(port=self._files.port, version=wheel.version, sha256=wheel.sha256)
 
     def _with_other_hubs(self, link: JoinLink, connection: NatsConnection) -> JoinLink:
         """The link with the other hubs of our cluster in it, as they advertise themselves."""

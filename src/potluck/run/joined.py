@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 LEAVING_SECONDS = 4.0
 
 T = TypeVar("T")
+J = TypeVar("J", bound="Joined")
 
 
 class RunningPeer(Protocol):
@@ -215,17 +216,15 @@ def join(
     *,
     identity: Identity | None = None,
     on_waiting: Callable[[Answer], None] | None = None,
+    kind: type[J] = Joined,  # type: ignore[assignment]
     **config: Any,
-) -> Joined:
+) -> J:
     """Take part in a run by its join link (else POTLUCK_LINK), as a context manager.
 
     `config` is what `potluck.run.peer.PeerConfig` has: name, role, client_mode, wait_seconds and so on. `on_waiting` is
     called, on the event loop, while an organiser has to let this peer in.
     """
-    text = link or environment.link()
-    if not text:
-        raise ConfigurationError("which run? Give its join link: potluck.join('potluck://…') (or set POTLUCK_LINK)")
-    parsed = JoinLink.parse(text)
+    parsed = parsed_link(link)
     if notice := parsed.version_notice(potluck.__version__):
         logger.warning("%s", notice)
     options = PeerConfig(**{"link": parsed, **config})
@@ -241,7 +240,15 @@ def join(
         await peer.start(on_waiting)
         return peer
 
-    return Joined(start)
+    return kind(start)
+
+
+def parsed_link(link: str) -> JoinLink:
+    """The link that was given, or the one in POTLUCK_LINK; ConfigurationError without any."""
+    text = link or environment.link()
+    if not text:
+        raise ConfigurationError("which run? Give its join link: potluck.join('potluck://…') (or set POTLUCK_LINK)")
+    return JoinLink.parse(text)
 
 
 def _own_identity() -> Identity:

@@ -29,6 +29,7 @@ class RunCollector(Collector):
             ("target_samples", "Samples that make an epoch", overview.target),
             ("samples_per_second", "Of all trainers", overview.samples_per_second),
             ("loss", "Of all trainers, weighted by their speed", overview.loss),
+            ("held_out_loss", "On data that nobody trains on", overview.held_out_loss),
             ("epoch_seconds", "From one epoch to the next", overview.seconds_per_epoch),
             ("epoch_bytes", "Sent by all members in the newest round", overview.bytes_per_epoch),
         ]

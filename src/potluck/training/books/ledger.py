@@ -1,7 +1,8 @@
 """Who trains on which shard (pure): a book that gives each shard to one peer at a time, pass after pass.
 
 The whole book stands in the hub, written by the coordinator alone and by compare-and-set. So the next coordinator goes
-on with it as it is, and a peer that is gone gives its shard back when somebody asks for one.
+on with it as it is, and a peer that is gone gives its shard back when somebody asks for one. How far it was in it
+stands there too: the order within a shard depends on the pass alone, so who takes it over begins where the other ended.
 
 How often a peer asks shows how fast it is, whatever it says of its samples: `allowances` makes of it how much of its
 claims may count over time (round/plan/weights.py).
@@ -24,6 +25,7 @@ from potluck.round.plan.weights import Medians
 FORGET_SHARDS = 64  # what was before the last so many counts half
 LONG_PAUSE = 10.0  # usual times between two shards: a longer one was a pause, and says nothing of speed
 LEEWAY = 2.0  # shards are of different sizes, and peers become faster
+MOST_REACHED = 1024  # shards whose progress is kept
 LEEWAY_SHARDS = 8.0  # nobody is judged by fewer
 
 
@@ -54,6 +56,7 @@ class ShardBook(Message, frozen=True, kw_only=True):
     done: bytes = b""  # a bit for each shard, the lowest first
     leases: dict[str, int] = {}  # the shard that a reader of a peer has, by `reader_key`
     taken: dict[str, Taken] = {}  # by peers that are here
+    reached: dict[int, int] = {}  # samples of a shard that are trained on, where it is not done
 
     def is_done(self, shard: int) -> bool:
         """Whether somebody has finished this shard in this pass."""
@@ -63,6 +66,14 @@ class ShardBook(Message, frozen=True, kw_only=True):
     def num_done(self) -> int:
         """How many shards of this pass are finished."""
         return int.from_bytes(self.done, "little").bit_count()
+
+    def skip(self, shard: int) -> int:
+        """Samples at its beginning that somebody has trained on in this pass."""
+        return self.reached.get(shard, 0)
+
+    def is_shared(self, shard: int, key: str) -> bool:
+        """Whether another reader has it too."""
+        return any(held == shard for other, held in self.leases.items() if other != key)
 
 
 def reader_key(peer: str, reader: int) -> str:
@@ -85,18 +96,33 @@ def take(
     done = bytearray(book.done.ljust((book.num_shards + 7) // 8, b"\0"))
     if finished is not None and book.leases.get(key) == finished:
         done[finished // 8] |= 1 << finished % 8
+    reached = {shard: samples for shard, samples in book.reached.items() if not done[shard // 8] >> shard % 8 & 1}
     pass_number = book.pass_number
     under_way = set(leases.values())
     free = [s for s in range(book.num_shards) if not done[s // 8] >> s % 8 & 1 and s not in under_way]
     if not free:
-        pass_number, done = pass_number + 1, bytearray(len(done))
+        pass_number, done, reached = pass_number + 1, bytearray(len(done)), {}
         free = [s for s in range(book.num_shards) if s not in under_way] or list(range(book.num_shards))
     # In another order each pass, the same for whoever keeps the book.
     shard = free[xxhash.xxh3_64_intdigest(b"%d %d" % (pass_number, len(free))) % len(free)]
     leases[key] = shard
     taken = {other: found for other, found in book.taken.items() if other in present}
     taken[peer] = taken[peer].another(now) if peer in taken else Taken(at=now)
-    return msgspec.structs.replace(book, pass_number=pass_number, done=bytes(done), leases=leases, taken=taken), shard
+    changed = {"pass_number": pass_number, "done": bytes(done), "leases": leases, "taken": taken, "reached": reached}
+    return msgspec.structs.replace(book, **changed), shard
+
+
+def reach(book: ShardBook, key: str, shard: int, samples: int) -> ShardBook:
+    """The book after a reader has told how far it is in its shard: who takes that over later begins there.
+
+    What a reader says of another's shard does not count, nor does going back.
+    """
+    if book.leases.get(key) != shard or book.is_shared(shard, key) or samples <= book.skip(shard):
+        return book
+    reached = {**book.reached, shard: samples}
+    while len(reached) > MOST_REACHED:
+        reached.pop(next(iter(reached)))  # the one that is written the longest
+    return msgspec.structs.replace(book, reached=reached)
 
 
 def allowances(book: ShardBook, trainers: Collection[str], now: float) -> dict[str, float]:

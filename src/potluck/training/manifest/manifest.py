@@ -8,102 +8,49 @@ signs each revision (notice.py); nobody else can change it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from potluck.errors import ConfigurationError
 from potluck.messages import PROTOCOL_VERSION, Message
-from potluck.recipes.reference import RecipeRef
-from potluck.round.plan.specs import AggregatorSpec, CodecSpec
-from potluck.round.plan.weights import check_cap
+from potluck.recipes.reference import MAX_FILES, MAX_REQUIREMENTS, DownloadRef, FileRef, RecipeRef, Requirement
+from potluck.training.manifest.method import (
+    AtLeastOne,
+    Count,
+    DiLoCo,
+    Evaluation,
+    Exchange,
+    OptimizerSpec,
+    Patience,
+    ScheduleSpec,
+    Sync,
+    check_together,
+)
 
-Positive = Annotated[float, msgspec.Meta(gt=0.0, le=sys.float_info.max)]  # so neither is infinity
-NotNegative = Annotated[float, msgspec.Meta(ge=0.0, le=sys.float_info.max)]
-Share = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
-Count = Annotated[int, msgspec.Meta(ge=0)]
-AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
-Options = dict[str, bool | int | float | str]
+__all__ = [
+    "Count",
+    "DiLoCo",
+    "Evaluation",
+    "Exchange",
+    "Manifest",
+    "OptimizerSpec",
+    "Patience",
+    "ScheduleSpec",
+    "Settings",
+    "Sync",
+]
+
+Value = bool | int | float | str
+Options = dict[str, Value]
+ModelOptions = dict[str, Value | dict[str, Value | list[Value]] | list[Value]]  # a model library's own config, say
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # of torch.manual_seed
 
 MAX_OPTIONS = 256  # of a model, of its data
 MAX_SETTINGS = 256
 MAX_HISTORY = 64  # changes that are told; the oldest go first
 MAX_WORDS = 300  # characters of what somebody writes down
-
-
-class OptimizerSpec(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A torch optimizer."""
-
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    learning_rate: Positive = 3e-4
-    weight_decay: NotNegative = 0.01
-    beta1: Share = 0.9  # adam and adamw; the momentum of sgd
-    beta2: Share = 0.99
-    max_grad_norm: NotNegative = 1.0  # 0: not clipped
-
-
-class ScheduleSpec(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the learning rate goes, by epochs of the run."""
-
-    kind: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_epochs: Count = 0
-    total_epochs: Count = 0  # where it has fallen to `final_share`; needed unless it is constant
-    final_share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.1
-
-    def __post_init__(self) -> None:
-        if self.kind != "constant" and self.total_epochs <= self.warmup_epochs:
-            raise ConfigurationError(
-                f"a {self.kind} schedule needs total_epochs above warmup_epochs={self.warmup_epochs}, "
-                f"not {self.total_epochs}"
-            )
-
-
-class Sync(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="algorithm", tag="sync"):
-    """Everybody's gradients together make one large batch, and one step."""
-
-    target_batch_size: AtLeastOne = 256
-    matchmaking_seconds: NotNegative = 3.0
-    delay_averaging: bool = False  # average in the background, on gradients that are one batch older
-
-
-class DiLoCo(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="algorithm", tag="diloco"):
-    """Many local steps, then one exchange: for slow lines."""
-
-    inner_steps: AtLeastOne = 100
-    steps_by_speed: bool = True  # slow peers take fewer of them, so that all are done at the same time
-    outer_learning_rate: Positive = 0.7
-    outer_momentum: Share = 0.9
-    min_peers: AtLeastOne = 1
-    grace_seconds: NotNegative = 30.0
-    num_fragments: AtLeastOne = 1
-    overlap_steps: Count = 0
-    mixing: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
-
-
-class Exchange(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How values travel, and what becomes of them."""
-
-    codec: str = "float16"
-    aggregator: str = "mean"
-    reducers: Literal["everybody", "trusted"] = "everybody"
-    weight_cap: NotNegative = 16.0  # nobody counts for more than so many times what others give; 0: as they say
-
-    def __post_init__(self) -> None:
-        CodecSpec(name=self.codec)  # they say what is wrong with a name
-        AggregatorSpec(name=self.aggregator)
-        check_cap(self.weight_cap or None)
-
-
-class Patience(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long is waited where nothing moves. A line on which bytes move is never too slow, but for the last two."""
-
-    round_seconds: NotNegative = 0.0  # a round in which nothing moves has failed; 0: 120, with DiLoCo 300
-    load_seconds: Positive = 600.0  # while the run's state is loaded, and nothing comes
-    slowest_line: Annotated[float, msgspec.Meta(ge=1024.0)] = 32 * 1024.0  # bytes per second: deadlines have room for
-    most_round_minutes: Positive = 60.0  # a round that takes longer is given up, whatever moves
 
 
 class Settings(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,18 +93,22 @@ class Manifest(Message, frozen=True, kw_only=True):
     settings: Annotated[tuple[Settings, ...], msgspec.Meta(min_length=1, max_length=MAX_SETTINGS)] = (Settings(),)
     revision: AtLeastOne = 1
     protocol: int = PROTOCOL_VERSION
-    model: Options = {}
+    model: ModelOptions = {}
     exchange: Exchange = Exchange()
     patience: Patience = Patience()
+    evaluation: Evaluation = Evaluation()
+    files: Annotated[tuple[FileRef, ...], msgspec.Meta(max_length=MAX_FILES)] = ()  # that the host serves
+    downloads: Annotated[tuple[DownloadRef, ...], msgspec.Meta(max_length=MAX_FILES)] = ()  # from elsewhere
+    requirements: Annotated[tuple[Requirement, ...], msgspec.Meta(max_length=MAX_REQUIREMENTS)] = ()  # as pip has them
     seed: Seed = 0
     written: tuple[Settings, ...] = ()  # what run.toml said last: what was changed by command since then stays
     rollback: Rollback | None = None  # the newest order
     history: Annotated[tuple[Change, ...], msgspec.Meta(max_length=MAX_HISTORY)] = ()  # the newest last
 
     def __post_init__(self) -> None:
-        for options in (self.model, *(entry.data for entry in self.settings)):
-            if len(options) > MAX_OPTIONS:
-                raise ConfigurationError(f"{len(options)} options of a model or its data: at most {MAX_OPTIONS}")
+        num_options = max(len(self.model), *(len(entry.data) for entry in self.settings))
+        if num_options > MAX_OPTIONS:
+            raise ConfigurationError(f"{num_options} options of a model or its data: at most {MAX_OPTIONS}")
         epochs = [entry.from_epoch for entry in self.settings]
         if epochs != sorted(set(epochs)):
             raise ConfigurationError(f"settings from the epochs {epochs}: they must be in order, one for an epoch")
@@ -166,6 +117,7 @@ class Manifest(Message, frozen=True, kw_only=True):
                 "the algorithm, the kind of optimizer and max_grad_norm cannot change while a run trains: start "
                 "another run for that"
             )
+        check_together(self.newest.training, self.newest.optimizer, self.exchange)
 
     @property
     def newest(self) -> Settings:
@@ -220,9 +172,9 @@ def _without_repeats(entries: list[Settings]) -> tuple[Settings, ...]:
     return tuple(kept)
 
 
-def _fixed(settings: Settings) -> tuple[Sync | DiLoCo, str, float]:
+def _fixed(settings: Settings) -> tuple[Sync | DiLoCo, tuple[str, bool], float]:
     """What of the settings stays for the life of a run."""
     training, optimizer = settings.training, settings.optimizer
     if isinstance(training, Sync):
         training = msgspec.structs.replace(training, target_batch_size=1)
-    return training, optimizer.name, optimizer.max_grad_norm
+    return training, (optimizer.name, optimizer.decay_vectors), optimizer.max_grad_norm

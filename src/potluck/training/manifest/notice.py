@@ -73,6 +73,8 @@ class NoticeBoard:
         self.bad_manifests = 0
         self.manifest: Manifest | None = None
         self.organiser = ""
+        self.signed = b""
+        """The newest manifest as its organiser signed it."""
         self._hub = hub
         self._run = run
         self._watch: Subscription | None = None
@@ -139,7 +141,7 @@ class NoticeBoard:
         if known is not None and organiser != self.organiser:
             self._pass_over(f"{organiser} signed it, and not {self.organiser}, who signed the one before")
         elif known is None or manifest.revision > known.revision:
-            self.manifest, self.organiser = manifest, organiser
+            self.manifest, self.organiser, self.signed = manifest, organiser, entry.value
             self._news.set()
             for listener in self._listeners:
                 listener(manifest)

@@ -23,6 +23,7 @@ from potluck.training.manifest.steering import NOTICE_EPOCHS, steering
 
 logger = logging.getLogger(__name__)
 
+PLANNING = ("weight_cap", "audit_chunks")  # of the exchange
 NOT_OF_THE_FILE = ("revision", "protocol", "recipe", "settings", "written", "rollback", "history")
 
 
@@ -40,7 +41,7 @@ async def put_up(wanted: Manifest, address: HubAddress, keys: HubKeys, *, by: st
 
 def taken_over(present: Manifest, wanted: Manifest, *, epoch: int, by: str, at: float) -> Manifest | None:
     """The next revision, by what has changed in run.toml or in Potluck; None where neither has."""
-    before, present = present, _with_cap_and_patience(present, wanted)
+    before, present = present, _with_planning(present, wanted)
     names = [field.name for field in msgspec.structs.fields(Manifest) if field.name not in NOT_OF_THE_FILE]
     fixed = [name for name in names if getattr(wanted, name) != getattr(present, name)]
     if (wanted.recipe.name, wanted.recipe.digest) != (present.recipe.name, present.recipe.digest):
@@ -69,20 +70,29 @@ def taken_over(present: Manifest, wanted: Manifest, *, epoch: int, by: str, at: 
         amended = renewed.amended(change, from_epoch=starts, epoch=epoch, turns=turns)
         recorded = amended.recorded(f"run.toml: {what}", by=by, at=at, from_epoch=starts)
         return msgspec.structs.replace(recorded, written=wanted.settings)
-    if (renewed.exchange, renewed.patience) != (before.exchange, before.patience):
-        cap, patience = f"exchange.weight_cap={renewed.exchange.weight_cap:g}", "patience"
-        told = [cap] * (renewed.exchange != before.exchange) + [patience] * (renewed.patience != before.patience)
-        what = f"run.toml: {', '.join(told)}"
-        return renewed.recorded(what, by=by, at=at, from_epoch=epoch)
+    if what := _planning(before, renewed):
+        return renewed.recorded(f"run.toml: {what}", by=by, at=at, from_epoch=epoch)
     if renewed != present:
         return renewed.recorded(f"Potluck {potluck.__version__}", by=by, at=at, from_epoch=epoch)
     return None
 
 
-def _with_cap_and_patience(manifest: Manifest, wanted: Manifest) -> Manifest:
-    """With what may change beside the settings: it concerns whoever plans or waits, and nobody's tensors."""
-    exchange = msgspec.structs.replace(manifest.exchange, weight_cap=wanted.exchange.weight_cap)
-    return msgspec.structs.replace(manifest, exchange=exchange, patience=wanted.patience)
+def _with_planning(manifest: Manifest, wanted: Manifest) -> Manifest:
+    """What may change besides settings: it concerns those who plan, audit, evaluate and wait, and nobody's tensors."""
+    planning = {name: getattr(wanted.exchange, name) for name in PLANNING}
+    exchange = msgspec.structs.replace(manifest.exchange, **planning)
+    return msgspec.structs.replace(manifest, exchange=exchange, evaluation=wanted.evaluation, patience=wanted.patience)
+
+
+def _planning(before: Manifest, after: Manifest) -> str:
+    """What of that has changed, in words."""
+    told = [
+        f"{section}.{name}={value:g}"
+        for section in ("exchange", "evaluation", "patience")
+        for name in getattr(after, section).__struct_fields__
+        if (value := getattr(getattr(after, section), name)) != getattr(getattr(before, section), name)
+    ]
+    return ", ".join(told)
 
 
 def _told(news: Mapping[int, Mapping[str, Value]]) -> str:

@@ -8,6 +8,7 @@ import potluck
 from potluck.errors import ConfigurationError, RetryableError
 from potluck.messages import PROTOCOL_VERSION
 from potluck.peer.session import Session
+from potluck.recipes.approval import approved_copy
 from potluck.recipes.reference import check_copy
 from potluck.round.lineage import Lineage
 from potluck.training.manifest.manifest import Manifest
@@ -16,7 +17,7 @@ from potluck.training.manifest.manifest import Manifest
 def check_ready(manifest: Manifest, recipe: Path | None) -> None:
     """ConfigurationError when this Potluck does not know what the run speaks of, or has not its recipe."""
     _check_protocol(manifest)
-    check_copy(manifest.recipe, recipe)
+    check_copy(manifest.recipe, recipe or approved_copy(manifest.recipe, manifest.files))
 
 
 async def last_epoch(session: Session, manifest: Manifest) -> int | None:

@@ -12,12 +12,16 @@ import msgspec
 from potluck.errors import ConfigurationError
 from potluck.hub.subjects import check_run_name
 from potluck.messages import Message
+from potluck.recipes.reference import Requirement
+from potluck.recipes.shipped import folder_files
 from potluck.training.manifest.changes import flattened, full_name, with_values
 from potluck.training.manifest.manifest import (
     Count,
     DiLoCo,
+    Evaluation,
     Exchange,
     Manifest,
+    ModelOptions,
     OptimizerSpec,
     Options,
     Patience,
@@ -26,6 +30,7 @@ from potluck.training.manifest.manifest import (
     Settings,
     Sync,
 )
+from potluck.training.manifest.tomllines import line_of_error
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +47,20 @@ class RunFile(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     recipe: str = "stdlib-lm"
     seed: Seed = 0
     end_epoch: Count = 0
-    model: Options = {}
+    files: tuple[str, ...] = ()
+    """Of this folder, which volunteers get too: names, or patterns as in "data/*.jsonl"."""
+
+    requirements: tuple[Requirement, ...] = ()
+    """What the recipe imports beside Potluck and torch, as pip names it; those that it declares need not be here."""
+
+    model: ModelOptions = {}
     data: Options = {}
     training: Sync | DiLoCo = Sync()
     optimizer: OptimizerSpec = OptimizerSpec()
     schedule: ScheduleSpec = ScheduleSpec()
     exchange: Exchange = Exchange()
     patience: Patience = Patience()
+    evaluation: Evaluation = Evaluation()
     curriculum: tuple[dict[str, Any], ...] = ()
     """Stages: each has `from_epoch`, and whatever changes then."""
 
@@ -65,8 +77,10 @@ def read_run_file(path: Path) -> RunFile:
     try:
         found = msgspec.convert(_without_other_algorithms(msgspec.toml.decode(text), file), RunFile)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        where = line_of_error(text.decode("utf-8", "replace"), str(error))
         raise ConfigurationError(
-            f"{file} is wrong: {error}. Mend it; `potluck init` writes one that is right, to compare with"
+            f"{file}{f', line {where}' if where else ''} is wrong: {error}. Mend it; `potluck init` writes one that is "
+            "right, to compare with"
         ) from error
     check_run_name(found.name)
     return found
@@ -88,22 +102,36 @@ def _without_other_algorithms(content: dict[str, Any], file: Path) -> dict[str, 
 
 
 def manifest_of(found: RunFile, folder: Path) -> Manifest:
-    """The first manifest of a run; recipes of one's own are looked for from `folder` on, and executed."""
+    """The first manifest of a run; recipes of one's own are looked for from `folder` on, and executed.
+
+    What the recipe has to prepare once, a tokenizer for one, it does now, and leaves it in `folder`.
+    """
+    try:
+        return _manifest_of(found, folder)
+    except ConfigurationError as error:
+        raise _with_line(error, folder / FILE_NAME) from error
+
+
+def _manifest_of(found: RunFile, folder: Path) -> Manifest:
     from potluck.recipes.catalogue import open_recipe, refer_to  # needs torch, which reading a run.toml does not
     from potluck.recipes.recipe import data_of
+    from potluck.training.manifest.shipping import downloads_of, files_of, requirements_of
 
     ref = refer_to(found.recipe, folder)
-    recipe = open_recipe(ref, found.model, folder / found.recipe)
+    own = folder / found.recipe
+    recipe = open_recipe(ref, found.model, own, folder_files(folder))
+    recipe.data = data_of(recipe, found.data)
     first = Settings(
         training=found.training,
         optimizer=found.optimizer,
         schedule=found.schedule,
-        data=msgspec.to_builtins(data_of(recipe, found.data)),
+        data=msgspec.to_builtins(recipe.data),
         end_epoch=found.end_epoch,
     )
     settings = _planned(first, found.curriculum)
     for entry in settings:
         data_of(recipe, entry.data)
+    patterns = (*found.files, *recipe.prepare(folder), *([found.recipe] if ref.digest else []))
     return Manifest(
         run=found.name,
         recipe=ref,
@@ -111,8 +139,21 @@ def manifest_of(found: RunFile, folder: Path) -> Manifest:
         settings=settings,
         exchange=found.exchange,
         patience=found.patience,
+        evaluation=found.evaluation,
         seed=found.seed,
+        files=files_of(folder, patterns),
+        downloads=downloads_of(recipe),
+        requirements=requirements_of(recipe, found.requirements),
     )
+
+
+def _with_line(error: ConfigurationError, file: Path) -> ConfigurationError:
+    """The same, with the line of the file that it is about, where that can be told."""
+    try:
+        line = line_of_error(file.read_text(encoding="utf-8"), str(error))
+    except (OSError, UnicodeDecodeError):
+        line = None
+    return ConfigurationError(f"{file}, line {line}: {error}") if line else error
 
 
 def _planned(first: Settings, stages: Iterable[Mapping[str, Any]]) -> tuple[Settings, ...]:

@@ -9,7 +9,9 @@ import torch
 
 from potluck.errors import BackupError
 from potluck.recipes.catalogue import open_recipe
+from potluck.recipes.shipped import folder_files
 from potluck.state.backups import Backups
+from potluck.training.manifest.curriculum import data_at
 from potluck.training.manifest.runfile import manifest_of, read_run_file
 from potluck.training.trainer.models import load, preview, untrained
 
@@ -30,7 +32,8 @@ class Exhibit:
 def examine(folder: Path, states: Path) -> Exhibit:
     """The run that `folder` describes, by the newest whole checkpoint in `states`; BackupError when there is none."""
     manifest = manifest_of(read_run_file(folder), folder)
-    recipe = open_recipe(manifest.recipe, manifest.model)
+    recipe = open_recipe(manifest.recipe, manifest.model, files=folder_files(folder))
+    recipe.data = data_at(recipe, manifest, manifest.newest.from_epoch)
     model = untrained(recipe, manifest.seed).eval()
     with torch.no_grad():
         loss_before = recipe.evaluate(model)[LOSS]

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from potluck.optim import compiler
 from potluck.optim.diloco import DiLoCo
 from potluck.optim.method import Hyperparameters
-from potluck.optim.methods.outer import Nesterov, OuterOptimizer
+from potluck.optim.methods.decoupled import Demo
+from potluck.optim.methods.delayed import DelayedNesterov
+from potluck.optim.methods.outer import Nesterov, OuterOptimizer, OuterSGD
+from potluck.optim.methods.powersgd import PowerSGD
+from potluck.optim.methods.quantised import Quantised
 from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
+from potluck.optim.methods.sparseloco import SparseLoCo
+from potluck.optim.methods.transform import Transform
 from potluck.optim.optimizer import Optimizer
-from potluck.round.aggregators import AggregatorSpec
-from potluck.round.codecs import CodecChoice
+from potluck.round.audit.auditcore import AuditConfig
+from potluck.round.codecs import CodecChoice, CodecSpec
 from potluck.round.coordinator.coordinator import CoordinatorConfig
 from potluck.round.coordinator.gathering import LEAST_ROUND_SECONDS, GatherConfig
 from potluck.round.coordinator.trigger import Quorum
 from potluck.run.joined import Joined
 from potluck.state.config import StateConfig
 from potluck.training.manifest import manifest as manifests
-from potluck.training.manifest.manifest import Manifest, OptimizerSpec, ScheduleSpec, Settings
+from potluck.training.manifest.manifest import Manifest, ScheduleSpec, Settings
+from potluck.training.trainer.inner import inner_optimizer
 
 SharedOptimizer = Optimizer | DiLoCo
 
@@ -37,14 +45,14 @@ def make_optimizer(
     """
     manifest = newest()
     compiler.postpone()
-    inner = _inner(manifest.settings[0].optimizer, model.parameters())
-    # By the model's own names, so that a checkpoint says what is in it.
-    inner.param_groups[0]["param_names"] = [name for name, _ in model.named_parameters()]
+    inner = inner_optimizer(manifest.settings[0].optimizer, model)
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     options = {**options_of(manifest), "state": state or StateConfig(), "hyperparameters": following(inner, newest)}
     if isinstance(manifest.settings[0].training, manifests.Sync):
-        return Optimizer(run, inner, extra_tensors=buffers, **options)
-    return DiLoCo(run, inner, extra_tensors=buffers, outer=outer_of(manifest), **options)
+        return Optimizer(run, inner, extra_tensors=buffers, transform=transform_of(manifest), **options)
+    return DiLoCo(
+        run, inner, extra_tensors=buffers, outer=outer_of(manifest), transform=transform_of(manifest), **options
+    )
 
 
 def options_of(manifest: Manifest) -> dict[str, Any]:
@@ -53,7 +61,8 @@ def options_of(manifest: Manifest) -> dict[str, Any]:
     training = settings.training
     for_all = {
         "max_grad_norm": settings.optimizer.max_grad_norm or None,
-        "codecs": CodecChoice.by_role({"gradient": manifest.exchange.codec}),
+        "codecs": codecs_of(manifest),
+        "offload_optimizer": training.offload_optimizer,
         "gather": gathering(manifest),
         "load_state_timeout_seconds": manifest.patience.load_seconds,
     }
@@ -64,7 +73,13 @@ def options_of(manifest: Manifest) -> dict[str, Any]:
             **for_all,
             "target_batch_size": training.target_batch_size,
             "matchmaking_seconds": training.matchmaking_seconds,
-            "delay_grad_averaging": training.delay_averaging,
+            "delay_grad_averaging": training.delay_averaging and not training.local_updates,
+            "delay_state_averaging": training.delay_averaging and training.local_updates,
+            "delay_optimizer_step": training.delay_optimizer_step,
+            "use_local_updates": training.local_updates,
+            "average_state_every": training.average_state_every,
+            "average_opt_statistics": training.statistics,
+            "reuse_grad_buffers": training.reuse_grad_buffers,
         }
     return {
         **for_all,
@@ -73,6 +88,9 @@ def options_of(manifest: Manifest) -> dict[str, Any]:
         "num_fragments": training.num_fragments,
         "overlap_steps": training.overlap_steps,
         "mixing": training.mixing,
+        "keep_overlap_work": training.keep_overlap_work,
+        "asynchronous": training.asynchronous,
+        "weighting": training.weighting,
         "min_peers": training.min_peers,
         "grace_seconds": training.grace_seconds,
     }
@@ -82,18 +100,49 @@ def outer_of(manifest: Manifest) -> OuterOptimizer:
     """The outer optimizer of a run with DiLoCo."""
     training = manifest.settings[0].training
     assert isinstance(training, manifests.DiLoCo), "it has one"
+    if training.outer == "sgd":
+        return OuterSGD(training.outer_learning_rate)
+    if training.outer == "delayed_nesterov":
+        return DelayedNesterov(training.outer_learning_rate, training.outer_momentum, delay=training.outer_delay)
     return Nesterov(training.outer_learning_rate, training.outer_momentum)
+
+
+def codecs_of(manifest: Manifest) -> CodecChoice:
+    """How changes or gradients travel; tensors of up to 4,096 values as they are."""
+    exchange = manifest.exchange
+    rules = CodecChoice.by_role({"gradient": exchange.codec}).rules
+    codec = CodecSpec(name=exchange.codec, block=exchange.codec_block)
+    return CodecChoice(rules=tuple(replace(rule, codec=codec) if rule.role == "gradient" else rule for rule in rules))
+
+
+def transform_of(manifest: Manifest) -> Transform | None:
+    """What is done to values before they travel, and after; a new one each time, since it has a memory."""
+    exchange = manifest.exchange
+    given = {"k": exchange.keep or None, "decay": exchange.memory_decay}
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    match exchange.compression:
+        case "none":
+            return None
+        case "error_feedback":
+            return Quantised(codecs_of(manifest))
+        case "sparseloco":
+            return SparseLoCo(**chosen)
+        case "demo":
+            return Demo(lr=1.0, **chosen)
+        case "powersgd":
+            return PowerSGD(exchange.rank)
 
 
 def gathering(manifest: Manifest) -> GatherConfig:
     """How rounds of this run are planned, whoever coordinates."""
     return GatherConfig(
-        aggregator=AggregatorSpec(name=manifest.exchange.aggregator),
+        aggregator=manifest.exchange.aggregating(),
         trusted_reducers=manifest.exchange.reducers == "trusted",
         weight_cap=manifest.exchange.weight_cap or None,
         least_bytes_per_second=manifest.patience.slowest_line,
         least_round_seconds=min(LEAST_ROUND_SECONDS, 60.0 * manifest.patience.most_round_minutes),
         most_round_seconds=60.0 * manifest.patience.most_round_minutes,
+        audit=AuditConfig(chunks_per_reducer=manifest.exchange.audit_chunks),
     )
 
 
@@ -103,6 +152,8 @@ def coordinating(manifest: Manifest) -> CoordinatorConfig:
     gather = gathering(manifest)
     if isinstance(training, manifests.Sync):
         return CoordinatorConfig(gather=gather, trigger=Quorum(grace_seconds=training.matchmaking_seconds))
+    if training.asynchronous:
+        return CoordinatorConfig(gather=gather, trigger=Quorum(grace_seconds=0.0))
     grace = AdaptiveGrace(least_seconds=min(0.5, training.grace_seconds), most_seconds=training.grace_seconds)
     return CoordinatorConfig(gather=gather, trigger=AdaptiveQuorum(min_senders=training.min_peers, grace=grace))
 
@@ -123,11 +174,11 @@ def _set_groups(groups: list[dict[str, Any]], settings: Settings, epoch: int) ->
     """All of it depends on the epoch alone, so that all peers have the same."""
     rate = learning_rate(settings, epoch)
     for group in groups:
-        group["lr"] = rate
-        group["weight_decay"] = settings.optimizer.weight_decay
+        group["lr"] = rate * group.get("rate", 1.0)
+        group["weight_decay"] = settings.optimizer.weight_decay if group.get("decays", True) else 0.0
         if "betas" in group:
             group["betas"] = (settings.optimizer.beta1, settings.optimizer.beta2)
-        elif "momentum" in group:
+        if "momentum" in group:
             group["momentum"] = settings.optimizer.beta1
 
 
@@ -141,14 +192,10 @@ def _share(schedule: ScheduleSpec, epoch: int) -> float:
         return (epoch + 1) / (schedule.warmup_epochs + 1)
     if schedule.kind == "constant":
         return 1.0
-    length = schedule.total_epochs - schedule.warmup_epochs
-    passed = min(1.0, (epoch - schedule.warmup_epochs) / length)
-    remaining = 1.0 - passed if schedule.kind == "linear" else (1.0 + math.cos(math.pi * passed)) / 2
+    if schedule.kind == "inverse_sqrt":
+        return math.sqrt((schedule.warmup_epochs + 1) / (epoch + 1))
+    is_stable = schedule.kind == "warmup_stable_decay"
+    length = schedule.decay_epochs if is_stable else schedule.total_epochs - schedule.warmup_epochs
+    passed = min(1.0, max(0.0, (epoch - (schedule.total_epochs - length)) / length))
+    remaining = (1.0 + math.cos(math.pi * passed)) / 2 if schedule.kind == "cosine" else 1.0 - passed
     return schedule.final_share + (1.0 - schedule.final_share) * remaining
-
-
-def _inner(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    if spec.name == "sgd":
-        return torch.optim.SGD(parameters, lr=spec.learning_rate, momentum=spec.beta1, weight_decay=spec.weight_decay)
-    kind = torch.optim.AdamW if spec.name == "adamw" else torch.optim.Adam
-    return kind(parameters, lr=spec.learning_rate, betas=(spec.beta1, spec.beta2), weight_decay=spec.weight_decay)

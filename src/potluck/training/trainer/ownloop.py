@@ -28,19 +28,14 @@ from potluck.recipes.catalogue import open_recipe
 from potluck.round.lineage import Lineage
 from potluck.run.joined import Joined
 from potluck.training.manifest import manifest as manifests
-from potluck.training.manifest.manifest import Manifest, Settings
+from potluck.training.manifest.manifest import Manifest, OptimizerSpec, Settings
 from potluck.training.manifest.notice import NoticeBoard
-from potluck.training.trainer.optimizers import SharedOptimizer, follow, following, options_of, outer_of
+from potluck.training.trainer.inner import KINDS, parameter_groups
+from potluck.training.trainer.optimizers import SharedOptimizer, follow, following, options_of, outer_of, transform_of
 
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.5
-KINDS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-# What a manifest has no words for: a hosted run has it as the recipe's own trainers do.
-NOT_HOSTED: dict[type, dict[str, Any]] = {
-    OptimizerConfig: {"use_local_updates": False, "average_state_every": 0, "average_opt_statistics": ()},
-    DiLoCoConfig: {"keep_overlap_work": False, "asynchronous": False, "weighting": "samples"},
-}
 
 C = TypeVar("C", OptimizerConfig, DiLoCoConfig)
 Inner = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -69,7 +64,7 @@ class Optimizer(target_batches.Optimizer):
             parts["hyperparameters"] = following(inner, lambda: hosted.manifest)
             options = {"target_batch_size": hosted.options["target_batch_size"], **options}
             config = hosted.settled(config or OptimizerConfig(**options), scheduler=scheduler, transform=transform)
-            options, scheduler = {}, None
+            options, scheduler, transform = {}, None, transform_of(hosted.manifest)
         elif config is None and "target_batch_size" not in options:
             raise ConfigurationError(
                 "how many samples of all peers together make a step? Give target_batch_size=…: this run has no "
@@ -114,6 +109,7 @@ class DiLoCo(outer_loops.DiLoCo):
             parts["hyperparameters"] = following(inner, lambda: hosted.manifest)
             config = hosted.settled(config or DiLoCoConfig(**options), scheduler=scheduler, transform=transform)
             options, scheduler, outer = {}, None, outer_of(hosted.manifest)
+            transform = transform_of(hosted.manifest)
         super().__init__(
             run,
             optimizer,
@@ -136,6 +132,15 @@ class DiLoCo(outer_loops.DiLoCo):
         if self.hosted is not None:
             self.hosted.keep_up(self)
         return super().step(closure, batch_size, grad_scaler)
+
+    @torch.no_grad()
+    def take_shared(self) -> None:
+        """Have the model hold the weights that all peers share at this epoch.
+
+        Unless told so it holds this peer's own: the shared ones, and the local steps since.
+        """
+        for name, parameter in self.method.state.model.items():
+            parameter.copy_(self.method.shared[name])
 
 
 class HostedRun:
@@ -174,6 +179,8 @@ class HostedRun:
         """The program's optimizer with the names of the run's model; ConfigurationError where it is of no use."""
         inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _made(optimizer, params)
         spec = self.manifest.newest.optimizer
+        if spec.name == "muon" and type(inner) is KINDS["muon"]:
+            return inner  # which of its parameters are matrices, the program says by its groups
         if type(inner) is not KINDS[spec.name] or len(inner.param_groups) != 1:
             groups = len(inner.param_groups)
             raise ConfigurationError(
@@ -184,7 +191,19 @@ class HostedRun:
         if "param_names" not in inner.param_groups[0]:
             self._name(inner.param_groups[0])
         self._compare(inner, self.manifest.newest)
+        self._regroup(inner, spec)
         return inner
+
+    def _regroup(self, inner: torch.optim.Optimizer, spec: OptimizerSpec) -> None:
+        """Groups as the recipe's trainers have them: those that do not decay apart."""
+        [only] = inner.param_groups
+        names = only.get("param_names") or [str(number) for number in range(len(only["params"]))]
+        groups = parameter_groups(spec, dict(zip(names, only["params"], strict=True)))
+        rest = {key: value for key, value in only.items() if key not in ("params", "param_names")}
+        inner.param_groups[:] = [{**rest, **group} for group in groups]
+        if "param_names" not in only:
+            for group in inner.param_groups:
+                del group["param_names"]
 
     def _name(self, group: dict[str, Any]) -> None:
         """Name parameters as the recipe's model does. A recipe of the organiser's own is not here: a state tells."""
@@ -198,7 +217,7 @@ class HostedRun:
                 )
             return
         with torch.device("meta"):
-            model: nn.Module = open_recipe(manifest.recipe, manifest.model).model()
+            model: nn.Module = open_recipe(manifest.recipe, manifest.model, files=manifest.files).model()
         known = list(model.named_parameters())
         if [parameter.shape for parameter in group["params"]] != [parameter.shape for _, parameter in known]:
             raise ConfigurationError(
@@ -222,7 +241,8 @@ class HostedRun:
         spec, group = settings.optimizer, inner.param_groups[0]
         usual = inspect.signature(type(inner).__init__).parameters
         ours: dict[str, Any] = {"lr": spec.learning_rate, "weight_decay": spec.weight_decay}
-        ours |= {"momentum": spec.beta1} if "momentum" in group else {"betas": (spec.beta1, spec.beta2)}
+        ours |= {"momentum": spec.beta1} if "momentum" in group else {}
+        ours |= {"betas": (spec.beta1, spec.beta2)} if "betas" in group else {}
         for name, value in ours.items():
             if group[name] != value and group[name] != usual[name].default:
                 self._overruled.append(f"{name}={value} (here {group[name]})")
@@ -235,7 +255,7 @@ class HostedRun:
             )
         if scheduler is not None:
             self._overruled.append("the schedule of the learning rate (here scheduler=…, which is left out)")
-        taken = {**NOT_HOSTED[type(config)], **self.options}
+        taken = self.options
         usual = {entry.name: entry.default for entry in fields(config) if entry.default is not MISSING}
         for name in (entry.name for entry in fields(config) if entry.name in taken):
             given = getattr(config, name)

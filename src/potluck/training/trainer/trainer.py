@@ -40,6 +40,7 @@ from potluck.training.manifest.manifest import Manifest, Settings, Sync
 from potluck.training.trainer.batchsize import BatchSearch, find_batch_size, to_device
 from potluck.training.trainer.feed import AHEAD_BATCHES, Feed
 from potluck.training.trainer.helping import Desks
+from potluck.training.trainer.inner import STATE_TENSORS
 from potluck.training.trainer.machine import MemoryLimit, find_devices, free_cache, is_out_of_memory, wait_for
 from potluck.training.trainer.models import untrained
 from potluck.training.trainer.optimizers import SharedOptimizer, follow, make_optimizer
@@ -55,8 +56,6 @@ MEMORY_EVERY_STEPS = 16  # between two looks at how much memory is used
 PAUSE_SECONDS = 0.5
 END_SECONDS = 1.5  # of the time in which this peer leaves, for what comes after its last round
 TELL_EVERY_SECONDS = 0.5
-# What comes beside a model and its gradients once it trains: the gradients so far, and the optimizer's statistics.
-STATE_TENSORS = {"adam": 3, "adamw": 3, "sgd": 2}
 SMALLEST_SHARE = 4  # a batch found by trial is at most such a share of the target: several peers fill it
 
 
@@ -294,7 +293,7 @@ class Trainer:
     def _open_feed(self) -> Feed:
         self._recipe.data = self._data()
         readers = [
-            LeasedShards(self._run, self._lease, self._recipe.num_shards, self._seed + number, number)
+            LeasedShards(self._run, self._lease.view, self._recipe.num_shards, self._seed + number, number)
             for number in range(self._config.num_readers)
         ]
         pins = has_streams(self.device)
@@ -336,8 +335,8 @@ class Trainer:
 
     def _step(self, feed: Feed) -> bool:
         """Train on a batch; False, and nothing done, where memory ends: the next one is smaller."""
-        size, search = self.batch_size, self._search
-        computed = self._compute(feed.next())
+        size, search = self.batch_size * self._num_parts, self._search
+        computed = self._compute_parts(feed)
         if computed is None:
             self.optimizer.zero_grad()
             self._make_room(feed)
@@ -375,6 +374,24 @@ class Trainer:
         self.optimizer.driver.start_over(f"{self._memory.describe()} was not enough for a step")
         self._halve_batches(feed)
         return False
+
+    @property
+    def _num_parts(self) -> int:
+        """Batches of one step: several where a local step is to have more samples than this machine takes at once."""
+        training = self._settings().training
+        return 1 if isinstance(training, Sync) else max(1, math.ceil(training.inner_batch_size / self.batch_size))
+
+    def _compute_parts(self, feed: Feed) -> tuple[Tensor, float] | None:
+        """As `_compute`, over the parts of a step; the gradients are their mean."""
+        num_parts = self._num_parts
+        found = [self._compute(feed.next()) for _ in range(num_parts)]
+        losses = [each for each in found if each is not None]
+        if len(losses) < num_parts:
+            return None
+        if num_parts > 1:
+            grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+            torch._foreach_div_(grads, float(num_parts))
+        return torch.stack([loss.detach() for loss, _ in losses]).mean(), sum(seconds for _, seconds in losses)
 
     def _compute(self, batch: Batch) -> tuple[Tensor, float] | None:
         """The loss, with its gradients made, and the seconds that took; None where memory ends."""

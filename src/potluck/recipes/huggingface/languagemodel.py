@@ -1,0 +1,242 @@
+"""What language models share: their options, their model, how they are evaluated, and how they are exported."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from potluck.errors import ConfigurationError
+from potluck.recipes.huggingface import rows, tokenizing
+from potluck.recipes.huggingface.packing import one_by_one, packed
+from potluck.recipes.recipe import Batch, Recipe, RecipeConfig, Sample
+
+TRAIN = "train"
+EVALUATION_BATCH = 8
+PREVIEW_TOKENS = 48
+MOST_TRAINING_TEXTS = 200_000  # that a tokenizer is trained on
+TRAINING_SHARDS = 16  # … and which are looked at for that
+
+
+class Config(RecipeConfig, frozen=True, kw_only=True):
+    """The model and its tokenizer, under [model]."""
+
+    base: str = ""  # a checkpoint's name on the Hugging Face hub, for its config; with `pretrained`, for its weights
+    pretrained: bool = False
+    architecture: str = "llama"  # as transformers names it, where there is no base
+    config: dict[str, Any] = {}  # what that architecture's config has: hidden_size and so on, as [model.config]
+    tokenizer: str = TRAIN  # a name on the hub, a .json file beside run.toml, or train: made once by the organiser
+    vocabulary: int = 8192  # of a tokenizer that is trained
+    context: int = 256  # tokens of a sample
+    packing: bool = True  # texts one after the other, no place wasted; false: a sample for each text
+    shards: int = 256  # more than there will be peers
+    held_out: float = 0.01  # the share of all texts that nobody trains on
+    evaluation_samples: int = 64
+
+    def __post_init__(self) -> None:
+        if self.context < 2 or self.shards < 1 or self.evaluation_samples < 1 or self.vocabulary < 300:
+            raise ConfigurationError(
+                f"context={self.context}, shards={self.shards}, evaluation_samples={self.evaluation_samples}, "
+                f"vocabulary={self.vocabulary}: at least 2, 1, 1 and 300"
+            )
+        if not 0.0 < self.held_out < 1.0:
+            raise ConfigurationError(f"held_out={self.held_out}: take a share above 0 and below 1, as 0.01")
+        if self.pretrained and not self.base:
+            raise ConfigurationError("pretrained=true needs a base: the name of a checkpoint")
+
+
+class Data(RecipeConfig, frozen=True, kw_only=True):
+    """Where texts come from, under [data]; all of it may change while the run trains."""
+
+    files: str = ""  # beside run.toml: .txt, .jsonl or .parquet, by name or pattern; the host serves them
+    dataset: str = ""  # or a data set that the datasets library loads
+    subset: str = ""
+    split: str = "train"
+    revision: str = ""  # a commit: names may come to mean something else
+    streaming: bool = True  # false: downloaded whole, first
+    column: str = "text"  # of JSONL, parquet and data sets
+    context: int = 0  # tokens of a sample, up to the model's; 0: all of it
+    shuffle_buffer: int = 1000  # texts
+
+    def __post_init__(self) -> None:
+        if self.files and not self.files.endswith(rows.SUFFIXES):
+            raise ConfigurationError(f"files={self.files!r} must end in one of {', '.join(rows.SUFFIXES)}")
+        if self.shuffle_buffer < 1 or self.context < 0:
+            raise ConfigurationError(f"shuffle_buffer={self.shuffle_buffer}, context={self.context}: 1 and 0 at least")
+
+
+Options = Config  # within the recipe the name is taken
+
+
+class LanguageModel(Recipe[Config]):
+    """A model of transformers that guesses tokens."""
+
+    Config = Config
+    Data = Data
+    requirements: tuple[str, ...] = ("transformers>=5",)  # and more, by the data
+    auto_class = ""
+
+    def __init__(self, config: Options) -> None:
+        self.num_shards = config.shards
+        super().__init__(config)
+
+    def check_data(self, data: Any) -> None:
+        """There are texts, and the model has places for as much of them."""
+        if bool(data.files) == bool(data.dataset):
+            raise ValueError(
+                'which texts? Name files = "data/*.jsonl" or dataset = "USER/NAME" under [data], one of the two'
+            )
+        if data.context > self.config.context:
+            raise ValueError(f"context={data.context}: at most {self.config.context}, the model's own")
+
+    # Made once
+
+    def prepare(self, folder: Path) -> Sequence[str]:
+        """The tokenizer, trained unless it is there; and the files with the texts."""
+        needed = [] if self.data.dataset else [self.data.files]
+        if self.config.tokenizer == TRAIN:
+            path = folder / tokenizing.TRAINED_FILE
+            if not path.exists():
+                shards = range(min(TRAINING_SHARDS, self.num_shards)) if self.data.dataset else range(self.num_shards)
+                texts = (text for shard in shards for text in self._texts(shard, held_out=False))
+                tokenizing.train(islice(texts, MOST_TRAINING_TEXTS), self.config.vocabulary, path)
+            elif len(self.tokenizer) > self.config.vocabulary:
+                raise ConfigurationError(
+                    f"vocabulary={self.config.vocabulary}, and {path} has {len(self.tokenizer)} tokens: remove that "
+                    "file, and it is made anew"
+                )
+        if self._tokenizer_file_name:
+            needed.append(self._tokenizer_file_name)
+        needs_datasets = bool(self.data.dataset) or self.data.files.endswith(".parquet")
+        self.requirements = ("transformers>=5", *(["datasets>=3.2"] if needs_datasets else []))
+        return needed
+
+    # The model
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """As transformers has it."""
+        name = self._tokenizer_file_name
+        return tokenizing.load(self.config.tokenizer, self.file(name) if name else None)
+
+    @property
+    def _tokenizer_file_name(self) -> str:
+        named = self.config.tokenizer
+        return tokenizing.TRAINED_FILE if named == TRAIN else named if named.endswith(".json") else ""
+
+    def model(self) -> nn.Module:
+        """As its config says, or with the weights of a checkpoint."""
+        import transformers
+
+        auto = getattr(transformers, self.auto_class)
+        if self.config.pretrained:
+            made = auto.from_pretrained(self.config.base, dtype=torch.float32, **self.config.config)
+        else:
+            made = auto.from_config(self._model_config())
+        made.train()
+        found: nn.Module = made
+        return found
+
+    def _model_config(self) -> Any:
+        from transformers import AutoConfig
+
+        tokenizer, options = self.tokenizer, dict(self.config.config)
+        ids = {"eos_token_id": tokenizing.end_of(tokenizer), "bos_token_id": tokenizing.end_of(tokenizer)}
+        ids["pad_token_id"] = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ids["eos_token_id"]
+        options = {"vocab_size": len(tokenizer), **ids, **options}
+        try:
+            if self.config.base:
+                return AutoConfig.from_pretrained(self.config.base, **options)
+            return AutoConfig.for_model(self.config.architecture, **options)
+        except (OSError, ValueError, TypeError) as error:
+            what = self.config.base or self.config.architecture
+            raise ConfigurationError(f"[model] transformers makes no config of {what!r}: {error}") from error
+
+    # Data
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample now."""
+        return self.data.context or self.config.context
+
+    def _texts(self, shard: int, *, held_out: bool) -> Iterator[str]:
+        data, share = self.data, self.config.held_out
+        if data.dataset:
+            found = rows.dataset_rows(
+                data.dataset,
+                data.column,
+                shard,
+                self.num_shards,
+                subset=data.subset,
+                split=data.split,
+                revision=data.revision,
+                streaming=data.streaming,
+            )
+        else:
+            files = self.files.matching(data.files)
+            if not files:
+                raise ConfigurationError(f"files={data.files!r}: the run has no such file")
+            found = rows.local_rows(files, data.column, shard, self.num_shards)
+        return (text for text in found if text.strip() and rows.is_held_out(text, share) == held_out)
+
+    def _encode(self, text: str) -> list[int]:
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return tokens
+
+    def _blocks(self, texts: Iterator[str]) -> Iterator[Sample]:
+        end = tokenizing.end_of(self.tokenizer)
+        if self.config.packing:
+            return ((block,) for block in packed(texts, self._encode, end, self.length))
+        return one_by_one(texts, self._encode, end, self.length)
+
+    def samples(self, shard: int, generator: torch.Generator) -> Iterator[Sample]:
+        """Blocks of tokens of texts in another order."""
+        texts = rows.shuffled(self._texts(shard, held_out=False), self.data.shuffle_buffer, generator)
+        for block in self._blocks(texts):
+            yield self.masked(block, generator)
+
+    @abstractmethod
+    def masked(self, block: Sample, generator: torch.Generator) -> Sample:
+        """A block as the model learns from it: tokens, and where they differ, what it should guess."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy, in nats per token."""
+        tokens = batch[0].long()
+        targets = batch[1].long() if len(batch) > 1 else tokens
+        loss: Tensor = model(input_ids=tokens, labels=targets).loss
+        return loss
+
+    # Evaluation
+
+    @cached_property
+    def _held_out(self) -> list[Sample]:
+        generator = torch.Generator().manual_seed(0)
+        texts = (text for shard in range(self.num_shards) for text in self._texts(shard, held_out=True))
+        found = [self.masked(block, generator) for block in islice(self._blocks(texts), self.config.evaluation_samples)]
+        if not found:
+            raise ConfigurationError(
+                f"held_out={self.config.held_out}: the texts held out make no sample of {self.length} tokens. Take a "
+                "larger share, a shorter context, or more data"
+            )
+        return found
+
+    def evaluate(self, model: nn.Module) -> Mapping[str, float]:
+        """The loss on texts that nobody trains on."""
+        device = next(model.parameters()).device
+        total = 0.0
+        for start in range(0, len(self._held_out), EVALUATION_BATCH):
+            part = self._held_out[start : start + EVALUATION_BATCH]
+            batch = tuple(tensor.to(device) for tensor in self.collate(part))
+            total += self.loss(model, batch).item() * len(part)
+        return {"evaluation_loss": total / len(self._held_out)}
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Config, weights and tokenizer, as `from_pretrained` loads them."""
+        model.save_pretrained(folder)  # type: ignore[operator]
+        self.tokenizer.save_pretrained(folder)

@@ -1,0 +1,119 @@
+"""Texts of one shard, and which of them are held out.
+
+A shard of local files is a range: of bytes for text and JSONL, of rows for parquet. So a shard is read by itself,
+without a pass over the others. A data set that is streamed is cut by its own files; where it has fewer than the run has
+shards, several shards share a file and take its rows in turn.
+
+Whether a text is held out depends on its content alone: on every machine, in every order, the same ones are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from potluck.errors import ConfigurationError
+
+PIECE_BYTES = 4096  # of a text file: what starts within so many bytes is one text
+SUFFIXES = (".txt", ".md", ".text", ".jsonl", ".ndjson", ".parquet")
+
+
+def is_held_out(text: str, share: float) -> bool:
+    """Whether a text is for evaluation."""
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass")) < share * 2**64
+
+
+def local_rows(files: Iterable[Path], column: str, shard: int, num_shards: int) -> Iterator[str]:
+    """The texts of a shard of local files."""
+    for path in files:
+        if path.suffix == ".parquet":
+            yield from _parquet_rows(path, column, shard, num_shards)
+        elif path.suffix in (".jsonl", ".ndjson"):
+            size = path.stat().st_size
+            for line in _lines(path, size * shard // num_shards, size * (shard + 1) // num_shards):
+                yield _text_of(line, column, path)
+        else:
+            pieces = -(-path.stat().st_size // PIECE_BYTES)
+            for piece in range(pieces * shard // num_shards, pieces * (shard + 1) // num_shards):
+                yield b"".join(_lines(path, piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES)).decode("utf-8", "replace")
+
+
+def _lines(path: Path, start: int, end: int) -> Iterator[bytes]:
+    """The lines that begin in this range of a file."""
+    with path.open("rb") as file:
+        if start:
+            file.seek(start - 1)
+            file.readline()  # belongs to who has the byte before, be it only its end
+        while file.tell() < end and (line := file.readline()):
+            yield line
+
+
+def _text_of(line: bytes, column: str, path: Path) -> str:
+    if not line.strip():
+        return ""
+    try:
+        return str(json.loads(line)[column])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"column={column!r}: a line of {path.name} is no JSON object with that field ({error!r}): {line[:60]!r}"
+        ) from error
+
+
+def _parquet_rows(path: Path, column: str, shard: int, num_shards: int) -> Iterator[str]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        if column not in file.schema_arrow.names:
+            names = ", ".join(file.schema_arrow.names)
+            raise ConfigurationError(f"column={column!r}: {path.name} has the columns {names}")
+        total = file.metadata.num_rows
+        start, end, first = total * shard // num_shards, total * (shard + 1) // num_shards, 0
+        for group in range(file.num_row_groups):
+            last = first + file.metadata.row_group(group).num_rows
+            if first < end and last > start:
+                values = file.read_row_group(group, columns=[column]).column(0)
+                for value in values[max(start - first, 0) : end - first]:
+                    yield str(value.as_py() or "")
+            first = last
+
+
+def dataset_rows(
+    name: str, column: str, shard: int, num_shards: int, *, subset: str, split: str, revision: str, streaming: bool
+) -> Iterator[str]:
+    """The texts of a shard of a data set that the `datasets` library loads."""
+    from datasets import load_dataset
+
+    found: Any = load_dataset(name, subset or None, split=split, revision=revision or None, streaming=streaming)
+    if not streaming:
+        total = len(found)
+        part: Any = found.select(range(total * shard // num_shards, total * (shard + 1) // num_shards))
+    elif found.num_shards >= num_shards:
+        part = found.shard(num_shards=num_shards, index=shard)
+    else:
+        files, turn = found.num_shards, shard // found.num_shards
+        sharing = -(-(num_shards - shard % files) // files)  # shards that have this file
+        part = islice(found.shard(num_shards=files, index=shard % files), turn, None, sharing)
+    for row in part:
+        if column not in row:
+            raise ConfigurationError(f"column={column!r}: {name} has the columns {', '.join(row)}")
+        yield str(row[column] or "")
+
+
+def shuffled(rows: Iterable[str], buffer: int, generator: torch.Generator) -> Iterator[str]:
+    """Rows in another order, as far as a buffer of so many goes."""
+    kept: list[str] = []
+    for row in rows:
+        if len(kept) < buffer:
+            kept.append(row)
+            continue
+        place = int(torch.randint(buffer, (1,), generator=generator))
+        kept[place], row = row, kept[place]
+        yield row
+    for place in torch.randperm(len(kept), generator=generator).tolist():
+        yield kept[place]

@@ -1,0 +1,40 @@
+"""Which line of a TOML file a message is about (pure): a person who wrote the file looks there first."""
+
+from __future__ import annotations
+
+import re
+
+_PATH = re.compile(r"`\$((?:\.[\w-]+|\[[\d.]+\])+)`")  # as msgspec names a value
+_SECTION = re.compile(r"\[(\w+)\]")  # as our own messages name a part of the file
+_UNKNOWN = re.compile(r"unknown field `([\w-]+)`")
+_ASSIGNED = re.compile(r"\b([a-z_]\w*)=")  # as in batch=3
+_HEADER = re.compile(r"^\s*\[{1,2}\s*([\w.-]+)\s*\]{1,2}")
+_KEY = re.compile(r"^\s*([\w.-]+)\s*=")
+
+
+def line_of_error(text: str, message: str) -> int | None:
+    """The line, counted from 1; None where it cannot be told."""
+    path = _PATH.search(message)
+    parts = re.findall(r"[\w-]+", re.sub(r"\[[\d.]+\]", "", path.group(1))) if path else []
+    if section := _SECTION.search(message):
+        parts = [section.group(1), *parts]
+    if unknown := _UNKNOWN.search(message):
+        parts = [*parts, unknown.group(1)]
+    keys = _ASSIGNED.findall(message)
+    candidates = [*([*parts, key] for key in keys), parts, *([key] for key in keys), parts[:1]]
+    return next((line for names in candidates if names and (line := line_of(text, names)) is not None), None)
+
+
+def line_of(text: str, names: list[str]) -> int | None:
+    """The line of a value by the names of its tables and its own; of a table, its header."""
+    table: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            table = header.group(1).split(".")
+            if table == names:
+                return number
+        elif key := _KEY.match(line):
+            full = [*table, *key.group(1).split(".")]
+            if names in (full, full[-1:]):
+                return number
+    return None

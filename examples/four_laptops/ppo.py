@@ -52,6 +52,22 @@ class PPO:
         self.pooled.share(fragment, present_log_probs=present)
 
     @torch.no_grad()
+    def evaluate(self, episodes: int, seed: int) -> float:
+        """The mean return of fresh episodes, with the policy as it is; none of it is learnt from."""
+        environments = type(self.environments)(episodes, seed)
+        generator = torch.Generator().manual_seed(seed)
+        memory = torch.zeros(episodes, self.policy.memory_size)
+        returns, running = np.zeros(episodes), np.ones(episodes, bool)
+        observations = torch.from_numpy(environments.observe())
+        while running.any():
+            logits, memory = self.policy(observations, memory)
+            came = environments.step(torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1).numpy())
+            returns += came.rewards * running
+            running &= ~(came.terminated | came.truncated)
+            observations = torch.from_numpy(came.observations)
+        return float(returns.mean())
+
+    @torch.no_grad()
     def _act(self) -> tuple[Fragment, Tensor, Tensor, Tensor]:
         seen, actions, log_probs, begins, memories = [self._observations.numpy()], [], [], [], []
         rewards, terminated, truncated, finals = [], [], [], []

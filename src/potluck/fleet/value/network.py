@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -152,8 +153,12 @@ class ValueNetwork(nn.Module):
     @torch.no_grad()
     def values(self, origin: Origin, observations: Any) -> Tensor:
         """V of each observation."""
-        seen = torch.as_tensor(observations, dtype=torch.float32)
-        return self.head(origin).value(self.hidden(origin, seen.reshape(-1, seen.shape[-1]))).reshape(seen.shape[:-1])
+        return self.head(origin).value(self.hidden(origin, as_observations(observations))).reshape(observations.shape[:-1])
+
+
+def as_observations(observations: Any) -> Tensor:
+    """Observations of any leading shape as rows. A copy: what came through a queue is read-only."""
+    return torch.from_numpy(np.array(observations, np.float32)).reshape(-1, observations.shape[-1])
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:

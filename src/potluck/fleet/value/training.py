@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from potluck.errors import ConfigurationError
 from potluck.fleet.value.fragment import Fragment, Origin
-from potluck.fleet.value.network import ValueNetwork
+from potluck.fleet.value.network import ValueNetwork, as_observations
 from potluck.fleet.value.returns import v_trace_targets
 
 Array = npt.NDArray[Any]
@@ -105,7 +105,7 @@ class ValueTrainer:
 
     def _targets(self, origin: Origin, fragment: Fragment) -> tuple[Tensor, Tensor]:
         self.prepare(origin, fragment)
-        seen = torch.as_tensor(fragment.observations[:-1], dtype=torch.float32).reshape(-1, fragment.num_features)
+        seen = as_observations(fragment.observations[:-1])
         self.network.adapter(origin.task).follow(seen, self.config.observations_memory)
         values, next_values = values_of(self.network, origin, fragment)
         targets = v_trace_targets(

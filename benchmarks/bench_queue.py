@@ -35,7 +35,6 @@ from typing import Any
 
 from bench_averaging import START_SECONDS, Contender
 from harness import ROOT, environment_with, parser, report, say
-from potluck.errors import RetryableError
 from potluck.fleet.member import FleetConfig, FleetMember
 from potluck.fleet.sync import AsyncFleet
 from potluck.hub.guard.guard import GuardConfig
@@ -51,6 +50,7 @@ from potluck.hub.subjects import Subjects
 from potluck.peer.identity import Identity
 from potluck.run.host import Host, HostConfig
 from potluck.testing.ports import unused_tcp_port
+from potluck.testing.queuework import QueueWork
 
 RUN = "bench"
 QUEUE = "jobs"
@@ -116,7 +116,7 @@ async def open_host(folder: Path, *, sync: bool) -> AsyncIterator[tuple[Host, As
         member = FleetMember(host.address, RUN, Identity(host._hub.keys.organiser_seed), FleetConfig())
         await member.open(is_member=True)
         async with AsyncFleet(member) as fleet:
-            definition = QueueDefinition(name=QUEUE, max_bytes=1 << 30, lease_seconds=5)
+            definition = QueueDefinition(name=QUEUE, max_bytes=1 << 30, lease_seconds=5, tries=1000)
             await member.ask("create", CreateQueue(definition=definition), Done)
             yield host, fleet
     finally:
@@ -157,7 +157,16 @@ async def start_redis(name: str, folder: Path, python: Path) -> Queueing:
     queueing, port = Queueing(name), unused_tcp_port()
     flush = "always" if name.endswith("-sync") else "everysec"
     tls = ["--tls-cert-file", certificates.chain_file, "--tls-key-file", certificates.chain_file]
-    tls += ["--tls-ca-cert-file", certificates.ca_file, "--tls-auth-clients", "no", "--tls-port", str(port), "--port", "0"]
+    tls += [
+        "--tls-ca-cert-file",
+        certificates.ca_file,
+        "--tls-auth-clients",
+        "no",
+        "--tls-port",
+        str(port),
+        "--port",
+        "0",
+    ]
     kept = ["--dir", folder, "--appendonly", "yes", "--appendfsync", flush, "--save", ""]
     await queueing.spawn(binary, "--bind", "127.0.0.1", *tls, *kept, "--logfile", folder / "redis.log")
     await _until_open(port)
@@ -230,57 +239,19 @@ async def _end(contender: Queueing) -> None:
 async def kill_often(folder: Path, kills: int) -> dict[str, int]:
     """Put, take and finish items without a pause while the hub's server is killed again and again."""
     async with open_host(folder, sync=False) as (host, fleet):
-        queue = fleet.queue(QUEUE)
-        put: set[str] = set()
-        taken: dict[str, int] = {}
-        done: set[str] = set()
-        again_after_done = 0
-        is_over = asyncio.Event()
-
-        async def putting(putter: int) -> None:
-            number = 0
-            while not is_over.is_set():
-                name = f"{putter}-{number}"
-                await queue.put(b"x" * 1000, id=name)
-                put.add(name)
-                number += 1
-
-        async def taking() -> None:
-            nonlocal again_after_done
-            while not (is_over.is_set() and done >= put):
-                try:
-                    items = await queue.take(16, wait_seconds=1.0)
-                except RetryableError:
-                    continue
-                for item in items:
-                    again_after_done += item.id in done
-                    taken[item.id] = taken.get(item.id, 0) + 1
-                    if hash(item.id) % 8 == 0 and taken[item.id] == 1:
-                        continue  # forgotten: its lease gives it back
-                    await item.done()
-                    done.add(item.id)
-                del items
-
-        workers = [asyncio.create_task(putting(number)) for number in range(8)]
-        workers += [asyncio.create_task(taking()) for _ in range(4)]
+        work = QueueWork(fleet.queue(QUEUE), fleet.queue(QUEUE))
         for number in range(kills):
-            await asyncio.sleep(1.0)
+            await work.until_more(100)
             await kill_server(host)
-            before = len(put)
-            async with asyncio.timeout(60):
-                while len(put) < before + 50:  # it is back, and works
-                    await asyncio.sleep(0.05)
-            say(f"kill {number + 1} of {kills}: {len(put)} put, {len(done)} done")
-        is_over.set()
-        async with asyncio.timeout(120):
-            await asyncio.gather(*workers)
-        handed_again = sum(times - 1 for times in taken.values())
+            say(f"kill {number + 1} of {kills}: {len(work.put)} put, {len(work.done)} done")
+        await work.until_more(100)
+        await work.finish()
         return {
             "kills": kills,
-            "put": len(put),
-            "lost": len(put - done),
-            "delivered_again_after_done": again_after_done,
-            "handed_out_again_before_done": handed_again,
+            "put": len(work.put),
+            "lost": len(work.lost),
+            "delivered_again_after_done": len(work.again_after_done),
+            "handed_out_again_before_done": work.num_handed_again,
         }
 
 

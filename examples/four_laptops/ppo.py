@@ -37,7 +37,7 @@ class PPO:
     ) -> None:
         self.policy, self.environments, self.pooled, self.config = policy, environments, pooled, config
         self.num_steps = 0
-        self._optimizer = torch.optim.Adam(policy.parameters(), config.learning_rate, eps=1e-5)
+        self._optimizer = torch.optim.Adam(policy.parameters(), config.learning_rate, eps=1e-5, fused=True)
         self._generator = torch.Generator().manual_seed(seed)
         self._observations = torch.from_numpy(environments.observe())
         self._memory = torch.zeros(environments.number, policy.memory_size)
@@ -100,7 +100,13 @@ class PPO:
         return fragment, torch.stack(actions), torch.stack(begins), torch.stack(memories)
 
     def _learn(
-        self, observations: Tensor, actions: Tensor, begins: Tensor, memories: Tensor, log_probs: Tensor, advantages: Tensor
+        self,
+        observations: Tensor,
+        actions: Tensor,
+        begins: Tensor,
+        memories: Tensor,
+        log_probs: Tensor,
+        advantages: Tensor,
     ) -> Tensor:
         """Update the policy; returns the log-probabilities that it gives its actions now."""
         # Pieces of the fragment as columns: [steps of a piece, number of pieces, …].
@@ -134,7 +140,9 @@ class PPO:
         nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_gradient_norm)
         self._optimizer.step()
 
-    def _log_probs(self, memory: Tensor, observations: Tensor, actions: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
+    def _log_probs(
+        self, memory: Tensor, observations: Tensor, actions: Tensor, begins: Tensor
+    ) -> tuple[Tensor, Tensor]:
         log_probabilities = self.policy.sequence(observations, memory, begins).log_softmax(-1)
         entropy = -(log_probabilities.exp() * log_probabilities).sum(-1).mean()
         return log_probabilities.gather(-1, actions[..., None]).squeeze(-1), entropy

@@ -20,7 +20,9 @@ from potluck.fleet.value.ways import LocalWay
 
 
 def join(way: LocalWay, laptop: str = "ada", **config: float) -> PooledValue:
-    return PooledValue(way, laptop=laptop, task="walk", policy="mlp", config=PooledConfig(**{"tolerance": 1e9, **config}))  # type: ignore[arg-type]
+    return PooledValue(
+        way, laptop=laptop, task="walk", policy="mlp", config=PooledConfig(**{"tolerance": 1e9, **config})
+    )  # type: ignore[arg-type]
 
 
 def test_advantages_come_from_the_pooled_network_once_it_knows_us() -> None:

@@ -39,7 +39,9 @@ class PopArtHead(nn.Module):
         self.weight: Tensor
         self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
         self.register_buffer("square", torch.ones((), dtype=torch.float64))
-        self.register_buffer("weight", torch.zeros((), dtype=torch.float64))  # of all targets so far; 0: there were none
+        self.register_buffer(
+            "weight", torch.zeros((), dtype=torch.float64)
+        )  # of all targets so far; 0: there were none
 
     @property
     def scale(self) -> float:
@@ -153,7 +155,9 @@ class ValueNetwork(nn.Module):
     @torch.no_grad()
     def values(self, origin: Origin, observations: Any) -> Tensor:
         """V of each observation."""
-        return self.head(origin).value(self.hidden(origin, as_observations(observations))).reshape(observations.shape[:-1])
+        return (
+            self.head(origin).value(self.hidden(origin, as_observations(observations))).reshape(observations.shape[:-1])
+        )
 
 
 def as_observations(observations: Any) -> Tensor:

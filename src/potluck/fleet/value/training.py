@@ -78,7 +78,7 @@ class ValueTrainer:
         self.num_updates = 0
         self._generator = torch.Generator().manual_seed(seed)
         self._optimizer = torch.optim.Adam(
-            [*network.parameters()] or [nn.Parameter(torch.zeros(1))], config.learning_rate, eps=1e-5
+            [*network.parameters()] or [nn.Parameter(torch.zeros(1))], config.learning_rate, eps=1e-5, fused=True
         )
 
     def learn(self, batch: Sequence[tuple[Origin, Fragment]]) -> dict[str, float]:

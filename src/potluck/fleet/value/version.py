@@ -39,7 +39,10 @@ class ValueVersion(msgspec.Struct, frozen=True, kw_only=True):
     def network(self) -> ValueNetwork:
         """The network; ProtocolError when the parts do not fit together."""
         sizes_are_sane = 0 < self.width <= MOST_WIDTH and 0 < self.depth <= MOST_DEPTH and len(self.heads) <= MOST_HEADS
-        names = [*self.features, *(part for record in self.heads.values() for part in msgspec.structs.astuple(record.origin))]
+        names = [
+            *self.features,
+            *(part for record in self.heads.values() for part in msgspec.structs.astuple(record.origin)),
+        ]
         if not sizes_are_sane or not all(NAME.fullmatch(name) for name in names):
             raise ProtocolError("a version of the value network has sizes or names that make no sense")
         weights = sum(array.size for array in self.state.values())

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 LEAVE_SECONDS = 5.0
 RETRY_SECONDS = 1.0
 
+
 class ValueWay(Protocol):
     """How a laptop takes part in a pooled value network."""
 

@@ -1,7 +1,7 @@
 """The load that all queues of the benchmark carry: one process puts, another takes, both by the same client.
 
 A client has `put(data)`, which returns when the item is kept, `take(most)`, which waits for at least one, and
-`done(taken)`. The parent writes one line of JSON for each measurement to a process's stdin and reads one from its stdout.
+`done(taken)`. For each measurement the parent writes a line of JSON to each process, and reads one from it.
 
     throughput   so many puts at a time; messages a second from the first put to the last done
     latency      one item at a time, at a distance; from before its put until it is taken

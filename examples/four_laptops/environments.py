@@ -93,7 +93,7 @@ class CartPole(Environments):
         return self.random.uniform(-0.05, 0.05, (number, 4))
 
     def move(self, actions: Array) -> tuple[Array, Array]:
-        x, speed, angle, turning = self.state.T
+        _, speed, angle, turning = self.state.T
         total, moment = self.pole_mass + 1.0, self.pole_mass * self.half_length
         sine, cosine = np.sin(angle), np.cos(angle)
         push = (np.where(actions == 1, 10.0, -10.0) + moment * turning**2 * sine) / total

@@ -46,10 +46,9 @@ class PPO:
     def iterate(self) -> None:
         """Act for a while, then learn from it."""
         fragment, actions, begins, memories = self._act()
-        advantages = self.pooled.advantages(fragment, share=False)
+        advantages = self.pooled.advantages(fragment)
         observations = torch.from_numpy(fragment.observations[:-1])
-        present = self._learn(observations, actions, begins, memories, torch.from_numpy(fragment.log_probs), advantages)
-        self.pooled.share(fragment, present_log_probs=present)
+        self._learn(observations, actions, begins, memories, torch.from_numpy(fragment.log_probs), advantages)
 
     @torch.no_grad()
     def evaluate(self, episodes: int, seed: int) -> float:
@@ -107,8 +106,8 @@ class PPO:
         memories: Tensor,
         log_probs: Tensor,
         advantages: Tensor,
-    ) -> Tensor:
-        """Update the policy; returns the log-probabilities that it gives its actions now."""
+    ) -> None:
+        """Update the policy."""
         # Pieces of the fragment as columns: [steps of a piece, number of pieces, …].
         length = CHUNK if self.policy.memory_size else 1
         number = actions.numel() // length
@@ -123,9 +122,6 @@ class PPO:
             order = torch.randperm(columns[0].shape[1], generator=self._generator)
             for chosen in order.chunk(self.config.minibatches):
                 self._update(memory[chosen], *(each[:, chosen] for each in columns))
-        with torch.no_grad():
-            present, _ = self._log_probs(memories[0], observations, actions, begins)
-        return present
 
     def _update(
         self, memory: Tensor, observations: Tensor, actions: Tensor, begins: Tensor, before: Tensor, advantages: Tensor

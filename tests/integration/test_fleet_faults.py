@@ -40,9 +40,8 @@ async def house(tmp_path: Path) -> AsyncIterator[GuardHouse]:
         yield opened
 
 
-@pytest.mark.parametrize(
-    "kills", [pytest.param(3, marks=pytest.mark.timeout(300)), pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])]
-)  # fmt: skip
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
 async def test_kills_of_the_hub_lose_nothing_and_bring_nothing_back_that_is_done(house: GuardHouse, kills: int) -> None:
     await add(house, "jobs", lease_seconds=2, tries=1000)
     putter, taker = await worker(house, {"jobs": ALL}), await worker(house, {"jobs": ALL})

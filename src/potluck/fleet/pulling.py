@@ -62,7 +62,7 @@ class Puller:
             if not self._came:
                 # With both, the hub waits for the first item and then sends what there is.
                 seconds = min(wait_seconds, WAIT_SECONDS)
-                wanted = {"batch": max_items, "no_wait": True, "max_bytes": PULL_BYTES}
+                wanted: dict[str, object] = {"batch": max_items, "no_wait": True, "max_bytes": PULL_BYTES}
                 await self._ask(wanted | ({"expires": int(seconds * 1e9)} if seconds > 0 else {}), max_items, seconds)
             return [self._came.popleft() for _ in range(min(max_items, len(self._came)))]
 

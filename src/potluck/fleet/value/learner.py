@@ -32,8 +32,8 @@ RETRY_SECONDS = 2.0
 class LearnerConfig:
     """How the learner learns."""
 
-    value: ValueConfig = field(default_factory=lambda: ValueConfig(width=128))
-    """The network."""
+    value: ValueConfig = field(default_factory=lambda: ValueConfig(width=128, passes=16))
+    """The network. A learner has the time for more passes than a laptop that also trains a policy."""
 
     max_staleness: int = 8
     """Fragments that are behind by more versions are thrown away and counted."""

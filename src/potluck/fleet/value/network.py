@@ -49,12 +49,12 @@ class PopArtHead(nn.Module):
         return min(max(math.sqrt(max(float(self.square - self.mean**2), 0.0)), LEAST_SCALE), MOST_SCALE)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """n: the normalised value."""
+        """The normalised value, n."""
         return cast(Tensor, self.linear(hidden)).squeeze(-1)
 
     def value(self, hidden: Tensor) -> Tensor:
         """V."""
-        return self(hidden) * self.scale + float(self.mean)
+        return cast(Tensor, self(hidden)) * self.scale + float(self.mean)
 
     def normalise(self, targets: Tensor) -> Tensor:
         """Targets of V as targets of n."""
@@ -149,7 +149,7 @@ class ValueNetwork(nn.Module):
         return cast(Tensor, self.trunk(self.adapters[origin.task](observations)))
 
     def normalised(self, origin: Origin, observations: Tensor) -> Tensor:
-        """n of each observation."""
+        """The normalised value of each observation."""
         return cast(Tensor, self.heads[origin.head](self.hidden(origin, observations)))
 
     @torch.no_grad()

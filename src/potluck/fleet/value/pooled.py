@@ -1,8 +1,9 @@
 """The laptop's side of a pooled value network: `advantages = pooled.advantages(fragment)` in any loop.
 
-Each fragment trains the laptop's own small critic too. Advantages come from the pooled network while it has a head for
-this policy, is not too old, and predicts no worse than the own critic; else from the own critic, and the log and
-`statistics()` say so. So a dead learner costs quality and never progress, and so does one that publishes nonsense.
+Each fragment trains the laptop's own small critic too. While the pooled network has a head for this policy, is not too
+old, and does not predict far worse than the own critic, values are the mean of both, each weighted by how well it has
+predicted lately. Else they are the own critic's alone, and the log and `statistics()` say so. So a dead learner costs
+quality and never progress, and so does one that publishes nonsense.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class PooledConfig:
     max_staleness: int = 8
     """How many fragments the pooled network may be behind before the own critic takes its place."""
 
-    tolerance: float = 1.1
-    """The own critic takes its place too while the pooled network's error is more than so many times its own."""
+    tolerance: float = 3.0
+    """It does so too while the pooled network's error is more than so many times its own."""
 
     error_rate: float = 0.2
     """How fast the errors that are compared follow the newest fragment's."""
@@ -74,9 +75,11 @@ class PooledValue:
         self.config = config or PooledConfig()
         self.origin = check_origin(Origin(laptop, task, policy))
         self.using: Critic = "own"
-        """Whose values the newest advantages come from."""
+        """Whether the pooled network has a share in the newest advantages, or they are the own critic's alone."""
         self.why = "no version of the pooled network has come yet"
         """The reason, while that is the own critic."""
+        self.pooled_share = 0.0
+        """The weight of the pooled network in them."""
         self.counts: Counter[str] = Counter()
         self._way = way
         self._policy_version = 0
@@ -161,6 +164,7 @@ class PooledValue:
         return {
             "using": self.using,
             "why": self.why if self.using == "own" else "",
+            "pooled_share": self.pooled_share,
             "version": self._number,
             "staleness": -1 if self.staleness is None else self.staleness,
             "policy_version": self._policy_version,
@@ -203,10 +207,11 @@ class PooledValue:
         if pooled is None:
             self._errors.pop("pooled", None)
             return
-        middle = [(one + other) / 2 for one, other in zip(own, pooled, strict=True)]
-        came_out = middle[0] + returns.advantages(
+        values, next_values = (own[0] + pooled[0]) / 2, (own[1] + pooled[1]) / 2
+        came_out = values + returns.advantages(
             fragment.rewards,
-            *middle,
+            values,
+            next_values,
             fragment.terminated,
             fragment.truncated,
             discount=self.config.discount,
@@ -224,7 +229,12 @@ class PooledValue:
             told = f"its own critic: {why}" if why else f"version {self._number} of the pooled network"
             logger.log(logging.WARNING if why else logging.INFO, "%s uses %s", self.origin.head, told)
         self.using, self.why = using, why
-        return own if pooled is None or why else pooled
+        if pooled is None or why:
+            self.pooled_share = 0.0
+            return own
+        # Two estimates with independent errors are best weighted by the inverse of their squares.
+        share = self.pooled_share = self._errors["own"] / (self._errors["own"] + self._errors["pooled"])
+        return share * pooled[0] + (1 - share) * own[0], share * pooled[1] + (1 - share) * own[1]
 
     def _why_own(self, has_pooled: bool) -> str:
         if self._version is None:

@@ -32,7 +32,7 @@ class ValueConfig:
     learning_rate: float = 1e-3
     """Adam's."""
 
-    passes: int = 4
+    passes: int = 6
     """How often each fragment is gone through."""
 
     minibatches: int = 4
@@ -153,4 +153,4 @@ class ValueTrainer:
 def error_of(values: Array, targets: Array) -> float:
     """How far values are from what came out, in shares of its variance: 0 is perfect, 1 is a constant."""
     variance = float(np.var(targets))
-    return float(np.mean((targets - values) ** 2)) / max(variance, 1e-8)
+    return max(float(np.mean((targets - values) ** 2)) / max(variance, 1e-8), 1e-8)

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from potluck.errors import ProtocolError
-from potluck.fleet.value.fragment import NAME, Origin
+from potluck.fleet.value.fragment import Origin
 from potluck.fleet.value.network import ValueNetwork
+from potluck.hub.queues import NAME
 
 MOST_HEADS = 4096
 MOST_WIDTH = 16_384

@@ -13,8 +13,8 @@ A task is learnt when 20 fresh episodes, tried every 1,024 steps, have the
 threshold as their mean return; not reached counts as the cap. The learner is in the same process, so that a seed gives
 the same figures each time; it publishes once for each fragment of all laptops.
 
-Stable-Baselines3's PPO stands beside it with the same settings and its own MLP. Jobs of one seed run before those of
-the next; when the minutes are over, no other seed begins, and the report says how many there were.
+Stable-Baselines3's PPO stands beside it with the same settings and its own MLP. When the minutes are over, what has not
+ended is left out, and the report says how many seeds there were.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import multiprocessing
 import statistics
 import sys
 import time
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,38 +105,51 @@ def run_sb3(job: Job, python: str) -> list[int]:
 
 
 def measure(options: Any) -> dict[str, Any]:
-    """All jobs, two at a time."""
+    """All jobs, as many at a time as there are workers. Those of SB3 come last."""
     sys.path.insert(0, str(EXAMPLE))
     from environments import RELATED, UNRELATED
 
     groups = {"related": RELATED, "unrelated": UNRELATED}
+    ways = [("pooled", *groups), ("own", *groups), ("own-more", "related")]
+    jobs = [
+        Job(way, groups[group], group, seed, options.cap)
+        for seed in range(options.seeds)
+        for way, *where in ways
+        for group in where
+    ]
     sb3 = "" if options.no_sb3 else str(environment_with("sb3", [SB3]))
+    if sb3:
+        jobs += [
+            Job("sb3", groups[group], group, seed, options.cap) for seed in range(options.seeds) for group in groups
+        ]
+    results: dict[Job, list[int]] = {}
     ends = time.monotonic() + 60 * options.minutes
-    done: dict[tuple[str, str], list[list[int]]] = {}
-    with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for seed in range(options.seeds):
-            if time.monotonic() > ends:
-                break
-            jobs = [
-                Job(way, tasks, group, seed, options.cap)
-                for group, tasks in groups.items()
-                for way in ("pooled", "own", "own-more", *(["sb3"] if sb3 else []))
-                if way != "own-more" or group == "related"
-            ]
-            futures: dict[Job, Future[list[int]]] = {
-                job: pool.submit(run_sb3, job, sb3) if job.way == "sb3" else pool.submit(run, job) for job in jobs
-            }
-            try:
-                results = {job: future.result(max(ends + 60 - time.monotonic(), 1)) for job, future in futures.items()}
-            except TimeoutError:
-                say(f"seed {seed} did not end in time and is left out")
-                for process in multiprocessing.active_children():
-                    process.kill()
-                break
-            for job, steps in results.items():
-                done.setdefault((job.group, job.way), []).append(steps)
-                say(f"seed {seed}, {job.group}, {job.way}: {steps}")
-    return summary(done, groups)
+    pool = ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn"))
+    futures = {pool.submit(run_sb3, job, sb3) if job.way == "sb3" else pool.submit(run, job): job for job in jobs}
+    try:
+        for future in as_completed(futures, timeout=max(ends - time.monotonic(), 1)):
+            job = futures[future]
+            results[job] = future.result()
+            say(f"seed {job.seed}, {job.group}, {job.way}: {results[job]}")
+    except TimeoutError:
+        say("the minutes are over: what has not ended is left out")
+        for process in multiprocessing.active_children():
+            process.kill()
+    pool.shutdown(wait=False, cancel_futures=True)
+    return summary(whole_seeds(results), groups)
+
+
+def whole_seeds(results: dict[Job, list[int]]) -> dict[tuple[str, str], list[list[int]]]:
+    """Results by group and way, of the seeds that all ways of a group but SB3's have."""
+    found: dict[tuple[str, str], list[list[int]]] = {}
+    for group in {job.group for job in results}:
+        ways = {job.way for job in results if job.group == group}
+        seeds = [{job.seed for job in results if (job.group, job.way) == (group, way)} for way in ways - {"sb3"}]
+        common = set.intersection(*seeds) if seeds else set()
+        for job in sorted(results, key=lambda each: each.seed):
+            if job.group == group and (job.seed in common or job.way == "sb3"):
+                found.setdefault((group, job.way), []).append(results[job])
+    return found
 
 
 def summary(done: dict[tuple[str, str], list[list[int]]], groups: dict[str, tuple[str, ...]]) -> dict[str, Any]:
@@ -169,7 +182,7 @@ def summary(done: dict[tuple[str, str], list[list[int]]], groups: dict[str, tupl
 def main() -> None:
     arguments = parser(__doc__, repeats=None)
     arguments.add_argument("--seeds", type=int, default=5)
-    arguments.add_argument("--minutes", type=float, default=40.0, help="no seed begins after these")
+    arguments.add_argument("--minutes", type=float, default=40.0, help="what has not ended after these is left out")
     arguments.add_argument("--cap", type=int, default=150_000, help="steps of each laptop at most")
     arguments.add_argument("--workers", type=int, default=2, help="processes at a time")
     arguments.add_argument("--no-sb3", action="store_true", help="leave Stable-Baselines3 out")

@@ -33,7 +33,7 @@ class ValueConfig:
     """Adam's."""
 
     passes: int = 6
-    """How often each fragment is gone through."""
+    """How often each fragment is gone through; less often where several of one origin have piled up."""
 
     minibatches: int = 4
     """Updates in each pass."""
@@ -91,7 +91,8 @@ class ValueTrainer:
             targets.setdefault(origin, []).append(wanted)
         data = {origin: (torch.cat(observations[origin]), torch.cat(targets[origin])) for origin in observations}
         errors: dict[str, float] = {}
-        for number in range(self.config.passes):
+        # Where fragments of one origin have piled up, each gets fewer passes: who trains for others must keep up.
+        for number in range(max(1, round(self.config.passes * len(data) / len(batch)))):
             first = self._pass(data)
             if number == 0:
                 errors = first

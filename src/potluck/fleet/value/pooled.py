@@ -44,7 +44,7 @@ class PooledConfig:
     """How many fragments the pooled network may be behind before the own critic takes its place."""
 
     tolerance: float = 3.0
-    """It does so too while the pooled network's error is more than so many times its own."""
+    """It does so too when the pooled network's error is more than so many times its own, until it is half of that."""
 
     error_rate: float = 0.2
     """How fast the errors that are compared follow the newest fragment's."""
@@ -244,7 +244,9 @@ class PooledValue:
         behind = self.staleness
         if behind is not None and behind > self.config.max_staleness:
             return f"the pooled network is silent or late: it is {behind} fragments behind"
-        if self._errors["pooled"] > self.config.tolerance * self._errors["own"]:
+        # Once out, it has to be clearly better to come back: else it would come and go with each fragment.
+        tolerance = self.config.tolerance / (1 if self.using == "pooled" else 2)
+        if self._errors["pooled"] > tolerance * self._errors["own"]:
             return (
                 f"the pooled network predicts worse (error {self._errors['pooled']:.2f}, own {self._errors['own']:.2f})"
             )

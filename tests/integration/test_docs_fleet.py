@@ -1,4 +1,4 @@
-"""The program that docs/fleet.md shows, run as it stands there, by WebSocket with TLS to a real host."""
+"""The programs that docs/fleet.md shows, run as they stand there, by WebSocket with TLS to a real host."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ async def make_queues(house: RunHouse, *definitions: QueueDefinition) -> None:
     await member.close()
 
 
-async def test_the_program_on_the_page(
+async def test_the_programs_on_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [program] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     monkeypatch.setenv("POTLUCK_IDENTITY", str(tmp_path / "laptop.nkey"))
     async with open_run(tmp_path / "run", peer=None) as house:
-        await make_queues(house, QueueDefinition(name="experience"), QueueDefinition(name="weights", kind="topic"))
+        topics = [QueueDefinition(name=name, kind="topic") for name in ("weights", "value")]
+        await make_queues(house, QueueDefinition(name="experience"), *topics)
         rights: Any = {"*": ("put", "take")}
         scopes = Scopes(roles=("worker",), queues=rights)
         _, secret = await (await house.organiser()).create_invite(scopes=scopes, uses=None)
@@ -52,6 +53,7 @@ async def test_the_program_on_the_page(
             assert text == "potluck://…"
             return potluck.fleet.connect(link, websocket_only=True)
 
-        names = {"by_websocket": by_websocket}
-        await asyncio.to_thread(exec, program.replace("potluck.fleet.connect(", "by_websocket("), names)
-    assert capsys.readouterr().out.splitlines() == ["1.0", "{'step': 4}"]
+        for program in programs:
+            names = {"by_websocket": by_websocket}
+            await asyncio.to_thread(exec, program.replace("potluck.fleet.connect(", "by_websocket("), names)
+    assert capsys.readouterr().out.splitlines() == ["1.0", "{'step': 4}", *["torch.Size([64, 8]) own"] * 3]

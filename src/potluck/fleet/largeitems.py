@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from potluck.fleet.member import FleetMember
 
 PART_BYTES = 1024 * 1024
+WHOLE_BYTES = PART_BYTES + 32 * 1024  # an item up to this goes as one message: 1 MiB of numbers and what describes them
 WINDOW = 8  # parts on their way at a time
 FETCH_PARTS = 8  # parts asked for at a time
 MAGIC = b"PL\x01\x00"

@@ -7,6 +7,7 @@ opened here when somebody first asks for that queue.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -163,9 +164,21 @@ class FleetMember:
         data = await self._persist(lambda: self.hub.request(subject, payload, timeout_seconds=REQUEST_SECONDS))
         return read_answer(data, kind)
 
-    async def write(self, name: str, subject: str, data: bytes, *, headers: dict[str, str] | None = None) -> Write:
-        """Have the hub keep a message; returns when it has. Waits through outages, but not for room."""
-        answer = await self._persist(lambda: self._write(subject, data, headers))
+    async def write(
+        self,
+        name: str,
+        subject: str,
+        data: bytes,
+        *,
+        headers: dict[str, str] | None = None,
+        first_headers: dict[str, str] | None = None,
+    ) -> Write:
+        """Have the hub keep a message; returns when it has. Waits through outages, but not for room.
+
+        The first attempt has `first_headers` where they are given.
+        """
+        attempts = itertools.chain([first_headers or headers], itertools.repeat(headers))
+        answer = await self._persist(lambda: self._write(subject, data, next(attempts)))
         if answer.error is None:
             return answer
         if answer.error.err_code in NO_ROOM:

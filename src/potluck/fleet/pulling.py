@@ -3,12 +3,17 @@
 JetStream sends an item under the subject on which it was put, so its subject does not tell which question it answers.
 One subscription takes all items, one question is asked at a time, and an item that comes after its question has ended
 waits for the next one.
+
+Whether an item is done already has to be looked up, unless it cannot be. It cannot be where its putter put it once and
+under no name (so it has been put only now), the hub hands it out for the first time, has not been started again since
+it was put (or it would not remember), and has handed it out just now (or it may be with another taker meanwhile).
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import deque
 
 import msgspec
@@ -17,11 +22,13 @@ from potluck.errors import HubUnavailableError
 from potluck.fleet.member import NOT_FOUND, FleetMember, Listening
 from potluck.hub.connection import Delivery
 from potluck.hub.nats.subscription import NatsDelivery
+from potluck.hub.queues import UNKNOWN
 from potluck.hub.subjects import Subjects
 
 PULL_BYTES = 16 * 1024 * 1024  # in one answer; several items of the largest size fit
 WAIT_SECONDS = 20.0  # one question may wait so long
 ANSWER_SECONDS = 10.0
+FRESH_HEADER = "Potluck-Fresh"  # the putter has not put this id before
 OVER = (NOT_FOUND, "408", "409")  # nothing there; its time is over; no more bytes, or the hub stops
 
 
@@ -37,6 +44,8 @@ class Puller:
         self._status = ""
         self._news = asyncio.Event()
         self._listening: Listening | None = None
+        self._asked_at = 0.0
+        self._newest: int | None = None  # the newest item when this connection began; None: not asked yet
 
     @classmethod
     async def open(cls, member: FleetMember, name: str) -> Puller:
@@ -48,20 +57,37 @@ class Puller:
     async def pull(self, max_items: int, wait_seconds: float) -> list[NatsDelivery]:
         """Up to so many items; waits for the first one, if there is none yet."""
         async with self._asking:
+            if self._newest is None:
+                await self._begin()
             if not self._came:
-                await self._ask({"batch": max_items, "no_wait": True, "max_bytes": PULL_BYTES}, max_items, 0.0)
-            if not self._came and wait_seconds > 0:
+                # With both, the hub waits for the first item and then sends what there is.
                 seconds = min(wait_seconds, WAIT_SECONDS)
-                await self._ask({"batch": 1, "expires": int(seconds * 1e9)}, 1, seconds)
+                wanted: dict[str, object] = {"batch": max_items, "no_wait": True, "max_bytes": PULL_BYTES}
+                await self._ask(wanted | ({"expires": int(seconds * 1e9)} if seconds > 0 else {}), max_items, seconds)
             return [self._came.popleft() for _ in range(min(max_items, len(self._came)))]
+
+    def may_be_done(self, message: NatsDelivery, lease_seconds: float) -> bool:
+        """Whether a message that was pulled may be an item that is done already."""
+        tries, number = tries_and_number(message.reply)
+        is_certain = self._newest is not None and self._newest != UNKNOWN and number > self._newest
+        is_fresh = FRESH_HEADER in message.headers and tries == 1
+        return not (is_certain and is_fresh and _now() - self._asked_at < lease_seconds / 2)
 
     async def close(self) -> None:
         """Listen no more. Idempotent."""
         if self._listening is not None:
             await self._listening.cancel()
 
+    async def _begin(self) -> None:
+        """Learn which items were put before this connection; if it breaks meanwhile, that is asked again."""
+        self._newest = UNKNOWN
+        for depth in await self._member.list_queues():
+            if depth.definition.name == self._name and self._newest is not None:
+                self._newest = depth.newest
+
     async def _ask(self, wanted: dict[str, object], max_items: int, wait_seconds: float) -> None:
         self._status = ""
+        self._asked_at = _now()
         subject = self._member.subjects.next(self._name)
         await self._member.hub.forward(subject, msgspec.json.encode(wanted), reply=self._inbox)
         try:
@@ -87,4 +113,18 @@ class Puller:
     def _came_back(self) -> None:
         """What was asked on a connection that is gone is not answered any more."""
         self._status = "408"
+        self._newest = None
         self._news.set()
+
+
+def tries_and_number(reply: str) -> tuple[int, int]:
+    """How often a message was handed out, and its number: $JS.ACK.STREAM.CONSUMER.TRIES.NUMBER.…"""
+    tokens = reply.split(".")
+    if len(tokens) < 9 or not (tokens[4].isdigit() and tokens[5].isdigit()):
+        return 1, 0
+    return int(tokens[4]), int(tokens[5])
+
+
+def _now() -> float:
+    """Seconds that go on while the machine sleeps."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

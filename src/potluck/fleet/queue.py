@@ -22,9 +22,9 @@ import msgspec
 from potluck import tasks
 from potluck.errors import HubUnavailableError, PotluckError, ProtocolError, QueueFullError, RetryableError
 from potluck.fleet.items import decode_item, encode_item
-from potluck.fleet.largeitems import PART_BYTES, fetch_parts, is_head, put_parts, read_head
+from potluck.fleet.largeitems import WHOLE_BYTES, fetch_parts, is_head, put_parts, read_head
 from potluck.fleet.member import FleetMember
-from potluck.fleet.pulling import Puller
+from potluck.fleet.pulling import FRESH_HEADER, Puller, tries_and_number
 from potluck.hub.access.queueing import ForgetParts, Purged
 from potluck.hub.queues import QueueDefinition, check_item_id, sender_of
 
@@ -95,7 +95,7 @@ class Queue(Generic[T]):
         self._buffered_bytes = 0
         self._unsent: list[str] = []
         self.counts: dict[str, int] = dict.fromkeys(
-            ("put", "duplicates", "taken", "done", "again", "dead", "already_done", "unreadable"), 0
+            ("put", "duplicates", "taken", "done", "again", "dead", "already_done", "looked_up", "unreadable"), 0
         )
 
     async def put(self, value: T, *, id: str = "", timeout_seconds: float | None = None) -> bool:  # noqa: A002
@@ -105,7 +105,7 @@ class Queue(Generic[T]):
         unless given); else QueueFullError.
         """
         definition = await self._member.definition(self.name, "queue", "put")
-        return await self._put(definition, encode_item(value), id or secrets.token_hex(12), timeout_seconds)
+        return await self._put(definition, encode_item(value), id, timeout_seconds)
 
     async def send(self, value: T, *, id: str = "") -> None:  # noqa: A002
         """Put an item in the background. QueueFullError when too much waits already: the hub may be away.
@@ -113,14 +113,14 @@ class Queue(Generic[T]):
         `flush` waits until all of it is on the hub's disk.
         """
         definition = await self._member.definition(self.name, "queue", "put")
-        data, name = encode_item(value), id or secrets.token_hex(12)
+        data = encode_item(value)
         if self._buffered_bytes + len(data) > self._member.config.buffer_bytes:
             raise QueueFullError(
                 f"{self._buffered_bytes:,} bytes wait for {self.name} already, of {self._member.config.buffer_bytes:,} "
                 "that may: the hub is away or slow; wait, or drop this item"
             )
         self._buffered_bytes += len(data)
-        task = asyncio.create_task(self._put_later(definition, data, name), name=f"put into {self.name}")
+        task = asyncio.create_task(self._put_later(definition, data, id), name=f"put into {self.name}")
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
@@ -180,35 +180,42 @@ class Queue(Generic[T]):
 
     # Putting
 
-    async def _put(self, definition: QueueDefinition, data: bytes, item_id: str, timeout_seconds: float | None) -> bool:
+    async def _put(self, definition: QueueDefinition, data: bytes, name: str, timeout_seconds: float | None) -> bool:
+        item_id, is_fresh = name or secrets.token_hex(12), not name
         loop = asyncio.get_running_loop()
         deadline = None if timeout_seconds is None else loop.time() + timeout_seconds
         pause_seconds = ROOM_SECONDS
         while True:
             try:
-                return await self._put_now(data, item_id)
+                return await self._put_now(data, item_id, is_fresh)
             except QueueFullError:
                 out_of_time = deadline is not None and loop.time() + pause_seconds > deadline
                 if definition.when_full != "block" or out_of_time:
                     raise
+            is_fresh = False
             await asyncio.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, LONGEST_ROOM_SECONDS)
 
-    async def _put_now(self, data: bytes, item_id: str) -> bool:
+    async def _put_now(self, data: bytes, item_id: str, is_fresh: bool) -> bool:
         member = self._member
-        if len(data) > PART_BYTES:
+        if len(data) > WHOLE_BYTES:
             data = await put_parts(member, self.name, check_item_id(item_id), data)
+        headers = {ID_HEADER: item_id}
         written = await member.write(
-            self.name, member.subjects.put(self.name, member.peer), data, headers={ID_HEADER: item_id}
+            self.name,
+            member.subjects.put(self.name, member.peer),
+            data,
+            headers=headers,
+            first_headers=headers | {FRESH_HEADER: "1"} if is_fresh else None,
         )
         self.counts["duplicates" if written.duplicate else "put"] += 1
         return not written.duplicate
 
-    async def _put_later(self, definition: QueueDefinition, data: bytes, item_id: str) -> None:
+    async def _put_later(self, definition: QueueDefinition, data: bytes, name: str) -> None:
         try:
-            await self._put(definition, data, item_id, None)
+            await self._put(definition, data, name, None)
         except PotluckError as error:
-            self._unsent.append(item_id)
+            self._unsent.append(name)
             logger.warning("an item sent to %s was lost: %s", self.name, error)
         finally:
             self._buffered_bytes -= len(data)
@@ -219,11 +226,17 @@ class Queue(Generic[T]):
         if self._puller is None:
             self._puller = await Puller.open(self._member, self.name)
         messages = await self._puller.pull(min(max_items, MOST_TAKEN), wait_seconds)
-        if not messages:
-            return []
-        names = [check_item_id(message.headers.get(ID_HEADER, "") or "-") for message in messages]
-        subjects = [self._member.subjects.done(self.name, name) for name in names]
-        already = await self._member.read_last(self.name, "done", list(dict.fromkeys(subjects)))
+        subjects = [
+            self._member.subjects.done(self.name, check_item_id(message.headers.get(ID_HEADER, "") or "-"))
+            for message in messages
+        ]
+        doubtful = [
+            subject
+            for message, subject in zip(messages, subjects, strict=True)
+            if self._puller.may_be_done(message, definition.lease_seconds)
+        ]
+        self.counts["looked_up"] += len(doubtful)
+        already = await self._member.read_last(self.name, "done", list(dict.fromkeys(doubtful))) if doubtful else {}
         items: list[Item[T]] = []
         for message, subject in zip(messages, subjects, strict=True):
             if subject in already:
@@ -231,7 +244,11 @@ class Queue(Generic[T]):
                 await self._member.hub.publish(message.reply, b"+ACK")
                 continue
             item = await self._read(
-                message.payload, message.headers, sender_of(message.subject), _tries(message.reply), message.reply
+                message.payload,
+                message.headers,
+                sender_of(message.subject),
+                tries_and_number(message.reply)[0],
+                message.reply,
             )
             if item is None:
                 await self._member.hub.publish(message.reply, b"+TERM")
@@ -308,9 +325,3 @@ class Queue(Generic[T]):
                     await self._member.hub.publish(item._reply, b"+WPI")
             except RetryableError as error:
                 logger.debug("leases of %s could not be told: %s", self.name, error)
-
-
-def _tries(reply: str) -> int:
-    """How often a message was handed out: $JS.ACK.STREAM.CONSUMER.TRIES.…"""
-    tokens = reply.split(".")
-    return int(tokens[4]) if len(tokens) >= 9 and tokens[4].isdigit() else 1

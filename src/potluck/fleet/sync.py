@@ -10,7 +10,7 @@ with potluck.fleet.connect("potluck://…") as fleet:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, overload
@@ -25,6 +25,7 @@ from potluck.hub.joinlink import JoinLink, fetch_address
 from potluck.hub.queues import QueueDepth
 from potluck.peer import environment
 from potluck.peer.identity import Identity
+from potluck.run.calls import Call
 from potluck.run.loopthread import LoopThread
 
 T = TypeVar("T")
@@ -144,6 +145,10 @@ class Fleet:
     def list_queues(self) -> list[QueueDepth]:
         """The queues and topics that this member may use, and how full they are."""
         return self._loop.call(self._fleet.list_queues())
+
+    def in_background(self, work: Callable[[AsyncFleet], Coroutine[Any, Any, T]]) -> Call[T]:
+        """Have something done on the fleet's event loop, without waiting for it."""
+        return self._loop.submit(work(self._fleet))
 
     def close(self) -> None:
         """Give back what is held, and leave. Idempotent."""

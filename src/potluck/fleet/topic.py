@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from potluck.errors import ProtocolError, RetryableError
 from potluck.fleet.items import decode_item, encode_item
-from potluck.fleet.largeitems import PART_BYTES, fetch_parts, is_head, put_parts
+from potluck.fleet.largeitems import WHOLE_BYTES, fetch_parts, is_head, put_parts
 from potluck.fleet.member import FleetMember
 from potluck.hub.access.queueing import ForgetParts, Purged
 from potluck.hub.connection import Delivery
@@ -59,7 +59,7 @@ class Topic(Generic[T]):
         data, member = encode_item(value), self._member
         async with self._publishing:
             slot = ""
-            if len(data) > PART_BYTES:
+            if len(data) > WHOLE_BYTES:
                 slot = secrets.token_hex(12)
                 data = await put_parts(member, self.name, slot, data)
             written = await member.write(self.name, member.subjects.put(self.name, member.peer), data)

@@ -49,6 +49,7 @@ MAX_DONE = 200_000  # done items that are remembered
 DONE_SECONDS = 24 * 3600.0  # for how long, at most (and at least `id_window_seconds`)
 PARTS_SECONDS = 7 * 24 * 3600.0  # parts of an item whose putter died halfway go after this
 MAX_DEAD = 10_000
+UNKNOWN = -1
 _NANO = 10**9
 
 SERVICES = ("q.*.put.*.*", "q.*.part.>", "q.*.done.*.*", "q.*.dead.*.*", "q.*.ask.*.*", "$JS.ACK.>")
@@ -95,6 +96,7 @@ class QueueDepth(Message, frozen=True, kw_only=True):
     parts_bytes: int = 0
     dead: int = 0
     done: int = 0  # remembered
+    newest: int = UNKNOWN  # the number of the newest item that was ever put
     oldest_at: float = 0.0  # hub time at which the oldest item was put; 0: there is none
     rights: tuple[Right, ...] = ()  # of whoever asks
 

@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -47,11 +47,10 @@ class LocalProvider:
         command: Callable[[Slot, Path], Sequence[str]],
         *,
         trace: Sequence[Change] = (),
-        environment: Mapping[str, str] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         """`command` gives the process of a slot, to be run in the folder it is told; the trace begins now."""
-        self._folder, self._command, self._environment, self._now = folder, command, environment or {}, now
+        self._folder, self._command, self._now = folder, command, now
         self._trace, self._began_at = sorted(trace, key=lambda change: change.seconds), now()
         self._next, self._nodes = 0, set[str]()
         self._num_started = 0
@@ -82,7 +81,6 @@ class LocalProvider:
             process = subprocess.Popen(
                 [os.fspath(word) for word in self._command(slot, place)],
                 cwd=place,
-                env={**os.environ, **self._environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

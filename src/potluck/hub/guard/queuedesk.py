@@ -23,6 +23,7 @@ from potluck.hub.connection import Delivery, HubConnection
 from potluck.hub.guard.registry import Registry
 from potluck.hub.nats.jetstream import STREAM_NAME_IN_USE, JetStreamError
 from potluck.hub.queues import (
+    UNKNOWN,
     QueueDefinition,
     QueueDepth,
     QueueSubjects,
@@ -50,6 +51,7 @@ class _StreamState(msgspec.Struct):
     messages: int = 0
     bytes: int = 0
     first_ts: str = ""
+    last_seq: int = 0
     subjects: dict[str, int] | None = None
 
 
@@ -120,7 +122,12 @@ class QueueDesk:
         consumer = await self._ask(f"CONSUMER.INFO.{stream}.take")
         dead, done = await self._info(f"{stream}_dead"), await self._info(f"{stream}_done")
         return msgspec.structs.replace(
-            depth, out=consumer.num_ack_pending, dead=dead.state.messages, done=done.state.messages
+            depth,
+            out=consumer.num_ack_pending,
+            dead=dead.state.messages,
+            done=done.state.messages,
+            # Among several servers what was handed out is not known for certain after any of them has died.
+            newest=items.state.last_seq if self._replicas == 1 else UNKNOWN,
         )
 
     async def _create(self, member: Member, request: CreateQueue) -> Message:

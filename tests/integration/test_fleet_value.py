@@ -1,0 +1,75 @@
+"""The example's laptop and learner as real processes around a real hub: the learner dies and comes back."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from frameworkprograms import environment
+from runhouse import RunHouse, open_run
+from test_docs_fleet import make_queues
+
+from potluck.hub.guard.member import Scopes
+from potluck.hub.queues import QueueDefinition, Rights
+from potluck.testing.polling import poll_until
+from potluck.testing.processes import Children, ManagedProcess
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "four_laptops"
+PATIENCE_SECONDS = 100.0
+FRESH = r"\(version [1-9]\d*, [0-8] fragments behind\)"
+
+
+async def link_for(house: RunHouse, rights: Rights) -> str:
+    scopes = Scopes(roles=("worker",), queues=rights)
+    _, secret = await (await house.organiser()).create_invite(scopes=scopes, uses=None)
+    return str(replace(house.host.link, invite=secret))
+
+
+def start(children: Children, folder: Path, link: str, program: str, *arguments: str) -> ManagedProcess:
+    folder.mkdir(exist_ok=True)
+    env = {**environment(folder, link), "POTLUCK_IDENTITY": str(folder / "key.nkey")}
+    return children.spawn([sys.executable, str(EXAMPLE / program), *arguments], name=folder.name, env=env, cwd=folder)
+
+
+async def until_says(process: ManagedProcess, after: int, pattern: str) -> None:
+    """Wait until a process says this, beyond what it had said at some point."""
+    await poll_until(
+        lambda: re.search(pattern, process.output()[after:]) is not None, PATIENCE_SECONDS, lambda: process.tail()
+    )
+
+
+@pytest.mark.timeout(600)
+async def test_laptops_learn_on_while_the_learner_is_dead(tmp_path: Path, children: Children) -> None:
+    async with open_run(tmp_path / "run", peer=None) as house:
+        await make_queues(
+            house,
+            QueueDefinition(name="experience", when_full="drop", max_items=64),
+            QueueDefinition(name="value", kind="topic"),
+        )
+        put = await link_for(house, {"experience": ("put",), "value": ("take",)})
+        take = await link_for(house, {"experience": ("take",), "value": ("put", "take")})
+        ada = start(children, tmp_path / "ada", put, "laptop.py", "--name", "ada", "--steps", "1000000000")
+        bob = start(
+            children, tmp_path / "bob", put, "laptop.py", "--name", "bob", "--task", "acrobot", "--policy", "relu",
+            "--steps", "1000000000",
+        )  # fmt: skip
+        await until_says(ada, 0, r"value of own \(version 0")
+        learner = start(children, tmp_path / "learner", take, "learner.py")
+        for laptop in (ada, bob):
+            await until_says(laptop, 0, FRESH)
+        os.kill(learner.pid, signal.SIGKILL)
+        await learner.until_exit(PATIENCE_SECONDS)
+        killed = len(ada.output())
+        await until_says(ada, killed, r"value of own \(version [1-9]\d*, \d\d+ fragments behind\)")
+        again = start(children, tmp_path / "learner", take, "learner.py")
+        await until_says(again, 0, r"the value network goes on from version [1-9]\d*")
+        back = len(ada.output())
+        await until_says(ada, back, FRESH)
+        for process in (ada, bob, again):
+            os.kill(process.pid, signal.SIGINT)
+            assert await process.until_exit(PATIENCE_SECONDS) is not None

@@ -10,7 +10,8 @@
 Items go straight to the hub's JetStream (hub/queues.py says how, and who may).
 """
 
+from potluck.fleet.current import CurrentJob, current
 from potluck.fleet.items import Array
 from potluck.fleet.sync import Fleet, connect
 
-__all__ = ["Array", "Fleet", "connect"]
+__all__ = ["Array", "CurrentJob", "Fleet", "connect", "current"]

@@ -10,7 +10,8 @@ import msgspec
 from potluck.hub.keys import verify
 from potluck.messages import PROTOCOL_VERSION, Message
 
-Role = Literal["trainer", "aux", "observer", "worker"]  # a worker uses queues, and takes part in no round
+# A worker uses queues, a machine runs jobs: neither takes part in rounds.
+Role = Literal["trainer", "aux", "observer", "worker", "machine"]
 State = Literal["alive", "suspect", "dead", "left"]
 
 

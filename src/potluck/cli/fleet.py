@@ -1,0 +1,519 @@
+"""`potluck fleet`: machines that run jobs, and what they shall run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from potluck.cli.options import AsJson, Link, Verbose
+
+if TYPE_CHECKING:
+    from potluck.fleet.control import FleetControl, JobStatus, Machine
+    from potluck.run.host import Host
+
+T = TypeVar("T")
+
+DEFAULT_RUN = "fleet"
+MACHINES_FILE = "machines-invite"
+
+app = typer.Typer(
+    help="Machines that run jobs: host the hub, add machines, say what runs where, watch it.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+Run = Annotated[str, typer.Option("--run", help="The fleet's name.")]
+Folder = Annotated[Path | None, typer.Option(help="The host's folder, if it has one of its own.")]
+Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
+FleetFileArgument = Annotated[Path, typer.Argument(metavar="FLEET.TOML", help="A fleet.toml, or the folder with one.")]
+
+
+@app.command("host")
+def host(
+    run: Run = DEFAULT_RUN,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where the hub lives; started again there, it goes on where it was.")
+    ] = None,
+    listen: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="Port for members; 0 picks a free one and keeps it.")] = 0,
+    websocket_port: Annotated[int, typer.Option(help="The same for WebSocket; 443 passes most firewalls.")] = 0,
+    announce: Annotated[
+        list[str] | None, typer.Option(help="Name or address by which machines reach this one; may be repeated.")
+    ] = None,
+    wheel: Annotated[bool, typer.Option(help="Serve this Potluck over HTTP, so that machines can install it.")] = True,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Host a fleet: a hub with queues that machines dial out to. Prints the link for machines.
+
+    Example: [bold]potluck fleet host --announce my-server.example.org[/bold]
+    """
+    from potluck.cli import console
+    from potluck.cli.folders import run_folder
+    from potluck.cli.host import Backing, Work, _dashboard_options, _serve
+    from potluck.hub.guard.guard import GuardConfig
+    from potluck.hub.server.configuration import HubConfig
+    from potluck.hub.subjects import check_run_name
+    from potluck.link.direct.addresses import announced_hosts
+    from potluck.run.host import Host, HostConfig
+
+    console.set_up_logging(verbose)
+    config = HostConfig(
+        hub=HubConfig(
+            folder=run_folder(check_run_name(run), folder),
+            run=run,
+            host=listen,
+            port=port,
+            websocket_port=websocket_port,
+            advertised_hosts=tuple(announce or announced_hosts(listen)),
+        ),
+        guard=GuardConfig(run=run),
+        wheel_port=0 if wheel else None,
+    )
+    work = Work(
+        run_file=None,
+        backups=Backing(every_epochs=10, keep_last=3, keep_every=0, upload_to=""),
+        dashboard=_dashboard_options(config, True, listen, None, ()),
+        announce=_announce,
+    )
+    console.run(console.until_interrupted(lambda stop: _serve(Host(config), work, stop, as_json)))
+
+
+async def _announce(host: Host, as_json: bool) -> None:
+    """Say how machines come in."""
+    from rich.markup import escape
+
+    from potluck.cli import console
+
+    link = await machines_link(host)
+    if as_json:
+        console.print_json({"event": "ready", "run": host.record.run, "link": link})
+        return
+    console.out.print(f"[green]The fleet [bold]{host.record.run}[/bold] is open.[/green] On each machine:\n")
+    if host.link.wheel is not None:
+        console.out.print(f"  {escape(host.link.pip_line)}", soft_wrap=True, highlight=False)
+    console.out.print(f"  potluck fleet agent '{escape(link)}' --allow process\n", soft_wrap=True, highlight=False)
+    console.out.print("Then, here: `potluck fleet machines`, and `potluck fleet up fleet.toml`. Ctrl-C ends the host.")
+
+
+async def machines_link(host: Host) -> str:
+    """The link for machines: made at the first start, the same at each later one."""
+    from dataclasses import replace
+
+    from potluck.hub.guard.invite import invite_id
+    from potluck.hub.guard.member import Scopes
+    from potluck.hub.guard.organise import Organiser
+    from potluck.hub.nats.connection import NatsConnection
+    from potluck.hub.privatefiles import read_private, write_private
+    from potluck.hub.subjects import Subjects
+
+    path = host.config.hub.folder / MACHINES_FILE
+    secret = (read_private(path) or "").strip()
+    hub = await NatsConnection.connect(host.address, seed=host.keys.organiser_seed, run=host.record.run, name="main")
+    try:
+        organiser = Organiser(hub, Subjects(host.record.run), host.keys.organiser_public)
+        valid = {invite.id for invite in await organiser.list_invites() if not invite.revoked}
+        if not secret or invite_id(secret) not in valid:
+            _, secret = await organiser.create_invite(
+                scopes=Scopes(roles=("machine", "observer")), uses=None, note="machines of the fleet"
+            )
+            write_private(path, secret)
+    finally:
+        await hub.close()
+    return str(replace(host.link, invite=secret))
+
+
+@app.command("agent")
+def agent(
+    link: Link = "",
+    name: Annotated[str, typer.Option(help="What this machine is called; unless given, its host name.")] = "",
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What jobs may do here: process, images=NAME, mounts=/FOLDER (or /FOLDER:rw), gpus, network=host. "
+            "May be repeated; several with commas."
+        ),
+    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="Where jobs have their folders.")] = None,
+    websocket: Annotated[bool, typer.Option("--websocket", help="Reach the hub by WebSocket alone.")] = False,
+    relay_only: Annotated[bool, typer.Option("--relay-only", help="Send everything through the hub.")] = False,
+    keep_jobs: Annotated[
+        bool, typer.Option("--keep-jobs", help="Leave jobs running when the agent is told to end.")
+    ] = False,
+    engine: Annotated[
+        str, typer.Option(help="Socket of the container engine, as in unix:///run/podman/podman.sock.")
+    ] = "",
+    install_service: Annotated[
+        bool, typer.Option("--install-service", help="Have systemd start this agent with your session, and end.")
+    ] = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Lend this machine to a fleet: runs the jobs that an organiser signed and that you allow. Dials out only.
+
+    Ctrl-C ends its jobs, with notice. Jobs outlive an agent that is killed; started again, it takes them up.
+
+    Example: [bold]potluck fleet agent 'potluck://…' --allow process --allow images=potluck-*[/bold]
+    """
+    import platform
+
+    import platformdirs
+
+    from potluck.cli import console
+    from potluck.cli.joining import parse_link
+    from potluck.errors import ConfigurationError
+    from potluck.fleet.agent import Agent, AgentConfig
+    from potluck.fleet.jobs import Allowance
+    from potluck.fleet.runners.process import ProcessRunner
+    from potluck.fleet.runners.runner import Runner
+    from potluck.hub.privatefiles import make_private_folder
+    from potluck.peer.identity import Identity
+
+    console.set_up_logging(verbose)
+    parsed = parse_link(link, "potluck fleet agent")
+    allowance = Allowance.parse(allow or [])
+    if not allowance.process and not allowance.images:
+        raise ConfigurationError(
+            "what may jobs do on this machine? Say so with --allow: process (programs with your rights), or "
+            "images=NAME (containers of these images)"
+        )
+    where = folder or Path(platformdirs.user_data_dir("potluck")) / "agents" / parsed.run
+    make_private_folder(where)
+    config = AgentConfig(
+        name=name or platform.node(),
+        folder=where,
+        allow=allowance,
+        websocket_only=websocket,
+        relay_only=relay_only,
+        keeps_jobs=keep_jobs,
+    )
+    if install_service:
+        from potluck.fleet.service import install
+
+        unit = install(str(parsed), config, engine)
+        typer.echo(f"Wrote {unit}. Start it with: systemctl --user enable --now {unit.name}")
+        return
+    identity = Identity.open(where / "identity.nkey")
+    runners: dict[str, Runner] = {}
+    if allowance.process:
+        runners["process"] = ProcessRunner(where / "jobs")
+
+    async def work(stop: asyncio.Event) -> None:
+        machine = Agent(parsed, identity, config, runners)
+
+        def connected() -> None:
+            if as_json:
+                console.print_json({"event": "connected", "machine": config.name, "peer": machine.peer_id})
+            else:
+                console.out.print(f"The machine {config.name} is in the fleet {parsed.run}. Ctrl-C ends its jobs.")
+
+        if allowance.images:
+            await _add_engine(runners, engine, where, machine.peer_id, as_json)
+        await machine.run(stop, connected)
+
+    try:
+        console.run(console.until_interrupted(work))
+    finally:
+        identity.close()
+
+
+async def _add_engine(runners: dict[str, Any], engine: str, where: Path, peer: str, as_json: bool) -> None:
+    """The runner for containers, if an engine answers; else say so."""
+    from potluck.cli import console
+    from potluck.errors import ConfigurationError
+    from potluck.fleet.runners.container import ContainerRunner
+
+    try:
+        runners["container"] = await asyncio.to_thread(ContainerRunner.open, where / "jobs", peer, engine)
+    except ConfigurationError as error:
+        if engine or not runners:
+            raise
+        if as_json:
+            console.print_json({"event": "no engine", "message": str(error)})
+        else:
+            console.err.print(f"This machine runs no containers: {error}", markup=False)
+
+
+@app.command("machines")
+def machines(run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson = False) -> None:
+    """List the machines: what they have, how busy they are, what their owners allow.
+
+    Example: [bold]potluck fleet machines[/bold]
+    """
+    import msgspec
+
+    from potluck.cli import console
+
+    found = _with_control(run, folder, lambda control: control.machines())
+    if as_json:
+        console.print_json(
+            [
+                {
+                    "peer": each.known.peer,
+                    "name": each.known.name,
+                    "is_there": each.known.is_there,
+                    "report": msgspec.to_builtins(each.report),
+                }
+                for each in found
+            ]
+        )
+        return
+    console.show_table(
+        [machine_row(each) for each in found],
+        empty="There are no machines. `potluck fleet agent LINK` adds the one it runs on.",
+    )
+
+
+def machine_row(machine: Machine) -> dict[str, str]:
+    """A machine as a row of a table."""
+    report = machine.report
+    row = {"name": machine.known.name, "id": machine.known.peer, "state": "there" if report is not None else "away"}
+    if report is None:
+        return {**row, **dict.fromkeys(("cpu", "memory", "gpu", "disk free", "engines", "allows", "jobs"), "")}
+    facts = report.facts
+    return {
+        **row,
+        "cpu": f"{facts.cpu_percent:.0f}% of {facts.cpus}",
+        "memory": f"{facts.memory_used_bytes / 1e9:.1f} of {facts.memory_bytes / 1e9:.1f} GB",
+        "gpu": ", ".join(facts.gpus) or "none",
+        "disk free": f"{facts.disk_free_bytes / 1e9:.0f} GB",
+        "engines": ", ".join(facts.engines) or "none",
+        "allows": report.allow,
+        "jobs": str(sum(job.state == "running" for job in report.jobs)),
+    }
+
+
+@app.command("up")
+def up(
+    fleet_file: FleetFileArgument = Path("fleet.toml"),
+    run: Run = DEFAULT_RUN,
+    folder: Folder = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would change.")] = False,
+    wait_seconds: Annotated[float, typer.Option("--wait", help="Seconds to wait until all jobs run.")] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Make the fleet run what fleet.toml says. Run again, it changes only what differs.
+
+    Jobs that the file does not name (any more) end. Example: [bold]potluck fleet up fleet.toml[/bold]
+    """
+    from potluck.cli import console
+    from potluck.fleet.fleetfile import read_fleet_file
+
+    file = read_fleet_file(fleet_file)
+
+    async def work(control: FleetControl) -> tuple[dict[str, Any], list[JobStatus]]:
+        images = None
+        if any(plan.is_container for plan in file.jobs):
+            from potluck.fleet.runners.images import find_images
+
+            images = await asyncio.to_thread(find_images)
+        changes = await control.up(file, images, dry_run=dry_run)
+        statuses: list[JobStatus] = []
+        until = time.monotonic() + wait_seconds
+        while wait_seconds:
+            statuses = await control.jobs()
+            if all(each.report is not None and each.report.state in ("running", "finished") for each in statuses):
+                break
+            if time.monotonic() >= until:
+                raise typer.Exit(_say_what_is_missing(statuses, as_json))
+            await asyncio.sleep(0.5)
+        return dict(changes), statuses
+
+    changes, _ = _with_control(run, folder, work)
+    if as_json:
+        console.print_json({"changes": changes})
+        return
+    for name, change in sorted(changes.items()):
+        console.out.print(f"{name}: {change}", highlight=False, markup=False)
+    if not changes:
+        console.out.print("There is nothing to run.")
+
+
+def _say_what_is_missing(statuses: list[JobStatus], as_json: bool) -> int:
+    from potluck.cli import console
+
+    for status in statuses:
+        state = status.report.state if status.report is not None else "unknown"
+        words = status.report.last_words if status.report is not None else "its machine is away"
+        if state not in ("running", "finished"):
+            if as_json:
+                console.print_json({"event": "not running", "job": status.job.name, "state": state, "why": words})
+            else:
+                console.err.print(f"{status.job.name} does not run: {state} {words}", markup=False)
+    return 1
+
+
+@app.command("down")
+def down(run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson = False) -> None:
+    """End all jobs of the fleet, with notice. Their folders stay on the machines.
+
+    Example: [bold]potluck fleet down[/bold]
+    """
+    ended = _with_control(run, folder, lambda control: control.down())
+    _tell(as_json, f"Ended: {', '.join(ended) or 'nothing'}.", ended=ended)
+
+
+@app.command("ps")
+def ps(run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson = False) -> None:
+    """List the jobs: where they run, since when, how often they were restarted, and why they are not running.
+
+    Example: [bold]potluck fleet ps[/bold]
+    """
+    from potluck.cli import console
+
+    found = _with_control(run, folder, lambda control: control.jobs())
+    if as_json:
+        console.print_json([job_record(each) for each in found])
+    else:
+        console.show_table(
+            [job_row(each) for each in found], empty="There are no jobs. `potluck fleet up` starts some."
+        )
+
+
+def job_record(status: JobStatus) -> dict[str, Any]:
+    """A job for programs."""
+    import msgspec
+
+    report = status.report
+    return {
+        "job": status.job.name,
+        "machine": status.machine,
+        "kind": "container" if status.job.image else "process",
+        "wanted": status.job.state,
+        "state": report.state if report is not None else "unknown",
+        "restarts": report.restarts if report is not None else 0,
+        "since": report.since if report is not None else 0.0,
+        "last_words": report.last_words if report is not None else "its machine is away",
+        "metrics": msgspec.to_builtins(report.metrics) if report is not None else {},
+        "memory_bytes": report.memory_bytes if report is not None else 0,
+        "cpu_percent": report.cpu_percent if report is not None else 0.0,
+    }
+
+
+def job_row(status: JobStatus) -> dict[str, str]:
+    """A job as a row of a table."""
+    record = job_record(status)
+    metrics = "  ".join(f"{name} {value:.4g}" for name, value in record["metrics"].items())
+    return {
+        "job": record["job"],
+        "machine": record["machine"],
+        "state": record["state"],
+        "for": _age(record["since"]),
+        "restarts": str(record["restarts"]),
+        "cpu": f"{record['cpu_percent']:.0f}%",
+        "memory": f"{record['memory_bytes'] / 1e6:.0f} MB",
+        "figures": metrics,
+        "last words": record["last_words"],
+    }
+
+
+@app.command("logs")
+def logs(
+    job: Job,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what it writes, until Ctrl-C.")] = False,
+    num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many lines of before.")] = 100,
+    run: Run = DEFAULT_RUN,
+    folder: Folder = None,
+) -> None:
+    """Show what a job has written, straight from its machine.
+
+    Example: [bold]potluck fleet logs -f cartpole[/bold]
+    """
+    import sys
+
+    from potluck.cli import console
+    from potluck.plaintext import clean_lines
+
+    async def work(control: FleetControl) -> None:
+        async for data in control.read_log(job, num_lines=num_lines, follow=follow):
+            text = data.decode(errors="replace")
+            sys.stdout.write(clean_lines(text) if sys.stdout.isatty() else text)
+            sys.stdout.flush()
+
+    async def until(stop: asyncio.Event) -> None:
+        await console.unless_stopped(_controlled(run, folder, work), stop)
+
+    console.set_up_logging(verbose=False)
+    console.run(console.until_interrupted(until))
+
+
+@app.command("restart")
+def restart(job: Job, run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson = False) -> None:
+    """End a job, with notice, and start it anew.
+
+    Example: [bold]potluck fleet restart cartpole[/bold]
+    """
+    _with_control(run, folder, lambda control: control.restart(job))
+    _tell(as_json, f"{job} starts anew.", restarted=job)
+
+
+@app.command("stop")
+def stop(job: Job, run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson = False) -> None:
+    """End a job, with notice. It stays ended until `up` or `restart`.
+
+    Example: [bold]potluck fleet stop cartpole[/bold]
+    """
+    _with_control(run, folder, lambda control: control.stop(job))
+    _tell(as_json, f"{job} is told to end.", stopped=job)
+
+
+@app.command("cp")
+def cp(
+    source: Annotated[str, typer.Argument(metavar="JOB:PATH", help="A file or folder in the job's working folder.")],
+    target: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to put it.")] = Path(),
+    run: Run = DEFAULT_RUN,
+    folder: Folder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring a file or folder of a job here, straight from its machine: checkpoints, results.
+
+    Example: [bold]potluck fleet cp cartpole:checkpoints results/[/bold]
+    """
+    from potluck.errors import ConfigurationError
+
+    job, colon, path = source.partition(":")
+    if not colon:
+        raise ConfigurationError(f"{source!r} names no file: write JOB:PATH, as in cartpole:checkpoints")
+    names = _with_control(run, folder, lambda control: control.copy(job, path or ".", target))
+    _tell(as_json, f"Copied to {target}: {', '.join(names[:10])}{' …' if len(names) > 10 else ''}", copied=names)
+
+
+async def _controlled(run: str, folder: Path | None, work: Callable[[FleetControl], Awaitable[T]]) -> T:
+    from potluck.cli.folders import hosted_run
+    from potluck.fleet.control import fleet_control
+
+    where, record = hosted_run(run, folder)
+    async with fleet_control(where, record) as control:
+        return await work(control)
+
+
+def _with_control(run: str, folder: Path | None, work: Callable[[FleetControl], Awaitable[T]]) -> T:
+    """Do something in the organiser's name, with the keys in the host's folder."""
+    from potluck.cli import console
+
+    console.set_up_logging(verbose=False)
+    return console.run(_controlled(run, folder, work))
+
+
+def _tell(as_json: bool, text: str, **done: object) -> None:
+    from potluck.cli import console
+
+    if as_json:
+        console.print_json(done)
+    else:
+        typer.echo(text)
+
+
+def _age(since: float) -> str:
+    if not since:
+        return ""
+    seconds = max(time.time() - since, 0.0)
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

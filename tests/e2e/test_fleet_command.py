@@ -1,0 +1,276 @@
+"""`potluck fleet` by the real commands: a host, machines with agents, jobs as real processes, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from commandline import PATIENCE_SECONDS, Terminal, until_event
+
+from potluck.fleet.runners.process import _read
+from potluck.testing.polling import poll_until_sync
+from potluck.testing.processes import Children, ManagedProcess
+
+RUN = "kitchen"
+
+POLICY = """
+import os, sys, time
+import potluck.fleet
+
+job = potluck.fleet.current()
+with open("starts", "a") as file:
+    file.write(f"{os.getpid()}\\n")
+print(f"hello from {job.name} with {os.environ['SEED']} and {os.environ.get('TOKEN', 'no token')}", flush=True)
+queue = job.queue("experience") if "queue" in sys.argv else None
+step = 0
+while not job.stopping.wait(0.1):
+    step += 1
+    job.log({"reward": step / 2, "step": step})
+    if queue is not None:
+        queue.put({"job": job.name, "step": step}, timeout_seconds=60)
+    with open("model.bin", "w") as file:
+        file.write("weights")
+    job.checkpoint("model.bin")
+print(f"stopped with notice, {job.seconds_left:.0f} s left", flush=True)
+job.close()
+"""
+
+
+class Kitchen:
+    """A fleet with its host."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self.terminal = terminal
+        self.folder = terminal.folder / "hub"
+        self.place = ("--run", RUN, "--folder", self.folder)
+        self.host = self.start_host()
+        self.link = until_event(self.host, "ready")["link"]
+        self.code = terminal.folder / "code"
+        self.code.mkdir()
+        (self.code / "policy.py").write_text(POLICY)
+
+    def start_host(self) -> ManagedProcess:
+        return self.terminal.start(
+            "fleet", "host", *self.place, "--listen", "127.0.0.1", "--no-wheel", "--json", name="host"
+        )
+
+    def agent(self, name: str, *options: str | Path, allow: str = "process") -> ManagedProcess:
+        return self.terminal.start(
+            "fleet", "agent", self.link, "--name", name, "--allow", allow, "--json",
+            "--folder", self.machine_folder(name), *options, name=name,
+        )  # fmt: skip
+
+    def machine_folder(self, name: str) -> Path:
+        return self.terminal.folder / "machines" / name
+
+    def work(self, machine: str, job: str) -> Path:
+        return self.machine_folder(machine) / "jobs" / job / "work"
+
+    def starts(self, machine: str, job: str) -> list[int]:
+        path = self.work(machine, job) / "starts"
+        return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+    def run(self, *arguments: str | Path, **options: Any) -> str:
+        return self.terminal.run("fleet", *arguments, *self.place, **options)
+
+    def ask(self, *arguments: str | Path) -> Any:
+        return json.loads(self.terminal.run("fleet", *arguments, *self.place, "--json"))
+
+    def up(self, text: str, *options: str, **environment: str) -> dict[str, str]:
+        (self.code / "fleet.toml").write_text(text)
+        said = self.terminal.run("fleet", "up", self.code, *self.place, "--json", *options, **environment)
+        return dict(json.loads(said.splitlines()[-1])["changes"])
+
+    def jobs(self) -> dict[str, dict[str, Any]]:
+        return {row["job"]: row for row in self.ask("ps")}
+
+    def until(self, job: str, *states: str, **wanted: Any) -> dict[str, Any]:
+        def found() -> dict[str, Any] | None:
+            row = self.jobs().get(job)
+            fits = row is not None and row["state"] in states and all(row[k] == v for k, v in wanted.items())
+            return row if fits else None
+
+        found_row = poll_until_sync(found, PATIENCE_SECONDS, lambda: f"{job} to be {states} {wanted}: {self.jobs()}")
+        assert found_row is not None
+        return found_row
+
+
+@pytest.fixture
+def kitchen(terminal: Terminal, children: Children) -> Iterator[Kitchen]:
+    kitchen = Kitchen(terminal)
+    try:
+        yield kitchen
+    finally:
+        children.close()
+        for path in terminal.folder.glob("machines/*/jobs/*/run/running.json"):  # jobs outlive their agents
+            known = _read(path) or {}
+            for pid in (known.get("shim"), known.get("group")):
+                if pid and psutil.pid_exists(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def job(name: str, machine: str, *, more: str = "", seed: int = 1, arguments: str = "") -> str:
+    return f"""
+[jobs.{name}]
+command = "python policy.py {arguments}"
+machine = "{machine}"
+files = ["policy.py"]
+environment = {{ SEED = {seed} }}
+{more}
+"""
+
+
+def kill(process: ManagedProcess) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(PATIENCE_SECONDS)
+
+
+def test_jobs_on_two_machines(kitchen: Kitchen) -> None:
+    anna, bert = kitchen.agent("anna"), kitchen.agent("bert")
+    for machine in (anna, bert):
+        until_event(machine, "connected")
+    rows = {row["name"]: row for row in kitchen.ask("machines")}
+    assert rows["anna"]["report"]["facts"]["cpus"] >= 1
+    assert rows["bert"]["is_there"]
+    assert "anna" in kitchen.run("machines")
+
+    text = (
+        "[queues.experience]\nwhen_full = 'drop'\n"
+        + job("walker", "anna", arguments="queue", more='queues = ["experience=put"]\nsecrets = ["TOKEN"]')
+        + job("hopper", "bert", seed=2)
+    )
+    assert kitchen.up(text, "--wait", "60", TOKEN="s3cr3t") == {"walker": "new", "hopper": "new"}
+    walker = kitchen.until("walker", "running")
+    assert walker["machine"] == "anna"
+    poll_until_sync(lambda: kitchen.jobs()["walker"]["metrics"].get("reward", 0) > 0, PATIENCE_SECONDS, "figures")
+    assert "hello from walker with 1 and s3cr3t" in kitchen.run("logs", "walker")
+    assert "hello from hopper with 2 and no token" in kitchen.run("logs", "hopper")
+    for path in (kitchen.folder, kitchen.machine_folder("anna")):  # sealed: nowhere in the clear
+        assert not [each for each in path.rglob("*") if each.is_file() and b"s3cr3t" in each.read_bytes()
+                    and each.name != "log"]  # fmt: skip
+    taken = kitchen.terminal.run("queue", "take", "experience", "--wait", "20", "--json", *kitchen.place)
+    assert json.loads(taken)["value"]["job"] == "walker"
+
+    # Again: nothing differs, nothing is started anew.
+    before = (kitchen.starts("anna", "walker"), kitchen.starts("bert", "hopper"))
+    assert kitchen.up(text, TOKEN="s3cr3t") == {"walker": "same", "hopper": "same"}
+    assert kitchen.up(text.replace("SEED = 2", "SEED = 3"), "--dry-run", TOKEN="s3cr3t")["hopper"] == "changed"
+    assert (kitchen.starts("anna", "walker"), kitchen.starts("bert", "hopper")) == before
+
+    # One differs: only that one is started anew, with notice.
+    changed = text.replace("SEED = 2", "SEED = 3")
+    assert kitchen.up(changed, TOKEN="s3cr3t") == {"walker": "same", "hopper": "changed"}
+    poll_until_sync(lambda: len(kitchen.starts("bert", "hopper")) == 2, PATIENCE_SECONDS, "the new hopper")
+    kitchen.until("hopper", "running")
+    said = kitchen.run("logs", "hopper")
+    assert "stopped with notice, 20 s left" in said
+    assert "hello from hopper with 3" in said
+    assert kitchen.starts("anna", "walker") == before[0]
+
+    copied = kitchen.terminal.folder / "copied"
+    kitchen.run("cp", "walker:checkpoints", copied)
+    assert (copied / "checkpoints" / "model.bin").read_text() == "weights"
+    assert "only what is below" in kitchen.terminal.refuse(
+        "fleet", "cp", "walker:../own", copied, *kitchen.place, code=1
+    )
+
+    kitchen.run("stop", "hopper")
+    kitchen.until("hopper", "stopped")
+    kitchen.run("restart", "hopper")
+    kitchen.until("hopper", "running")
+    poll_until_sync(lambda: len(kitchen.starts("bert", "hopper")) == 3, PATIENCE_SECONDS, "the third hopper")
+
+    # The owner takes a machine back: its jobs end with notice, the other's go on.
+    bert.send_signal(signal.SIGTERM)
+    assert bert.wait(PATIENCE_SECONDS) == 0
+    assert not psutil.pid_exists(kitchen.starts("bert", "hopper")[-1])
+    assert "there is no job" in kitchen.terminal.refuse("fleet", "logs", "nobody", *kitchen.place, code=2)
+    kitchen.run("down")
+    poll_until_sync(lambda: not psutil.pid_exists(before[0][0]), PATIENCE_SECONDS, "the walker's end")
+    assert kitchen.jobs() == {}
+
+
+def test_an_agent_and_the_hub_are_killed_and_no_job_is_started_twice_or_lost(kitchen: Kitchen) -> None:
+    anna = kitchen.agent("anna")
+    until_event(anna, "connected")
+    kitchen.up(job("walker", "anna") + job("hopper", "anna", seed=2), "--wait", "60")
+    pids = {name: kitchen.starts("anna", name) for name in ("walker", "hopper")}
+    assert all(len(each) == 1 for each in pids.values())
+
+    kill(anna)
+    assert all(psutil.pid_exists(each[0]) for each in pids.values())
+    os.kill(pids["hopper"][0], signal.SIGKILL)  # dies while nobody looks: that, too, is made good
+
+    kill(kitchen.host)  # and its successor begins without a hub
+    for process in psutil.process_iter(["cmdline"]):
+        if (
+            any(str(kitchen.folder) in word for word in process.info["cmdline"] or ())
+            and "nats-server" in process.name()
+        ):
+            process.kill()
+    anna = kitchen.agent("anna")
+    poll_until_sync(lambda: len(kitchen.starts("anna", "hopper")) == 2, PATIENCE_SECONDS, "the hopper's restart")
+    assert not [line for line in anna.output().splitlines() if "connected" in line], "the hub was away"
+    kitchen.host = kitchen.start_host()
+    until_event(kitchen.host, "ready")
+    until_event(anna, "connected")
+    assert kitchen.until("hopper", "running")["restarts"] == 1
+    assert kitchen.until("walker", "running")["restarts"] == 0
+    assert kitchen.starts("anna", "walker") == pids["walker"]
+    kitchen.run("stop", "walker")  # what its successor did not start, it can end all the same
+    kitchen.until("walker", "stopped")
+    assert not psutil.pid_exists(pids["walker"][0])
+    kitchen.run("down")
+
+
+def test_what_goes_wrong_is_said_in_plain_words(kitchen: Kitchen) -> None:
+    anna = kitchen.agent("anna")
+    until_event(anna, "connected")
+    kitchen.up(
+        """
+        [jobs.hungry]
+        command = ["python", "-c", "x = []\\nwhile True: x.append(bytearray(10_000_000))"]
+        machine = "anna"
+        limits = { memory = "200MB" }
+        restart = "never"
+
+        [jobs.missing]
+        command = "no-such-program"
+        needs = {}
+        restart = { tries = 2, first_seconds = 0.1 }
+
+        [jobs.boxed]
+        image = "box:1"
+        machine = "anna"
+
+        [jobs.short]
+        command = "python -c 'print(42)'"
+        machine = "anna"
+        """
+    )
+    assert (
+        "killed for memory: it wanted more than its limit of 200 MB" in kitchen.until("hungry", "failed")["last_words"]
+    )
+    assert "no program no-such-program" in kitchen.until("missing", "failed", restarts=1)["last_words"]
+    assert "does not allow the image box:1" in kitchen.until("boxed", "refused")["last_words"]
+    assert "finished" in kitchen.until("short", "finished", restarts=0)["last_words"]
+    assert "42" in kitchen.run("logs", "short")
+    assert "there is no machine zoe" in kitchen.terminal.refuse(
+        "fleet", "up", _file(kitchen, job("a", "zoe")), *kitchen.place, code=2
+    )
+    assert "secret TOKEN of a is not there" in kitchen.terminal.refuse(
+        "fleet", "up", _file(kitchen, job("a", "anna", more='secrets = ["TOKEN"]')), *kitchen.place, code=2
+    )
+    assert "what may jobs do" in kitchen.terminal.refuse("fleet", "agent", kitchen.link, code=2)
+    kitchen.run("down")
+
+
+def _file(kitchen: Kitchen, text: str) -> Path:
+    (kitchen.code / "fleet.toml").write_text(text)
+    return kitchen.code

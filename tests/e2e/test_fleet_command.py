@@ -14,6 +14,7 @@ import pytest
 from commandline import PATIENCE_SECONDS, Terminal, until_event
 
 from potluck.fleet.runners.process import _read
+from potluck.testing.podman import IMAGE, podman_service, why_no_engine
 from potluck.testing.polling import poll_until_sync
 from potluck.testing.processes import Children, ManagedProcess
 
@@ -75,6 +76,14 @@ class Kitchen:
     def starts(self, machine: str, job: str) -> list[int]:
         path = self.work(machine, job) / "starts"
         return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+    def until_started(self, machine: str, job: str, number: int = 1) -> list[int]:
+        """The pids of all its starts, once there are so many."""
+        poll_until_sync(
+            lambda: len(self.starts(machine, job)) >= number, PATIENCE_SECONDS, f"start {number} of {job} on {machine}"
+        )
+        assert len(self.starts(machine, job)) == number
+        return self.starts(machine, job)
 
     def run(self, *arguments: str | Path, **options: Any) -> str:
         return self.terminal.run("fleet", *arguments, *self.place, **options)
@@ -158,7 +167,7 @@ def test_jobs_on_two_machines(kitchen: Kitchen) -> None:
     assert json.loads(taken)["value"]["job"] == "walker"
 
     # Again: nothing differs, nothing is started anew.
-    before = (kitchen.starts("anna", "walker"), kitchen.starts("bert", "hopper"))
+    before = (kitchen.until_started("anna", "walker"), kitchen.until_started("bert", "hopper"))
     assert kitchen.up(text, TOKEN="s3cr3t") == {"walker": "same", "hopper": "same"}
     assert kitchen.up(text.replace("SEED = 2", "SEED = 3"), "--dry-run", TOKEN="s3cr3t")["hopper"] == "changed"
     assert (kitchen.starts("anna", "walker"), kitchen.starts("bert", "hopper")) == before
@@ -166,8 +175,7 @@ def test_jobs_on_two_machines(kitchen: Kitchen) -> None:
     # One differs: only that one is started anew, with notice.
     changed = text.replace("SEED = 2", "SEED = 3")
     assert kitchen.up(changed, TOKEN="s3cr3t") == {"walker": "same", "hopper": "changed"}
-    poll_until_sync(lambda: len(kitchen.starts("bert", "hopper")) == 2, PATIENCE_SECONDS, "the new hopper")
-    kitchen.until("hopper", "running")
+    kitchen.until_started("bert", "hopper", 2)
     said = kitchen.run("logs", "hopper")
     assert "stopped with notice, 20 s left" in said
     assert "hello from hopper with 3" in said
@@ -183,8 +191,7 @@ def test_jobs_on_two_machines(kitchen: Kitchen) -> None:
     kitchen.run("stop", "hopper")
     kitchen.until("hopper", "stopped")
     kitchen.run("restart", "hopper")
-    kitchen.until("hopper", "running")
-    poll_until_sync(lambda: len(kitchen.starts("bert", "hopper")) == 3, PATIENCE_SECONDS, "the third hopper")
+    kitchen.until_started("bert", "hopper", 3)
 
     # The owner takes a machine back: its jobs end with notice, the other's go on.
     bert.send_signal(signal.SIGTERM)
@@ -200,8 +207,7 @@ def test_an_agent_and_the_hub_are_killed_and_no_job_is_started_twice_or_lost(kit
     anna = kitchen.agent("anna")
     until_event(anna, "connected")
     kitchen.up(job("walker", "anna") + job("hopper", "anna", seed=2), "--wait", "60")
-    pids = {name: kitchen.starts("anna", name) for name in ("walker", "hopper")}
-    assert all(len(each) == 1 for each in pids.values())
+    pids = {name: kitchen.until_started("anna", name) for name in ("walker", "hopper")}
 
     kill(anna)
     assert all(psutil.pid_exists(each[0]) for each in pids.values())
@@ -215,7 +221,7 @@ def test_an_agent_and_the_hub_are_killed_and_no_job_is_started_twice_or_lost(kit
         ):
             process.kill()
     anna = kitchen.agent("anna")
-    poll_until_sync(lambda: len(kitchen.starts("anna", "hopper")) == 2, PATIENCE_SECONDS, "the hopper's restart")
+    kitchen.until_started("anna", "hopper", 2)
     assert not [line for line in anna.output().splitlines() if "connected" in line], "the hub was away"
     kitchen.host = kitchen.start_host()
     until_event(kitchen.host, "ready")
@@ -274,3 +280,53 @@ def test_what_goes_wrong_is_said_in_plain_words(kitchen: Kitchen) -> None:
 def _file(kitchen: Kitchen, text: str) -> Path:
     (kitchen.code / "fleet.toml").write_text(text)
     return kitchen.code
+
+
+def test_an_image_travels_to_a_machine_and_runs_there(kitchen: Kitchen) -> None:
+    if reason := why_no_engine():
+        pytest.skip(reason)
+    kitchen.terminal.folder.chmod(0o755)
+    for above in kitchen.terminal.folder.parents:
+        if "pytest" in above.name:
+            above.chmod(0o755)  # containers run as somebody else
+    with podman_service() as here, podman_service(with_image=False) as there:
+        anna = kitchen.agent("anna", "--engine", there, allow=f"images={IMAGE},network=host")
+        until_event(anna, "connected")
+        [row] = kitchen.ask("machines")
+        assert row["report"]["facts"]["engines"][0].startswith("podman")
+        kitchen.up(
+            f"""
+            [jobs.boxed]
+            image = "{IMAGE}"
+            command = ["sh", "-c", "id -u; echo $COLOUR; touch here; while true; do sleep 0.2; done"]
+            machine = "anna"
+            network = "host"
+            environment = {{ COLOUR = "blue" }}
+            stop_seconds = 1
+
+            [jobs.hungry]
+            image = "{IMAGE}"
+            command = ["tail", "/dev/zero"]
+            machine = "anna"
+            network = "host"
+            limits = {{ memory = "64MB" }}
+            restart = "never"
+
+            [jobs.process]
+            command = "true"
+            machine = "anna"
+            """,
+            "--engine", here,
+        )  # fmt: skip
+        kitchen.until("boxed", "running")
+        assert "killed for memory" in kitchen.until("hungry", "failed")["last_words"]
+        assert "no plain processes" in kitchen.until("process", "refused")["last_words"]
+        kill(anna)  # the engine goes on, and so does the job
+        anna = kitchen.agent("anna", "--engine", there, allow=f"images={IMAGE},network=host")
+        until_event(anna, "connected")
+        assert kitchen.until("boxed", "running")["restarts"] == 0
+        assert kitchen.run("logs", "boxed").split() == ["10001", "blue"]  # once: it was not started again
+        kitchen.run("cp", "boxed:here", kitchen.terminal.folder / "copied")
+        assert (kitchen.terminal.folder / "copied" / "here").exists()
+        anna.send_signal(signal.SIGTERM)
+        assert anna.wait(PATIENCE_SECONDS) == 0

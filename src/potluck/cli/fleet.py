@@ -30,6 +30,7 @@ app = typer.Typer(
 Run = Annotated[str, typer.Option("--run", help="The fleet's name.")]
 Folder = Annotated[Path | None, typer.Option(help="The host's folder, if it has one of its own.")]
 Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
+Engine = Annotated[str, typer.Option(help="Socket of the container engine, as in unix:///run/podman/podman.sock.")]
 FleetFileArgument = Annotated[Path, typer.Argument(metavar="FLEET.TOML", help="A fleet.toml, or the folder with one.")]
 
 
@@ -145,9 +146,7 @@ def agent(
     keep_jobs: Annotated[
         bool, typer.Option("--keep-jobs", help="Leave jobs running when the agent is told to end.")
     ] = False,
-    engine: Annotated[
-        str, typer.Option(help="Socket of the container engine, as in unix:///run/podman/podman.sock.")
-    ] = "",
+    engine: Engine = "",
     install_service: Annotated[
         bool, typer.Option("--install-service", help="Have systemd start this agent with your session, and end.")
     ] = False,
@@ -204,6 +203,8 @@ def agent(
         runners["process"] = ProcessRunner(where / "jobs")
 
     async def work(stop: asyncio.Event) -> None:
+        if allowance.images:
+            await _add_engine(runners, engine, where, identity.peer_id, as_json)
         machine = Agent(parsed, identity, config, runners)
 
         def connected() -> None:
@@ -212,8 +213,6 @@ def agent(
             else:
                 console.out.print(f"The machine {config.name} is in the fleet {parsed.run}. Ctrl-C ends its jobs.")
 
-        if allowance.images:
-            await _add_engine(runners, engine, where, machine.peer_id, as_json)
         await machine.run(stop, connected)
 
     try:
@@ -295,6 +294,7 @@ def up(
     folder: Folder = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would change.")] = False,
     wait_seconds: Annotated[float, typer.Option("--wait", help="Seconds to wait until all jobs run.")] = 0.0,
+    engine: Engine = "",
     as_json: AsJson = False,
 ) -> None:
     """Make the fleet run what fleet.toml says. Run again, it changes only what differs.
@@ -311,7 +311,7 @@ def up(
         if any(plan.is_container for plan in file.jobs):
             from potluck.fleet.runners.images import find_images
 
-            images = await asyncio.to_thread(find_images)
+            images = await asyncio.to_thread(find_images, engine)
         changes = await control.up(file, images, dry_run=dry_run)
         statuses: list[JobStatus] = []
         until = time.monotonic() + wait_seconds

@@ -76,9 +76,6 @@ class AgentConfig:
     keeps_jobs: bool = False
     """Leave jobs running when the agent is told to end."""
 
-    container_network: str = ""
-    """The network of containers whose job names none; empty: the engine's own choice."""
-
 
 class Agent:
     """One machine of a fleet."""
@@ -101,7 +98,7 @@ class Agent:
         self._preparing: dict[str, str] = {}  # what a job waits for before it can start
         self._unstarted: dict[str, Instance] = {}  # starts that failed before a runner had anything of them
         self._instances: dict[str, Instance] = {}
-        self._desk = AgentDesk(self._jobs, self._read_log, self._may_look)
+        self._desk = AgentDesk(self._jobs, self._runner_of, self._may_look)
         self._observer = Observer(config.folder, tuple(each.engine for each in runners.values() if each.engine))
 
     # Its life
@@ -291,7 +288,7 @@ class Agent:
                 job=job.name,
                 digest=job.digest,
                 state="ended",
-                restarts=start.restarts,
+                restarts=max(start.restarts - 1, 0),  # this one was none
                 failures=start.failures,
                 started_at=time.time(),
                 ended_at=time.time(),
@@ -449,7 +446,7 @@ class Agent:
         runner = self._runners[_kind(job)]
         if instance.state == "running":
             return "running", "", await runner.usage(job.name)
-        tail, _ = await runner.read_log(job.name, "", TAIL_LINES)
+        tail = await runner.read_log(job.name, TAIL_LINES)
         words = last_words(job, instance, tail.decode(errors="replace"))
         if job.state == "stopped":
             return "stopped", words, Usage()
@@ -459,11 +456,10 @@ class Agent:
             return "waiting", f"{words}; it starts again {pause:g} s after that", Usage()
         return ("finished" if instance.exit.is_success else "failed"), words, Usage()
 
-    async def _read_log(self, name: str, cursor: str, num_lines: int) -> tuple[bytes, str]:
+    def _runner_of(self, name: str) -> Runner:
         job = self.desired.of_machine(self.peer_id).get(name)
         kind = _kind(job) if job is not None else "process"
-        runner = self._runners.get(kind) or next(iter(self._runners.values()))
-        return await runner.read_log(name, cursor, num_lines)
+        return self._runners.get(kind) or next(iter(self._runners.values()))
 
 
 def _kind(job: Job) -> str:

@@ -13,17 +13,19 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import IO, Any
 
+from potluck import tasks
 from potluck.errors import PotluckError
 from potluck.fleet.jobfolder import JobFolder
 from potluck.fleet.jobs import NAME
-from potluck.fleet.shelf import ITEM_SECONDS, send_file
+from potluck.fleet.runners.runner import Runner
+from potluck.fleet.shelf import ITEM_BYTES, ITEM_SECONDS, send_file
 from potluck.hub.keys import Signer, verify
 from potluck.link.links import Links, Stream
 from potluck.messages import Message
 
 logger = logging.getLogger(__name__)
 
-FOLLOW_EVERY_SECONDS = 0.5
+LOOK_EVERY_SECONDS = 1.0
 MAX_LINES = 100_000
 WARRANT_SECONDS = 3600.0
 
@@ -67,16 +69,15 @@ class ReadFiles(Message, frozen=True, kw_only=True, tag=True):
     path: str = "."
 
 
-ReadsLog = Callable[[str, str, int], Awaitable[tuple[bytes, str]]]
-
-
 class AgentDesk:
     """Answers over a machine's links."""
 
-    def __init__(self, folder: Path, read_log: ReadsLog, may_look: Callable[[Warrant, str], bool]) -> None:
-        """`may_look` gets a warrant and the peer that shows it."""
+    def __init__(
+        self, folder: Path, runner_of: Callable[[str], Runner], may_look: Callable[[Warrant, str], bool]
+    ) -> None:
+        """`runner_of` has the runner of a job; `may_look` gets a warrant and the peer that shows it."""
         self._folder = folder
-        self._read_log = read_log
+        self._runner_of = runner_of
         self._may_look = may_look
 
     def open(self, links: Links) -> None:
@@ -101,20 +102,24 @@ class AgentDesk:
         return handle
 
     async def _send_log(self, stream: Stream, request: ReadLog) -> None:
-        data, cursor = await self._read_log(request.job, "", min(max(request.num_lines, 0), MAX_LINES))
-        while True:
-            if data:
-                await stream.send([data], timeout_seconds=ITEM_SECONDS)
-            elif not request.follow:
-                break
-            else:
-                await asyncio.sleep(FOLLOW_EVERY_SECONDS)
-            if stream.is_over:
-                return
-            if not request.follow:
-                break
-            data, cursor = await self._read_log(request.job, cursor, 0)
-        await stream.close()
+        runner, num_lines = self._runner_of(request.job), min(max(request.num_lines, 0), MAX_LINES)
+        if not request.follow:
+            if data := await runner.read_log(request.job, num_lines):
+                for at in range(0, len(data), ITEM_BYTES):
+                    await stream.send([data[at : at + ITEM_BYTES]], timeout_seconds=ITEM_SECONDS)
+            await stream.close()
+            return
+        following = runner.follow_log(request.job, num_lines)
+        news = asyncio.ensure_future(anext(following))
+        try:
+            while not stream.is_over:  # a reader that has gone is noticed, though the job says nothing
+                done, _ = await asyncio.wait({news}, timeout=LOOK_EVERY_SECONDS)
+                if done:
+                    await stream.send([news.result()], timeout_seconds=ITEM_SECONDS)
+                    news = asyncio.ensure_future(anext(following))
+        finally:
+            await tasks.end(news)
+            await following.aclose()
 
     async def _send_files(self, stream: Stream, request: ReadFiles) -> None:
         work = JobFolder(self._folder, request.job).work.resolve()

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import secrets
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +40,7 @@ class Shelf:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / FOLDER
+        self._fetching: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def path(self, digest: str) -> Path:
         """Where a parcel is, or would be."""
@@ -94,9 +96,11 @@ class Shelf:
 
     async def fetch(self, parcel: Parcel, links: Links, peer: str) -> Path:
         """The parcel, from the peer's shelf unless it is here. What was broken off goes on where it was."""
+        async with self._fetching[parcel.digest]:  # two jobs may want the same one
+            return self.path(parcel.digest) if self.has(parcel) else await self._fetch(parcel, links, peer)
+
+    async def _fetch(self, parcel: Parcel, links: Links, peer: str) -> Path:
         path = self.path(parcel.digest)
-        if self.has(parcel):
-            return path
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         part = path.with_suffix(".part")
         at = part.stat().st_size if part.exists() else 0

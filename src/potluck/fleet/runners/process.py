@@ -12,6 +12,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 30.0
 MAX_READ_BYTES = 1024 * 1024
+FOLLOW_EVERY_SECONDS = 0.3
 
 
 class ProcessRunner:
@@ -53,6 +55,7 @@ class ProcessRunner:
         found: dict[str, Instance] = {}
         for path in sorted(self._folder.glob("*/run/running.json")):
             folder = JobFolder(self._folder, path.parent.parent.name)
+            folder.trim_log()
             if (instance := _instance(folder)) is not None:
                 found[folder.name] = instance
         return found
@@ -123,28 +126,21 @@ class ProcessRunner:
             folder.forget_run()
             folder.mark_stopped(False)
 
-    async def read_log(self, name: str, cursor: str, num_lines: int) -> tuple[bytes, str]:
+    async def read_log(self, name: str, num_lines: int) -> bytes:
         """From the file that the process writes to."""
-        return await asyncio.to_thread(self._read_log, JobFolder(self._folder, name), cursor, num_lines)
+        data, _ = await asyncio.to_thread(_tail, JobFolder(self._folder, name), num_lines)
+        return data
 
-    def _read_log(self, folder: JobFolder, cursor: str, num_lines: int) -> tuple[bytes, str]:
-        folder.trim_log()
-        try:
-            with folder.log.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                if cursor:
-                    at = int(cursor)
-                    file.seek(at if at <= size else 0)  # it was made shorter meanwhile
-                    data = file.read(MAX_READ_BYTES)
-                else:
-                    file.seek(max(size - MAX_READ_BYTES, 0))
-                    data = (
-                        b"".join(file.read(MAX_READ_BYTES).splitlines(keepends=True)[-num_lines:]) if num_lines else b""
-                    )
-                    file.seek(size)
-                return data, str(file.tell())
-        except FileNotFoundError:
-            return b"", "0"
+    async def follow_log(self, name: str, num_lines: int) -> AsyncGenerator[bytes, None]:
+        """The same, and what is added to it."""
+        folder = JobFolder(self._folder, name)
+        data, at = await asyncio.to_thread(_tail, folder, num_lines)
+        while True:
+            if data:
+                yield data
+            else:
+                await asyncio.sleep(FOLLOW_EVERY_SECONDS)
+            data, at = await asyncio.to_thread(_read_on, folder, at)
 
     async def usage(self, name: str) -> Usage:
         """Of the process and all that it started."""
@@ -169,6 +165,28 @@ class ProcessRunner:
         """Let go; what runs goes on."""
         for process in self._shims.values():
             process.returncode = process.poll() or 0  # it lives on, and needs no warning for that
+
+
+def _tail(folder: JobFolder, num_lines: int) -> tuple[bytes, int]:
+    """The last lines of a log, and where it ends."""
+    try:
+        with folder.log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - MAX_READ_BYTES, 0))
+            lines = file.read(MAX_READ_BYTES).splitlines(keepends=True)
+            return b"".join(lines[-num_lines:] if num_lines else ()), size
+    except FileNotFoundError:
+        return b"", 0
+
+
+def _read_on(folder: JobFolder, at: int) -> tuple[bytes, int]:
+    """What a log has from there on, and where that ends. One that was made shorter is read from its beginning."""
+    try:
+        with folder.log.open("rb") as file:
+            file.seek(at if at <= file.seek(0, os.SEEK_END) else 0)
+            return file.read(MAX_READ_BYTES), file.tell()
+    except FileNotFoundError:
+        return b"", 0
 
 
 def _instance(folder: JobFolder) -> Instance | None:

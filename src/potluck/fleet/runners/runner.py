@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -70,8 +70,12 @@ class Runner(Protocol):
         """Forget an instance that has ended. Idempotent."""
         ...
 
-    async def read_log(self, name: str, cursor: str, num_lines: int) -> tuple[bytes, str]:
-        """What the job wrote after `cursor`, and the next cursor; with an empty one, the last so many lines."""
+    async def read_log(self, name: str, num_lines: int) -> bytes:
+        """The last so many lines that the job wrote."""
+        ...
+
+    def follow_log(self, name: str, num_lines: int) -> AsyncGenerator[bytes, None]:
+        """The last so many lines, then all that it writes, over restarts too; never ends by itself."""
         ...
 
     async def usage(self, name: str) -> Usage:

@@ -138,6 +138,8 @@ class Shim:
             )
         finally:
             os.close(log)
+        if self.kill_at is not None:  # told to end before it began
+            self.send(signal.SIGTERM)
 
     def wait(self) -> int:
         """Until the process has ended: its exit code, negative for a signal."""
@@ -157,9 +159,9 @@ class Shim:
 
     def told_to_end(self, _number: int, _frame: object) -> None:
         """Notice to the job; after its time it is killed."""
-        if self.kill_at is None:
+        if self.kill_at is None:  # a program that cleans up is not disturbed by a second notice
             self.kill_at = time.monotonic() + self.grace_seconds()
-        self.send(signal.SIGTERM)
+            self.send(signal.SIGTERM)
 
     def grace_seconds(self) -> float:
         try:

@@ -28,8 +28,8 @@ from potluck.fleet.runners.process import ProcessRunner
 from potluck.fleet.service import install, unit_text
 from potluck.fleet.shelf import FetchParcel, Shelf
 from potluck.hub.connection import Entry
-from potluck.hub.guard.member import Scopes
-from potluck.hub.guard.organise import Organiser
+from potluck.hub.access.member import Scopes
+from potluck.hub.access.organise import Organiser
 from potluck.hub.joinlink import JoinLink, organiser_hash
 from potluck.hub.keys import HubKeys, Signer, new_seed
 from potluck.hub.stores import FLEET_KEY

@@ -106,9 +106,9 @@ async def machines_link(host: Host) -> str:
     """The link for machines: made at the first start, the same at each later one."""
     from dataclasses import replace
 
-    from potluck.hub.guard.invite import invite_id
-    from potluck.hub.guard.member import Scopes
-    from potluck.hub.guard.organise import Organiser
+    from potluck.hub.access.invite import invite_id
+    from potluck.hub.access.member import Scopes
+    from potluck.hub.access.organise import Organiser
     from potluck.hub.nats.connection import NatsConnection
     from potluck.hub.privatefiles import read_private, write_private
     from potluck.hub.subjects import Subjects

@@ -42,9 +42,9 @@ from potluck.fleet.placement import KnownMachine, place
 from potluck.fleet.shelf import Shelf
 from potluck.hub.address import HubAddress
 from potluck.hub.connection import Delivery
-from potluck.hub.guard.member import Scopes
-from potluck.hub.guard.organise import Done, Organiser
-from potluck.hub.guard.queuedesk import CreateQueue
+from potluck.hub.access.member import Scopes
+from potluck.hub.access.organise import Done, Organiser
+from potluck.hub.access.queueing import CreateQueue
 from potluck.hub.joinlink import JoinLink
 from potluck.hub.keys import HubKeys, Signer
 from potluck.hub.nats.connection import ConnectionConfig, NatsConnection

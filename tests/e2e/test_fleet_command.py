@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import psutil
 import pytest
 from commandline import PATIENCE_SECONDS, Terminal, until_event
 
-from potluck.fleet.runners.process import _read
+from potluck.fleet.agent.runners.process import _read
 from potluck.testing.podman import IMAGE, podman_service, why_no_engine
 from potluck.testing.polling import poll_until_sync
 from potluck.testing.processes import Children, ManagedProcess
@@ -21,26 +22,30 @@ from potluck.testing.processes import Children, ManagedProcess
 RUN = "kitchen"
 
 POLICY = """
-import os, sys, time
+import os
 import potluck.fleet
 
 job = potluck.fleet.current()
 with open("starts", "a") as file:
     file.write(f"{os.getpid()}\\n")
 print(f"hello from {job.name} with {os.environ['SEED']} and {os.environ.get('TOKEN', 'no token')}", flush=True)
-queue = job.queue("experience") if "queue" in sys.argv else None
 step = 0
 while not job.stopping.wait(0.1):
     step += 1
     job.log({"reward": step / 2, "step": step})
-    if queue is not None:
-        queue.put({"job": job.name, "step": step}, timeout_seconds=60)
     with open("model.bin", "w") as file:
         file.write("weights")
     job.checkpoint("model.bin")
 print(f"stopped with notice, {job.seconds_left:.0f} s left", flush=True)
 job.close()
 """
+
+
+def program_of_the_page() -> str:
+    """The job that docs/fleet.md shows."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "fleet.md").read_text()
+    [program] = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "fleet.current()" in each]
+    return str(program)
 
 
 class Kitchen:
@@ -55,6 +60,7 @@ class Kitchen:
         self.code = terminal.folder / "code"
         self.code.mkdir()
         (self.code / "policy.py").write_text(POLICY)
+        (self.code / "shown.py").write_text(program_of_the_page())
 
     def start_host(self) -> ManagedProcess:
         return self.terminal.start(
@@ -124,10 +130,10 @@ def kitchen(terminal: Terminal, children: Children) -> Iterator[Kitchen]:
                     os.kill(pid, signal.SIGKILL)
 
 
-def job(name: str, machine: str, *, more: str = "", seed: int = 1, arguments: str = "") -> str:
+def job(name: str, machine: str, *, more: str = "", seed: int = 1) -> str:
     return f"""
 [jobs.{name}]
-command = "python policy.py {arguments}"
+command = "python policy.py"
 machine = "{machine}"
 files = ["policy.py"]
 environment = {{ SEED = {seed} }}
@@ -151,10 +157,11 @@ def test_jobs_on_two_machines(kitchen: Kitchen) -> None:
 
     text = (
         "[queues.experience]\nwhen_full = 'drop'\n"
-        + job("walker", "anna", arguments="queue", more='queues = ["experience=put"]\nsecrets = ["TOKEN"]')
-        + job("hopper", "bert", seed=2)
+        + job("walker", "anna", more='secrets = ["TOKEN"]')
+        + "[jobs.shown]\ncommand = 'python shown.py'\nmachine = 'anna'\nfiles = ['shown.py']\n"
+        "queues = ['experience=put']\n" + job("hopper", "bert", seed=2)
     )
-    assert kitchen.up(text, "--wait", "60", TOKEN="s3cr3t") == {"walker": "new", "hopper": "new"}
+    assert kitchen.up(text, "--wait", "60", TOKEN="s3cr3t") == dict.fromkeys(("walker", "hopper", "shown"), "new")
     walker = kitchen.until("walker", "running")
     assert walker["machine"] == "anna"
     poll_until_sync(lambda: kitchen.jobs()["walker"]["metrics"].get("reward", 0) > 0, PATIENCE_SECONDS, "figures")
@@ -164,17 +171,17 @@ def test_jobs_on_two_machines(kitchen: Kitchen) -> None:
         assert not [each for each in path.rglob("*") if each.is_file() and b"s3cr3t" in each.read_bytes()
                     and each.name != "log"]  # fmt: skip
     taken = kitchen.terminal.run("queue", "take", "experience", "--wait", "20", "--json", *kitchen.place)
-    assert json.loads(taken)["value"]["job"] == "walker"
+    assert json.loads(taken)["value"]["step"] >= 1
 
     # Again: nothing differs, nothing is started anew.
     before = (kitchen.until_started("anna", "walker"), kitchen.until_started("bert", "hopper"))
-    assert kitchen.up(text, TOKEN="s3cr3t") == {"walker": "same", "hopper": "same"}
+    assert kitchen.up(text, TOKEN="s3cr3t") == dict.fromkeys(("walker", "hopper", "shown"), "same")
     assert kitchen.up(text.replace("SEED = 2", "SEED = 3"), "--dry-run", TOKEN="s3cr3t")["hopper"] == "changed"
     assert (kitchen.starts("anna", "walker"), kitchen.starts("bert", "hopper")) == before
 
     # One differs: only that one is started anew, with notice.
     changed = text.replace("SEED = 2", "SEED = 3")
-    assert kitchen.up(changed, TOKEN="s3cr3t") == {"walker": "same", "hopper": "changed"}
+    assert kitchen.up(changed, TOKEN="s3cr3t") == {"walker": "same", "shown": "same", "hopper": "changed"}
     kitchen.until_started("bert", "hopper", 2)
     said = kitchen.run("logs", "hopper")
     assert "stopped with notice, 20 s left" in said

@@ -39,7 +39,8 @@ async def make_queues(house: RunHouse, *definitions: QueueDefinition) -> None:
 async def test_the_program_on_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [program] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    [program] = [each for each in programs if "fleet.connect(" in each]
     monkeypatch.setenv("POTLUCK_IDENTITY", str(tmp_path / "laptop.nkey"))
     async with open_run(tmp_path / "run", peer=None) as house:
         await make_queues(house, QueueDefinition(name="experience"), QueueDefinition(name="weights", kind="topic"))

@@ -17,19 +17,19 @@ from runhouse import PATIENCE_SECONDS, RUN, RunHouse, open_run
 
 from potluck import tasks
 from potluck.errors import ConfigurationError, PeerError, PermissionDeniedError
-from potluck.fleet import desired as documents
-from potluck.fleet.agent import Agent, AgentConfig, newest_metrics
-from potluck.fleet.agentdesk import ReadFiles, ReadLog, Warrant, issue
-from potluck.fleet.control import FOLDER, FleetControl, fleet_control
-from potluck.fleet.desired import Desired
-from potluck.fleet.fleetfile import FleetFile, parse
-from potluck.fleet.jobs import Allowance, Job
-from potluck.fleet.runners.process import ProcessRunner
-from potluck.fleet.service import install, unit_text
-from potluck.fleet.shelf import FetchParcel, Shelf
-from potluck.hub.connection import Entry
+from potluck.fleet.agent.agent import Agent, AgentConfig, newest_metrics
+from potluck.fleet.agent.desk import ReadFiles, ReadLog, Warrant, issue
+from potluck.fleet.agent.runners.process import ProcessRunner
+from potluck.fleet.agent.service import install, unit_text
+from potluck.fleet.jobs import desired as documents
+from potluck.fleet.jobs.control import FOLDER, FleetControl, fleet_control
+from potluck.fleet.jobs.desired import Desired
+from potluck.fleet.jobs.fleetfile import FleetFile, parse
+from potluck.fleet.jobs.job import Allowance, Job
+from potluck.fleet.jobs.shelf import FetchParcel, Shelf
 from potluck.hub.access.member import Scopes
 from potluck.hub.access.organise import Organiser
+from potluck.hub.connection import Entry
 from potluck.hub.joinlink import JoinLink, organiser_hash
 from potluck.hub.keys import HubKeys, Signer, new_seed
 from potluck.hub.stores import FLEET_KEY

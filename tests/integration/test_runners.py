@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 from potluck.errors import ConfigurationError, RetryableError
-from potluck.fleet.jobfolder import JobFolder
-from potluck.fleet.jobs import Job, Limits, Mount
-from potluck.fleet.reconciler import Instance
-from potluck.fleet.runners.explaining import last_words
-from potluck.fleet.runners.process import ProcessRunner
-from potluck.fleet.runners.runner import Launch, Runner
+from potluck.fleet.agent.jobfolder import JobFolder
+from potluck.fleet.agent.reconciler import Instance
+from potluck.fleet.agent.runners.explaining import last_words
+from potluck.fleet.agent.runners.process import ProcessRunner
+from potluck.fleet.agent.runners.runner import Launch, Runner
+from potluck.fleet.jobs.job import Job, Limits, Mount
 from potluck.hub.keys import new_seed, public_key
 from potluck.testing.podman import IMAGE, podman_service, why_no_engine
 from potluck.testing.polling import poll_until
@@ -106,7 +106,7 @@ async def stage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     if request.param == "process":
         stage = Stage(tmp_path / "jobs", "", ProcessRunner)
     else:
-        from potluck.fleet.runners.container import ContainerRunner
+        from potluck.fleet.agent.runners.container import ContainerRunner
 
         url = request.getfixturevalue("engine")
         let_others_in(tmp_path)
@@ -255,7 +255,7 @@ async def test_a_process_whose_keeper_was_killed_still_counts_and_can_be_ended(t
 
 @pytest.fixture
 async def box(engine: str, tmp_path: Path) -> AsyncIterator[Stage]:
-    from potluck.fleet.runners.container import ContainerRunner
+    from potluck.fleet.agent.runners.container import ContainerRunner
 
     let_others_in(tmp_path)
     stage = Stage(tmp_path / "jobs", IMAGE, lambda folder: ContainerRunner.open(folder, MACHINE, engine))
@@ -296,10 +296,10 @@ async def test_an_image_that_is_not_there(box: Stage) -> None:
 
 
 async def test_an_image_travels_as_a_parcel(box: Stage, engine: str, tmp_path: Path) -> None:
-    from potluck.fleet.fleetfile import JobPlan
-    from potluck.fleet.jobs import Parcel
-    from potluck.fleet.runners.images import find_images
-    from potluck.fleet.shelf import Shelf
+    from potluck.fleet.agent.runners.images import find_images
+    from potluck.fleet.jobs.fleetfile import JobPlan
+    from potluck.fleet.jobs.job import Parcel
+    from potluck.fleet.jobs.shelf import Shelf
 
     images, shelf = find_images(engine), Shelf(tmp_path / "host")
     assert images is not None

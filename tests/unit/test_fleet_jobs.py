@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigurationError, ProtocolError
-from potluck.fleet import desired as desired_jobs
-from potluck.fleet import sealing
-from potluck.fleet.desired import Desired
-from potluck.fleet.fleetfile import FleetFile, amount_of, parse
-from potluck.fleet.jobfolder import pack
-from potluck.fleet.jobs import Allowance, Job, Limits, Mount, Restart
-from potluck.fleet.machine import MachineFacts
-from potluck.fleet.placement import KnownMachine, place
-from potluck.fleet.reconciler import Exit, Instance, Remove, Start, Stop, reconcile
-from potluck.fleet.runners.explaining import last_words
+from potluck.fleet.agent.reconciler import Exit, Instance, Remove, Start, Stop, reconcile
+from potluck.fleet.agent.runners.explaining import last_words
+from potluck.fleet.jobs import desired as desired_jobs
+from potluck.fleet.jobs import sealing
+from potluck.fleet.jobs.desired import Desired
+from potluck.fleet.jobs.fleetfile import FleetFile, amount_of, parse
+from potluck.fleet.jobs.job import Allowance, Job, Limits, Mount, Restart
+from potluck.fleet.jobs.machine import MachineFacts
+from potluck.fleet.jobs.placement import KnownMachine, place
+from potluck.fleet.jobs.shelf import pack
 from potluck.hub.keys import Signer, new_seed, public_key
 
 SEED = new_seed("user")

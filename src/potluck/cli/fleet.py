@@ -13,7 +13,7 @@ import typer
 from potluck.cli.options import AsJson, Link, Verbose
 
 if TYPE_CHECKING:
-    from potluck.fleet.control import FleetControl, JobStatus, Machine
+    from potluck.fleet.jobs.control import FleetControl, JobStatus, Machine
     from potluck.run.host import Host
 
 T = TypeVar("T")
@@ -166,10 +166,10 @@ def agent(
     from potluck.cli import console
     from potluck.cli.joining import parse_link
     from potluck.errors import ConfigurationError
-    from potluck.fleet.agent import Agent, AgentConfig
-    from potluck.fleet.jobs import Allowance
-    from potluck.fleet.runners.process import ProcessRunner
-    from potluck.fleet.runners.runner import Runner
+    from potluck.fleet.agent.agent import Agent, AgentConfig
+    from potluck.fleet.agent.runners.process import ProcessRunner
+    from potluck.fleet.agent.runners.runner import Runner
+    from potluck.fleet.jobs.job import Allowance
     from potluck.hub.privatefiles import make_private_folder
     from potluck.peer.identity import Identity
 
@@ -192,7 +192,7 @@ def agent(
         keeps_jobs=keep_jobs,
     )
     if install_service:
-        from potluck.fleet.service import install
+        from potluck.fleet.agent.service import install
 
         unit = install(str(parsed), config, engine)
         typer.echo(f"Wrote {unit}. Start it with: systemctl --user enable --now {unit.name}")
@@ -225,7 +225,7 @@ async def _add_engine(runners: dict[str, Any], engine: str, where: Path, peer: s
     """The runner for containers, if an engine answers; else say so."""
     from potluck.cli import console
     from potluck.errors import ConfigurationError
-    from potluck.fleet.runners.container import ContainerRunner
+    from potluck.fleet.agent.runners.container import ContainerRunner
 
     try:
         runners["container"] = await asyncio.to_thread(ContainerRunner.open, where / "jobs", peer, engine)
@@ -302,14 +302,14 @@ def up(
     Jobs that the file does not name (any more) end. Example: [bold]potluck fleet up fleet.toml[/bold]
     """
     from potluck.cli import console
-    from potluck.fleet.fleetfile import read_fleet_file
+    from potluck.fleet.jobs.fleetfile import read_fleet_file
 
     file = read_fleet_file(fleet_file)
 
     async def work(control: FleetControl) -> tuple[dict[str, Any], list[JobStatus]]:
         images = None
         if any(plan.is_container for plan in file.jobs):
-            from potluck.fleet.runners.images import find_images
+            from potluck.fleet.agent.runners.images import find_images
 
             images = await asyncio.to_thread(find_images, engine)
         changes = await control.up(file, images, dry_run=dry_run)
@@ -485,7 +485,7 @@ def cp(
 
 async def _controlled(run: str, folder: Path | None, work: Callable[[FleetControl], Awaitable[T]]) -> T:
     from potluck.cli.folders import hosted_run
-    from potluck.fleet.control import fleet_control
+    from potluck.fleet.jobs.control import fleet_control
 
     where, record = hosted_run(run, folder)
     async with fleet_control(where, record) as control:

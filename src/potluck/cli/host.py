@@ -287,8 +287,8 @@ async def _watch(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> 
 
 def _serve_parcels(host: Host) -> None:
     """Hand to a fleet's machines what `potluck fleet up` has put onto the shelf."""
-    from potluck.fleet.control import FOLDER
-    from potluck.fleet.shelf import Shelf
+    from potluck.fleet.jobs.control import FOLDER
+    from potluck.fleet.jobs.shelf import Shelf
 
     assert host.peer is not None
     roster = host.peer.session.roster

@@ -24,7 +24,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from potluck.errors import ConfigurationError
-from potluck.fleet.jobfolder import METRICS
+from potluck.fleet.agent.jobfolder import METRICS
 from potluck.fleet.sync import Fleet, SyncQueue, SyncTopic, connect
 from potluck.peer import environment
 

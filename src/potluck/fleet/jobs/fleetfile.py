@@ -23,7 +23,7 @@ from typing import Any, Literal
 import msgspec
 
 from potluck.errors import ConfigurationError
-from potluck.fleet.jobs import Limits, Mount, Restart, check_job_name
+from potluck.fleet.jobs.job import Limits, Mount, Restart, check_job_name
 from potluck.hub.queues import QueueDefinition, Rights, parse_rights
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from potluck.errors import ConfigurationError
-from potluck.fleet.fleetfile import JobPlan
-from potluck.fleet.jobs import Parcel
-from potluck.fleet.runners import engine
-from potluck.fleet.shelf import Shelf
+from potluck.fleet.agent.runners import engine
+from potluck.fleet.jobs.fleetfile import JobPlan
+from potluck.fleet.jobs.job import Parcel
+from potluck.fleet.jobs.shelf import Shelf
 
 logger = logging.getLogger(__name__)
 

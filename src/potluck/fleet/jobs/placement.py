@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from potluck.errors import ConfigurationError
-from potluck.fleet.fleetfile import JobPlan
-from potluck.fleet.machine import MachineFacts
+from potluck.fleet.jobs.fleetfile import JobPlan
+from potluck.fleet.jobs.machine import MachineFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from potluck.fleet.jobs import Job
+from potluck.fleet.jobs.job import Job
 from potluck.messages import Message
 
 

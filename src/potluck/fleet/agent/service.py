@@ -11,7 +11,7 @@ from pathlib import Path
 import platformdirs
 
 from potluck.errors import ConfigurationError
-from potluck.fleet.agent import AgentConfig
+from potluck.fleet.agent.agent import AgentConfig
 from potluck.hub.joinlink import JoinLink
 from potluck.hub.privatefiles import write_private
 

@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 
 from potluck import tasks
 from potluck.errors import ConfigurationError, RetryableError
-from potluck.fleet.jobfolder import JobFolder
-from potluck.fleet.jobs import Job
-from potluck.fleet.reconciler import Exit, Instance
-from potluck.fleet.runners import engine
-from potluck.fleet.runners.runner import Fetch, Launch, Usage
+from potluck.fleet.agent.jobfolder import JobFolder
+from potluck.fleet.agent.reconciler import Exit, Instance
+from potluck.fleet.agent.runners import engine
+from potluck.fleet.agent.runners.runner import Fetch, Launch, Usage
+from potluck.fleet.jobs.job import Job
 
 logger = logging.getLogger(__name__)
 

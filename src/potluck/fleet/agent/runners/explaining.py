@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from potluck.fleet.jobs import Job
-from potluck.fleet.reconciler import Instance
+from potluck.fleet.agent.reconciler import Instance
+from potluck.fleet.jobs.job import Job
 
 # What programs write when something outside of them is the matter, and what that means.
 KNOWN_TROUBLES = (

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from potluck.errors import ConfigurationError, ProtocolError
-from potluck.fleet.jobs import Job
+from potluck.fleet.jobs.job import Job
 from potluck.hub.keys import Signer, verify
 from potluck.messages import Message, decode, encode
 

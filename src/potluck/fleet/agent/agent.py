@@ -24,17 +24,17 @@ from typing import Any
 import potluck
 from potluck import tasks
 from potluck.errors import AccessError, ConfigurationError, PotluckError, ProtocolError, RetryableError
-from potluck.fleet import desired as documents
-from potluck.fleet.agentdesk import AgentDesk, Warrant, is_valid
-from potluck.fleet.desired import Desired
-from potluck.fleet.jobfolder import METRICS, JobFolder
-from potluck.fleet.jobs import Allowance, Job, Parcel
-from potluck.fleet.machine import ASK_TOPIC, TOPIC, JobReport, JobState, MachineReport, Observer
-from potluck.fleet.reconciler import Exit, Instance, Remove, Start, Stop, failures_after, is_over, reconcile
-from potluck.fleet.runners.explaining import last_words
-from potluck.fleet.runners.runner import Launch, Runner, Usage
-from potluck.fleet.sealing import unseal
-from potluck.fleet.shelf import Shelf
+from potluck.fleet.agent.desk import AgentDesk, Warrant, is_valid
+from potluck.fleet.agent.jobfolder import METRICS, JobFolder
+from potluck.fleet.agent.reconciler import Exit, Instance, Remove, Start, Stop, failures_after, is_over, reconcile
+from potluck.fleet.agent.runners.explaining import last_words
+from potluck.fleet.agent.runners.runner import Launch, Runner, Usage
+from potluck.fleet.jobs import desired as documents
+from potluck.fleet.jobs.desired import Desired
+from potluck.fleet.jobs.job import Allowance, Job, Parcel
+from potluck.fleet.jobs.machine import ASK_TOPIC, TOPIC, JobReport, JobState, MachineReport, Observer
+from potluck.fleet.jobs.sealing import unseal
+from potluck.fleet.jobs.shelf import Shelf
 from potluck.hub.connection import Delivery, Entry
 from potluck.hub.joinlink import JoinLink, fetch_address
 from potluck.messages import encode

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from potluck.fleet.jobfolder import JobFolder
-from potluck.fleet.jobs import Job, Parcel
-from potluck.fleet.reconciler import Instance
+from potluck.fleet.agent.jobfolder import JobFolder
+from potluck.fleet.agent.reconciler import Instance
+from potluck.fleet.jobs.job import Job, Parcel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,22 +29,21 @@ from potluck.errors import (
     ProtocolError,
     RetryableError,
 )
-from potluck.fleet import desired as documents
-from potluck.fleet import sealing
-from potluck.fleet.agentdesk import WARRANT_SECONDS, ReadFiles, ReadLog, Warrant, issue
-from potluck.fleet.desired import Desired
-from potluck.fleet.fleetfile import FleetFile, JobPlan
-from potluck.fleet.jobfolder import pack
-from potluck.fleet.jobs import Job, Parcel
-from potluck.fleet.machine import ASK_TOPIC, MAX_REPORT_BYTES, TOPIC, JobReport, MachineReport
+from potluck.fleet.agent.desk import WARRANT_SECONDS, ReadFiles, ReadLog, Warrant, issue
+from potluck.fleet.jobs import desired as documents
+from potluck.fleet.jobs import sealing
+from potluck.fleet.jobs.desired import Desired
+from potluck.fleet.jobs.fleetfile import FleetFile, JobPlan
+from potluck.fleet.jobs.job import Job, Parcel
+from potluck.fleet.jobs.machine import ASK_TOPIC, MAX_REPORT_BYTES, TOPIC, JobReport, MachineReport
+from potluck.fleet.jobs.placement import KnownMachine, place
+from potluck.fleet.jobs.shelf import Shelf, pack
 from potluck.fleet.member import FleetMember
-from potluck.fleet.placement import KnownMachine, place
-from potluck.fleet.shelf import Shelf
-from potluck.hub.address import HubAddress
-from potluck.hub.connection import Delivery
 from potluck.hub.access.member import Scopes
 from potluck.hub.access.organise import Done, Organiser
 from potluck.hub.access.queueing import CreateQueue
+from potluck.hub.address import HubAddress
+from potluck.hub.connection import Delivery
 from potluck.hub.joinlink import JoinLink
 from potluck.hub.keys import HubKeys, Signer
 from potluck.hub.nats.connection import ConnectionConfig, NatsConnection

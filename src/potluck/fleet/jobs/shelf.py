@@ -11,12 +11,13 @@ import hashlib
 import logging
 import os
 import secrets
+import tarfile
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 from potluck.errors import ConfigurationError, ProtocolError, RetryableError
-from potluck.fleet.jobs import DIGEST, Parcel
+from potluck.fleet.jobs.job import DIGEST, Parcel
 from potluck.link.links import Links, Stream
 from potluck.messages import Message
 
@@ -140,3 +141,20 @@ async def send_file(stream: Stream, path: Path, offset: int = 0) -> None:
         while data := await asyncio.to_thread(file.read, ITEM_BYTES):
             await stream.send([data], timeout_seconds=ITEM_SECONDS)
     await stream.close()
+
+
+def pack(files: list[tuple[str, Path]], target: Path) -> None:
+    """An archive of files and folders under these names: the same bytes for the same content, at any time."""
+
+    def plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        if not (entry.isfile() or entry.isdir()):
+            raise ConfigurationError(f"{entry.name} is neither a file nor a folder: it cannot be sent along")
+        if entry.isdir() and Path(entry.name).name in ("__pycache__", ".git", ".venv"):
+            return None
+        entry.mtime, entry.uid, entry.gid, entry.uname, entry.gname = 0, 0, 0, "", ""
+        entry.mode = 0o755 if entry.isdir() or entry.mode & 0o100 else 0o644
+        return entry
+
+    with tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as archive:
+        for name, path in sorted(files):
+            archive.add(path, arcname=name, filter=plain)

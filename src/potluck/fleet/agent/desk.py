@@ -15,10 +15,10 @@ from typing import IO, Any
 
 from potluck import tasks
 from potluck.errors import PotluckError
-from potluck.fleet.jobfolder import JobFolder
-from potluck.fleet.jobs import NAME
-from potluck.fleet.runners.runner import Runner
-from potluck.fleet.shelf import ITEM_BYTES, ITEM_SECONDS, send_file
+from potluck.fleet.agent.jobfolder import JobFolder
+from potluck.fleet.agent.runners.runner import Runner
+from potluck.fleet.jobs.job import NAME
+from potluck.fleet.jobs.shelf import ITEM_BYTES, ITEM_SECONDS, send_file
 from potluck.hub.keys import Signer, verify
 from potluck.link.links import Links, Stream
 from potluck.messages import Message

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import re
@@ -14,12 +16,16 @@ import psutil
 import pytest
 from commandline import PATIENCE_SECONDS, Terminal, until_event
 
+from potluck.cli.fleet import job_record
+from potluck.cli.folders import hosted_run
 from potluck.fleet.agent.runners.process import _read
+from potluck.fleet.jobs.control import JobStatus, fleet_control
 from potluck.testing.podman import IMAGE, podman_service, why_no_engine
 from potluck.testing.polling import poll_until_sync
 from potluck.testing.processes import Children, ManagedProcess
 
 RUN = "kitchen"
+pytestmark = pytest.mark.timeout(300)  # many commands, each of which takes seconds to start on a busy machine
 
 POLICY = """
 import os
@@ -103,7 +109,14 @@ class Kitchen:
         return dict(json.loads(said.splitlines()[-1])["changes"])
 
     def jobs(self) -> dict[str, dict[str, Any]]:
-        return {row["job"]: row for row in self.ask("ps")}
+        """What `potluck fleet ps --json` says, without the seconds that a command takes to start."""
+
+        async def look() -> list[JobStatus]:
+            where, record = hosted_run(RUN, self.folder)
+            async with fleet_control(where, record) as control:
+                return await control.jobs()
+
+        return {status.job.name: job_record(status) for status in asyncio.run(look())}
 
     def until(self, job: str, *states: str, **wanted: Any) -> dict[str, Any]:
         def found() -> dict[str, Any] | None:
@@ -141,6 +154,15 @@ environment = {{ SEED = {seed} }}
 """
 
 
+def files_with(folder: Path, text: bytes) -> list[Path]:
+    found = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # the hub's files come and go
+            if path.is_file() and text in path.read_bytes():
+                found.append(path)
+    return found
+
+
 def kill(process: ManagedProcess) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.wait(PATIENCE_SECONDS)
@@ -153,7 +175,6 @@ def test_jobs_on_two_machines(kitchen: Kitchen) -> None:
     rows = {row["name"]: row for row in kitchen.ask("machines")}
     assert rows["anna"]["report"]["facts"]["cpus"] >= 1
     assert rows["bert"]["is_there"]
-    assert "anna" in kitchen.run("machines")
 
     text = (
         "[queues.experience]\nwhen_full = 'drop'\n"
@@ -161,20 +182,20 @@ def test_jobs_on_two_machines(kitchen: Kitchen) -> None:
         + "[jobs.shown]\ncommand = 'python shown.py'\nmachine = 'anna'\nfiles = ['shown.py']\n"
         "queues = ['experience=put']\n" + job("hopper", "bert", seed=2)
     )
-    assert kitchen.up(text, "--wait", "60", TOKEN="s3cr3t") == dict.fromkeys(("walker", "hopper", "shown"), "new")
+    assert kitchen.up(text, "--wait", "100", TOKEN="s3cr3t") == dict.fromkeys(("walker", "hopper", "shown"), "new")
     walker = kitchen.until("walker", "running")
     assert walker["machine"] == "anna"
+    assert {row["job"] for row in kitchen.ask("ps")} == {"walker", "hopper", "shown"}
     poll_until_sync(lambda: kitchen.jobs()["walker"]["metrics"].get("reward", 0) > 0, PATIENCE_SECONDS, "figures")
+    before = (kitchen.until_started("anna", "walker"), kitchen.until_started("bert", "hopper"))
     assert "hello from walker with 1 and s3cr3t" in kitchen.run("logs", "walker")
     assert "hello from hopper with 2 and no token" in kitchen.run("logs", "hopper")
-    for path in (kitchen.folder, kitchen.machine_folder("anna")):  # sealed: nowhere in the clear
-        assert not [each for each in path.rglob("*") if each.is_file() and b"s3cr3t" in each.read_bytes()
-                    and each.name != "log"]  # fmt: skip
+    for folder in (kitchen.folder, kitchen.machine_folder("anna")):  # sealed: nowhere in the clear, but what it said
+        assert [path.name for path in files_with(folder, b"s3cr3t")] in ([], ["log"])
     taken = kitchen.terminal.run("queue", "take", "experience", "--wait", "20", "--json", *kitchen.place)
     assert json.loads(taken)["value"]["step"] >= 1
 
     # Again: nothing differs, nothing is started anew.
-    before = (kitchen.until_started("anna", "walker"), kitchen.until_started("bert", "hopper"))
     assert kitchen.up(text, TOKEN="s3cr3t") == dict.fromkeys(("walker", "hopper", "shown"), "same")
     assert kitchen.up(text.replace("SEED = 2", "SEED = 3"), "--dry-run", TOKEN="s3cr3t")["hopper"] == "changed"
     assert (kitchen.starts("anna", "walker"), kitchen.starts("bert", "hopper")) == before
@@ -184,36 +205,41 @@ def test_jobs_on_two_machines(kitchen: Kitchen) -> None:
     assert kitchen.up(changed, TOKEN="s3cr3t") == {"walker": "same", "shown": "same", "hopper": "changed"}
     kitchen.until_started("bert", "hopper", 2)
     said = kitchen.run("logs", "hopper")
-    assert "stopped with notice, 20 s left" in said
+    assert "stopped with notice" in said
     assert "hello from hopper with 3" in said
     assert kitchen.starts("anna", "walker") == before[0]
 
-    copied = kitchen.terminal.folder / "copied"
-    kitchen.run("cp", "walker:checkpoints", copied)
-    assert (copied / "checkpoints" / "model.bin").read_text() == "weights"
-    assert "only what is below" in kitchen.terminal.refuse(
-        "fleet", "cp", "walker:../own", copied, *kitchen.place, code=1
-    )
 
+def test_a_job_is_stopped_and_started_and_its_machine_taken_back(kitchen: Kitchen) -> None:
+    bert = kitchen.agent("bert")
+    until_event(bert, "connected")
+    kitchen.up(job("hopper", "bert"))
+    kitchen.until_started("bert", "hopper")
+    poll_until_sync(lambda: kitchen.jobs()["hopper"]["metrics"].get("reward", 0) > 0, PATIENCE_SECONDS, "figures")
+    copied = kitchen.terminal.folder / "copied"
+    kitchen.run("cp", "hopper:checkpoints", copied)
+    assert (copied / "checkpoints" / "model.bin").read_text() == "weights"
     kitchen.run("stop", "hopper")
     kitchen.until("hopper", "stopped")
     kitchen.run("restart", "hopper")
-    kitchen.until_started("bert", "hopper", 3)
+    [_, pid] = kitchen.until_started("bert", "hopper", 2)
 
-    # The owner takes a machine back: its jobs end with notice, the other's go on.
-    bert.send_signal(signal.SIGTERM)
+    bert.send_signal(signal.SIGTERM)  # its owner wants it back
     assert bert.wait(PATIENCE_SECONDS) == 0
-    assert not psutil.pid_exists(kitchen.starts("bert", "hopper")[-1])
-    assert "there is no job" in kitchen.terminal.refuse("fleet", "logs", "nobody", *kitchen.place, code=2)
+    assert not psutil.pid_exists(pid)
+    assert kitchen.jobs()["hopper"]["state"] == "unknown"
+    bert = kitchen.agent("bert")
+    [*_, pid] = kitchen.until_started("bert", "hopper", 3)
+    assert kitchen.until("hopper", "running")["restarts"] == 0
     kitchen.run("down")
-    poll_until_sync(lambda: not psutil.pid_exists(before[0][0]), PATIENCE_SECONDS, "the walker's end")
+    poll_until_sync(lambda: not psutil.pid_exists(pid), PATIENCE_SECONDS, "the hopper's end")
     assert kitchen.jobs() == {}
 
 
 def test_an_agent_and_the_hub_are_killed_and_no_job_is_started_twice_or_lost(kitchen: Kitchen) -> None:
     anna = kitchen.agent("anna")
     until_event(anna, "connected")
-    kitchen.up(job("walker", "anna") + job("hopper", "anna", seed=2), "--wait", "60")
+    kitchen.up(job("walker", "anna") + job("hopper", "anna", seed=2), "--wait", "100")
     pids = {name: kitchen.until_started("anna", name) for name in ("walker", "hopper")}
 
     kill(anna)
@@ -280,6 +306,7 @@ def test_what_goes_wrong_is_said_in_plain_words(kitchen: Kitchen) -> None:
     assert "secret TOKEN of a is not there" in kitchen.terminal.refuse(
         "fleet", "up", _file(kitchen, job("a", "anna", more='secrets = ["TOKEN"]')), *kitchen.place, code=2
     )
+    assert "there is no job" in kitchen.terminal.refuse("fleet", "logs", "nobody", *kitchen.place, code=2)
     assert "what may jobs do" in kitchen.terminal.refuse("fleet", "agent", kitchen.link, code=2)
     kitchen.run("down")
 

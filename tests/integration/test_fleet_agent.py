@@ -19,6 +19,7 @@ from potluck import tasks
 from potluck.errors import ConfigurationError, PeerError, PermissionDeniedError
 from potluck.fleet.agent.agent import Agent, AgentConfig, newest_metrics
 from potluck.fleet.agent.desk import ReadFiles, ReadLog, Warrant, issue
+from potluck.fleet.agent.jobfolder import JobFolder
 from potluck.fleet.agent.runners.process import ProcessRunner
 from potluck.fleet.agent.service import install, unit_text
 from potluck.fleet.jobs import desired as documents
@@ -198,3 +199,30 @@ def test_figures_of_a_job_are_read_with_care(tmp_path: Path) -> None:
     assert newest_metrics(path) == {}
     path.write_bytes(b'{"at": 1, "reward": 1}\n{"reward": 2.5, "loss": 1}\nnonsense\n[1]\n{"x": "y"}\n\xff\n{"rew')
     assert newest_metrics(path) == {"reward": 2.5, "loss": 1.0}
+
+
+async def test_a_job_can_be_a_trainer_of_a_run(tmp_path: Path) -> None:
+    async with (
+        open_run(tmp_path / "run") as house,
+        machine(house, tmp_path / "anna") as agent,
+        fleet_control(house.folder, house.host.record) as control,
+    ):
+        file = f"[jobs.helper]\nrun = '{RUN}'\nmachine = 'anna'"
+        assert await control.up(plan(file, tmp_path), dry_run=True) == {"helper": "new"}
+        assert (await control.desired()).jobs == ()
+        with pytest.raises(ConfigurationError, match="write its join link"):
+            await control.up(plan(file.replace(RUN, "elsewhere"), tmp_path))
+        await control.up(plan(file, tmp_path))
+        [job] = (await control.desired()).jobs
+        assert house.host.record.invite.encode() not in documents.sign(await control.desired(), ORGANISER)
+        environment = agent._environment(job, JobFolder(tmp_path / "jobs", "helper"))
+        assert JoinLink.parse(environment["POTLUCK_LINK"]).invite == house.host.record.invite
+        organiser = await house.organiser()
+
+        async def came() -> bool:
+            members = [state.member for state in await organiser.list_members()]
+            return any((member.name, member.role) == ("helper", "trainer") for member in members)
+
+        await poll_until(came, 2 * PATIENCE_SECONDS, "the trainer")  # it imports torch first
+        await control.down()
+        await poll_until(lambda: not agent._instances, PATIENCE_SECONDS, "its end")

@@ -412,6 +412,60 @@ def job_row(status: JobStatus) -> dict[str, str]:
     }
 
 
+@app.command("top")
+def top(
+    run: Run = DEFAULT_RUN,
+    folder: Folder = None,
+    every_seconds: Annotated[float, typer.Option("--every", min=0.5, help="Seconds between two looks.")] = 2.0,
+    as_json: AsJson = False,
+) -> None:
+    """Watch the machines and jobs of the fleet, live, until Ctrl-C.
+
+    Example: [bold]potluck fleet top[/bold]
+    """
+    from rich.console import Group
+    from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
+
+    from potluck.cli import console
+    from potluck.errors import RetryableError
+
+    def table(rows: list[dict[str, str]], leave_out: tuple[str, ...], empty: str) -> Table | Text:
+        if not rows:
+            return Text(empty)
+        names = [name for name in rows[0] if name not in leave_out]
+        found = Table(*names, expand=True)
+        for row in rows:
+            found.add_row(*(Text(console.shortened(row[name]), overflow="ellipsis") for name in names))
+        return found
+
+    async def work(control: FleetControl) -> None:
+        with Live(console=console.out, screen=not as_json and console.out.is_terminal, auto_refresh=False) as live:
+            while True:
+                try:
+                    machines, jobs = await control.overview()
+                except RetryableError as error:
+                    live.update(Text(f"The hub is away: {error}"), refresh=not as_json)
+                else:
+                    if as_json:
+                        rows = [job_record(each) for each in jobs]
+                        console.print_json({"machines": [machine_row(each) for each in machines], "jobs": rows})
+                    else:
+                        shown = (
+                            table([machine_row(each) for each in machines], ("id",), "There are no machines."),
+                            table([job_row(each) for each in jobs], (), "There are no jobs."),
+                        )
+                        live.update(Group(*shown), refresh=True)
+                await asyncio.sleep(every_seconds)
+
+    async def until(stop: asyncio.Event) -> None:
+        await console.unless_stopped(_controlled(run, folder, work), stop)
+
+    console.set_up_logging(verbose=False)
+    console.run(console.until_interrupted(until))
+
+
 @app.command("logs")
 def logs(
     job: Job,

@@ -186,8 +186,13 @@ class FleetControl:
 
     async def jobs(self) -> list[JobStatus]:
         """All jobs, and how they are."""
+        return (await self.overview())[1]
+
+    async def overview(self) -> tuple[list[Machine], list[JobStatus]]:
+        """All machines and jobs, and how they are."""
         document = await self.desired()
-        machines = {machine.known.peer: machine for machine in await self.machines()}
+        listed = await self.machines()
+        machines = {machine.known.peer: machine for machine in listed}
         statuses = []
         for job in document.jobs:
             machine = machines.get(job.machine)
@@ -196,7 +201,7 @@ class FleetControl:
             )
             name = machine.known.name if machine is not None else job.machine[:12]
             statuses.append(JobStatus(job=job, machine=name, report=reports.get(job.name)))
-        return statuses
+        return listed, statuses
 
     # Ordering
 

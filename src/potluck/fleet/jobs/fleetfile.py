@@ -29,7 +29,7 @@ from potluck.hub.queues import QueueDefinition, Rights, parse_rights
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 OWN_PREFIX = "POTLUCK_"
-RUN_COMMAND = ("potluck", "train")
+RUN_COMMAND = ("python", "-m", "potluck.cli", "train")
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

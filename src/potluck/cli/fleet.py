@@ -47,6 +47,10 @@ def host(
         list[str] | None, typer.Option(help="Name or address by which machines reach this one; may be repeated.")
     ] = None,
     wheel: Annotated[bool, typer.Option(help="Serve this Potluck over HTTP, so that machines can install it.")] = True,
+    dashboard: Annotated[bool, typer.Option(help="Serve the live dashboard, where it is installed.")] = True,
+    dashboard_port: Annotated[
+        int | None, typer.Option(help="Its port; 0 picks a free one. Unless given: 8484, if that is free.")
+    ] = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -79,7 +83,7 @@ def host(
     work = Work(
         run_file=None,
         backups=Backing(every_epochs=10, keep_last=3, keep_every=0, upload_to=""),
-        dashboard=_dashboard_options(config, True, listen, None, ()),
+        dashboard=_dashboard_options(config, dashboard, listen, dashboard_port, ()),
         announce=_announce,
     )
     console.run(console.until_interrupted(lambda stop: _serve(Host(config), work, stop, as_json)))

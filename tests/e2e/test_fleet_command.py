@@ -68,7 +68,14 @@ def test_jobs_on_two_machines(kitchen: Kitchen) -> None:
     said = kitchen.run("logs", "hopper")
     assert "stopped with notice" in said
     assert "hello from hopper with 3" in said
+
+    # One laptop is gone, with all that ran on it: nothing of the others' is started anew.
+    kill(bert)
+    end_jobs(kitchen.terminal, machine="bert")
+    kitchen.until("hopper", "unknown")
+    assert kitchen.until("walker", "running")["restarts"] == 0
     assert kitchen.starts("anna", "walker") == before[0]
+    assert psutil.pid_exists(before[0][0])
 
 
 def test_a_job_is_stopped_and_started_and_its_machine_taken_back(kitchen: Kitchen) -> None:

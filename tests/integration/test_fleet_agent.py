@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
 from collections.abc import AsyncIterator
@@ -199,6 +200,12 @@ def test_figures_of_a_job_are_read_with_care(tmp_path: Path) -> None:
     assert newest_metrics(path) == {}
     path.write_bytes(b'{"at": 1, "reward": 1}\n{"reward": 2.5, "loss": 1}\nnonsense\n[1]\n{"x": "y"}\n\xff\n{"rew')
     assert newest_metrics(path) == {"reward": 2.5, "loss": 1.0}
+    path.rename(tmp_path / "other")
+    path.symlink_to(tmp_path / "other")
+    assert newest_metrics(path) == {}
+    path.unlink()
+    os.mkfifo(path)  # would be waited for without end
+    assert newest_metrics(path) == {}
 
 
 async def test_a_job_can_be_a_trainer_of_a_run(tmp_path: Path) -> None:

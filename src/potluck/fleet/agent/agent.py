@@ -14,6 +14,7 @@ import asyncio
 import json
 import logging
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -160,7 +161,10 @@ class Agent:
             logger.warning("the jobs in the hub do not count: %s", error)
             return
         if newest.revision > self.desired.revision:
-            self._keep(entry.value)
+            try:
+                self._keep(entry.value)
+            except OSError as error:  # a full disk: it counts all the same, until the agent ends
+                logger.warning("the jobs could not be written down: %s", error)
             self.desired = newest
             self._unstarted.clear()
             self._wake.set()
@@ -469,7 +473,11 @@ def _kind(job: Job) -> str:
 def newest_metrics(path: Path) -> dict[str, float]:
     """The newest value of each figure that a job has logged. What cannot be read is left out: the job writes it."""
     try:
-        with path.open("rb") as file:
+        # The job may have put anything in its place: a link, or a pipe that nobody writes to.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return {}
             file.seek(max(file.seek(0, os.SEEK_END) - METRICS_TAIL_BYTES, 0))
             lines = file.read(METRICS_TAIL_BYTES).splitlines()
     except OSError:

@@ -106,7 +106,8 @@ class _Machine:
         running = sum(job.state == "running" for job in report.jobs)
         engines = ", ".join(facts.engines) or "no container engine"
         disk = f"{figures.size(facts.disk_free_bytes)} of disk free"
-        self._note.text = f"{running} jobs run · {disk} · {engines} · allows {report.allow}"
+        jobs = f"{running} job{'s' if running != 1 else ''} running"
+        self._note.text = f"{jobs} · {disk} · {engines} · allows {report.allow}"
         gpu = max(facts.gpu_percent, default=0.0)
         memory = f"{figures.size(facts.memory_used_bytes)} of {figures.size(facts.memory_bytes)}"
         shares = {

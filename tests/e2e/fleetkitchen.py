@@ -151,9 +151,9 @@ def kill(process: ManagedProcess) -> None:
     process.wait(PATIENCE_SECONDS)
 
 
-def end_jobs(terminal: Terminal, machine: str = "*") -> None:
+def end_jobs(machines: Path, machine: str = "*") -> None:
     """Jobs outlive their agents, and should not outlive a test."""
-    for path in terminal.folder.glob(f"machines/{machine}/jobs/*/run/running.json"):
+    for path in machines.glob(f"{machine}/jobs/*/run/running.json"):
         known = json.loads(path.read_text())
         for pid in (known["shim"], known["group"]):
             if pid and psutil.pid_exists(pid):

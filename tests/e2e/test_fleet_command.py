@@ -26,7 +26,7 @@ def kitchen(terminal: Terminal, children: Children) -> Iterator[Kitchen]:
         yield Kitchen(terminal)
     finally:
         children.close()
-        end_jobs(terminal)
+        end_jobs(terminal.folder / "machines")
 
 
 def test_jobs_on_two_machines(kitchen: Kitchen) -> None:
@@ -71,7 +71,7 @@ def test_jobs_on_two_machines(kitchen: Kitchen) -> None:
 
     # One laptop is gone, with all that ran on it: nothing of the others' is started anew.
     kill(bert)
-    end_jobs(kitchen.terminal, machine="bert")
+    end_jobs(kitchen.terminal.folder / "machines", "bert")
     kitchen.until("hopper", "unknown")
     assert kitchen.until("walker", "running")["restarts"] == 0
     assert kitchen.starts("anna", "walker") == before[0]

@@ -49,4 +49,4 @@ def test_machines_and_jobs_are_shown_live(terminal: Terminal, children: Children
                 page.screenshot(path=Path(PICTURES) / "dashboard-fleet.png", full_page=True)
     finally:
         children.close()
-        end_jobs(terminal)
+        end_jobs(terminal.folder / "machines")

@@ -18,9 +18,10 @@ from runhouse import PATIENCE_SECONDS, RUN, RunHouse, open_run
 
 from potluck import tasks
 from potluck.errors import ConfigurationError, PeerError, PermissionDeniedError
-from potluck.fleet.agent.agent import Agent, AgentConfig, newest_metrics
+from potluck.fleet.agent.agent import Agent, AgentConfig
 from potluck.fleet.agent.desk import ReadFiles, ReadLog, Warrant, issue
 from potluck.fleet.agent.jobfolder import JobFolder
+from potluck.fleet.agent.reporting import newest_metrics
 from potluck.fleet.agent.runners.process import ProcessRunner
 from potluck.fleet.agent.service import install, unit_text
 from potluck.fleet.jobs import desired as documents

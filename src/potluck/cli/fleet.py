@@ -178,7 +178,7 @@ def job_record(status: JobStatus) -> dict[str, Any]:
     return {
         "job": status.job.name,
         "machine": status.machine,
-        "kind": "container" if status.job.image else "process",
+        "kind": status.job.kind,
         "wanted": status.job.state,
         "state": report.state if report is not None else "unknown",
         "restarts": report.restarts if report is not None else 0,

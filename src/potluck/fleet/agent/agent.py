@@ -11,10 +11,8 @@ a newer one. The agent may die: jobs go on, and its successor finds them.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
-import stat
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -22,18 +20,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import potluck
 from potluck import tasks
 from potluck.errors import AccessError, ConfigurationError, PotluckError, ProtocolError, RetryableError
 from potluck.fleet.agent.desk import AgentDesk, Warrant, is_valid
-from potluck.fleet.agent.jobfolder import METRICS, JobFolder
-from potluck.fleet.agent.reconciler import Exit, Instance, Remove, Start, Stop, failures_after, is_over, reconcile
-from potluck.fleet.agent.runners.explaining import last_words
-from potluck.fleet.agent.runners.runner import Launch, Runner, Usage
+from potluck.fleet.agent.jobfolder import JobFolder
+from potluck.fleet.agent.reconciler import Exit, Instance, Remove, Start, Stop, reconcile
+from potluck.fleet.agent.reporting import Reporter, Standing
+from potluck.fleet.agent.runners.runner import Launch, Runner
 from potluck.fleet.jobs import desired as documents
 from potluck.fleet.jobs.desired import Desired
 from potluck.fleet.jobs.job import Allowance, Job, Parcel
-from potluck.fleet.jobs.machine import ASK_TOPIC, TOPIC, JobReport, JobState, MachineReport, Observer
+from potluck.fleet.jobs.machine import ASK_TOPIC, TOPIC, MachineReport
 from potluck.fleet.jobs.sealing import unseal
 from potluck.fleet.jobs.shelf import Shelf
 from potluck.hub.connection import Delivery, Entry
@@ -52,9 +49,6 @@ REPORT_GAP_SECONDS = 0.5  # between two reports, however often somebody asks
 FIRST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 15.0
 REFUSED_RETRY_SECONDS = 30.0
-TAIL_LINES = 20
-METRICS_TAIL_BYTES = 64 * 1024
-MAX_METRICS = 32
 DOCUMENT_FILE = "desired.bin"
 JOBS = "jobs"
 
@@ -92,6 +86,7 @@ class Agent:
         self._check_organiser = checking(link)
         self._runners = runners
         self._jobs = config.folder / JOBS
+        self._jobs.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._shelf = Shelf(config.folder)
         self._peer: Peer | None = None
         self._wake, self._report_wanted = asyncio.Event(), asyncio.Event()
@@ -100,13 +95,12 @@ class Agent:
         self._unstarted: dict[str, Instance] = {}  # starts that failed before a runner had anything of them
         self._instances: dict[str, Instance] = {}
         self._desk = AgentDesk(self._jobs, self._runner_of, self._may_look)
-        self._observer = Observer(config.folder, tuple(each.engine for each in runners.values() if each.engine))
+        self._reporter = Reporter(config.name, config.allow, self._jobs, runners)
 
     # Its life
 
     async def run(self, stop: asyncio.Event, on_connected: Callable[[], None] = lambda: None) -> None:
         """Be this machine's agent until the event. ConfigurationError or AccessError when the hub never lets it in."""
-        self._jobs.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._load()
         parts = [
             asyncio.create_task(self._keep_jobs(), name="jobs"),
@@ -185,7 +179,7 @@ class Agent:
         refused: dict[str, str] = {}
         for name, job in self.desired.of_machine(self.peer_id).items():
             why = self.config.allow.refusal(job)
-            if not why and _kind(job) not in self._runners:
+            if not why and job.kind not in self._runners:
                 why = "this machine has no container engine that the agent can reach"
             if why:
                 refused[name] = why
@@ -225,7 +219,7 @@ class Agent:
         seen: dict[str, Instance] = {}
         for kind, runner in self._runners.items():
             instances = await runner.instances()
-            mine = {name: job for name, job in allowed.items() if _kind(job) == kind}
+            mine = {name: job for name, job in allowed.items() if job.kind == kind}
             merged = {**{name: each for name, each in self._unstarted.items() if name in mine}, **instances}
             decision = reconcile(mine, merged, time.time())
             look_at += [decision.look_at] if decision.look_at is not None else []
@@ -305,7 +299,7 @@ class Agent:
         folder.make()
         if job.files is not None:
             await asyncio.to_thread(folder.unpack, await self._parcel(job, job.files, "its files"))
-        await self._runners[_kind(job)].prepare(job, lambda parcel, what: self._parcel(job, parcel, what))
+        await self._runners[job.kind].prepare(job, lambda parcel, what: self._parcel(job, parcel, what))
 
     async def _parcel(self, job: Job, parcel: Parcel, what: str) -> Path:
         if self._shelf.has(parcel):
@@ -405,88 +399,24 @@ class Agent:
             peer = self._peer
             if peer is not None:
                 try:
-                    report = encode(await self.report())
+                    report = encode(await self._report())
                     await peer.session.hub.publish(peer.session.subjects.news(self.peer_id, TOPIC), report)
                 except (PotluckError, OSError) as error:
                     logger.debug("no report this time: %s", error)
             await asyncio.sleep(REPORT_GAP_SECONDS)
 
-    async def report(self) -> MachineReport:
-        """This machine now."""
+    async def _report(self) -> MachineReport:
         allowed, refused = self._allowed()
-        jobs = [await self._job_report(job) for job in allowed.values()]
-        jobs += [JobReport(name=name, state="refused", last_words=why[:600]) for name, why in refused.items()]
-        return MachineReport(
-            name=self.config.name,
-            allow=self.config.allow.words()[:600],
-            facts=await asyncio.to_thread(self._observer.look),
+        standing = Standing(
             revision=self.desired.revision,
-            jobs=tuple(sorted(jobs, key=lambda each: each.name)),
-            version=potluck.__version__,
+            allowed=allowed,
+            refused=refused,
+            instances=self._instances,
+            preparing=self._preparing,
         )
-
-    async def _job_report(self, job: Job) -> JobReport:
-        instance = self._instances.get(job.name)
-        state, words, usage = await self._state_of(job, instance)
-        since = 0.0
-        if instance is not None:
-            since = instance.started_at if instance.state == "running" else instance.ended_at
-        return JobReport(
-            name=job.name,
-            state=state,
-            restarts=instance.restarts if instance is not None else 0,
-            since=since,
-            last_words=words[:600],
-            cpu_percent=usage.cpu_percent,
-            memory_bytes=usage.memory_bytes,
-            metrics=await asyncio.to_thread(newest_metrics, JobFolder(self._jobs, job.name).own / METRICS),
-        )
-
-    async def _state_of(self, job: Job, instance: Instance | None) -> tuple[JobState, str, Usage]:
-        if job.name in self._preparing:
-            return "preparing", self._preparing[job.name], Usage()
-        if instance is None:
-            return ("stopped" if job.state == "stopped" else "preparing"), "", Usage()
-        runner = self._runners[_kind(job)]
-        if instance.state == "running":
-            return "running", "", await runner.usage(job.name)
-        tail = await runner.read_log(job.name, TAIL_LINES)
-        words = last_words(job, instance, tail.decode(errors="replace"))
-        if job.state == "stopped":
-            return "stopped", words, Usage()
-        if not is_over(job, instance):
-            failures = failures_after(job, instance)
-            pause = job.restart.pause_seconds(max(failures, 1))
-            return "waiting", f"{words}; it starts again {pause:g} s after that", Usage()
-        return ("finished" if instance.exit.is_success else "failed"), words, Usage()
+        return await self._reporter.report(standing)
 
     def _runner_of(self, name: str) -> Runner:
         job = self.desired.of_machine(self.peer_id).get(name)
-        kind = _kind(job) if job is not None else "process"
+        kind = job.kind if job is not None else "process"
         return self._runners.get(kind) or next(iter(self._runners.values()))
-
-
-def _kind(job: Job) -> str:
-    return "container" if job.image else "process"
-
-
-def newest_metrics(path: Path) -> dict[str, float]:
-    """The newest value of each figure that a job has logged. What cannot be read is left out: the job writes it."""
-    try:
-        # The job may have put anything in its place: a link, or a pipe that nobody writes to.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                return {}
-            file.seek(max(file.seek(0, os.SEEK_END) - METRICS_TAIL_BYTES, 0))
-            lines = file.read(METRICS_TAIL_BYTES).splitlines()
-    except OSError:
-        return {}
-    found: dict[str, float] = {}
-    for line in lines:
-        try:
-            values = json.loads(line)
-            found |= {str(k)[:80]: float(v) for k, v in values.items() if k != "at"}
-        except (ValueError, TypeError, AttributeError):
-            continue
-    return dict(sorted(found.items())[:MAX_METRICS])

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tarfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -24,18 +23,16 @@ import msgspec
 
 from potluck.errors import (
     ConfigurationError,
-    DeadlineExceededError,
-    PeerUnreachableError,
     ProtocolError,
     RetryableError,
 )
-from potluck.fleet.agent.desk import WARRANT_SECONDS, ReadFiles, ReadLog, Warrant, issue
 from potluck.fleet.jobs import desired as documents
 from potluck.fleet.jobs import sealing
 from potluck.fleet.jobs.desired import Desired
 from potluck.fleet.jobs.fleetfile import FleetFile, JobPlan
 from potluck.fleet.jobs.job import Job, Parcel
 from potluck.fleet.jobs.machine import ASK_TOPIC, MAX_REPORT_BYTES, TOPIC, JobReport, MachineReport
+from potluck.fleet.jobs.machinelinks import MachineLinks
 from potluck.fleet.jobs.placement import KnownMachine, place
 from potluck.fleet.jobs.shelf import Shelf, pack
 from potluck.fleet.member import FleetMember
@@ -50,21 +47,16 @@ from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
 from potluck.hub.queues import QueueDefinition
 from potluck.hub.stores import FLEET_KEY
 from potluck.hub.subjects import PEER_ID, Subjects
-from potluck.link.links import Stream
 from potluck.messages import decode
 from potluck.peer.identity import Identity
 from potluck.plaintext import clean_all
 from potluck.run.hostrecord import HostRecord
-from potluck.run.peer import Peer, PeerConfig
 
 logger = logging.getLogger(__name__)
 
 REPORTS_SECONDS = 3.0  # for machines to answer; most do at once
 ATTEMPTS = 10
-LINK_SECONDS = 20.0
-INVITE_SECONDS = 300.0
 FOLDER = "fleet"
-LOG_IDLE_SECONDS = 24 * 3600.0
 
 Change = Literal["new", "changed", "moved", "removed", "same", "stopped", "started"]
 
@@ -118,14 +110,12 @@ class FleetControl:
         self._subjects = Subjects(record.run)
         self._organiser = Organiser(hub, self._subjects, keys.organiser_public)
         self._folder = folder
-        self._peer: Peer | None = None
+        self._links = MachineLinks(self._organiser, address, record.run, self._signer)
         self.shelf = Shelf(folder / FOLDER)
 
     async def close(self) -> None:
         """Leave. Idempotent."""
-        peer, self._peer = self._peer, None
-        if peer is not None:
-            await peer.close()
+        await self._links.close()
 
     # Looking
 
@@ -392,51 +382,13 @@ class FleetControl:
     async def read_log(self, name: str, *, num_lines: int, follow: bool) -> AsyncIterator[bytes]:
         """What a job wrote, from its machine."""
         job = (await self.desired()).job(name)
-        peer = await self._linked(job.machine)
-        request = ReadLog(warrant=self._warrant(peer), job=name, num_lines=num_lines, follow=follow)
-        async with await self._open(peer, job, request) as stream:
-            while (frames := await stream.receive(timeout_seconds=LOG_IDLE_SECONDS)) is not None:
-                for frame in frames:
-                    yield bytes(frame)
+        async for data in self._links.read_log(job, num_lines=num_lines, follow=follow):
+            yield data
 
     async def copy(self, name: str, path: str, target: Path) -> list[str]:
         """Bring a file or folder of a job's working folder here; the names of what came."""
         job = (await self.desired()).job(name)
-        peer = await self._linked(job.machine)
-        request = ReadFiles(warrant=self._warrant(peer), job=name, path=path)
-        draft = self.shelf.draft()
-        try:
-            with draft.open("wb") as file:
-                async with await self._open(peer, job, request) as stream:
-                    async for frames in stream:
-                        await asyncio.to_thread(file.writelines, frames)
-            return await asyncio.to_thread(_unpack, draft, target)
-        finally:
-            draft.unlink(missing_ok=True)
-
-    async def _open(self, peer: Peer, job: Job, request: ReadLog | ReadFiles) -> Stream:
-        try:
-            return await peer.links.open_stream(job.machine, request, timeout_seconds=LINK_SECONDS)
-        except (PeerUnreachableError, DeadlineExceededError) as error:
-            raise RetryableError(f"the machine of {job.name} cannot be reached now: {error}") from error
-
-    def _warrant(self, peer: Peer) -> Warrant:
-        return issue(self._signer, self._record.run, peer.peer_id, peer.session.now() + WARRANT_SECONDS)
-
-    async def _linked(self, machine: str) -> Peer:
-        """A peer for the time of this command, which sees the machine."""
-        if self._peer is None:
-            _, invite = await self._organiser.create_invite(
-                scopes=Scopes(roles=("observer",)), uses=1, lifetime_seconds=INVITE_SECONDS, note="a command"
-            )
-            config = PeerConfig(role="observer", name="potluck fleet", invite=invite, client_mode=True)
-            peer = Peer(self._address, self._record.run, Identity.temporary(), config)
-            await peer.start()
-            self._peer = peer
-        presence = self._peer.session.roster.get(machine)
-        if presence is None or presence.state != "alive":
-            raise RetryableError(f"the machine {machine[:12]} is away: its logs and files can be had when it is back")
-        return self._peer
+        return await self._links.copy(job, path, target, self.shelf)
 
 
 class ImageMaker(Protocol):
@@ -474,14 +426,3 @@ def changes_between(before: tuple[Job, ...], after: list[Job]) -> dict[str, Chan
         else:
             changes[job.name] = "same"
     return changes
-
-
-def _unpack(archive: Path, target: Path) -> list[str]:
-    target.mkdir(parents=True, exist_ok=True)
-    try:
-        with tarfile.open(archive) as files:
-            names = files.getnames()
-            files.extractall(target, filter="data")
-    except (tarfile.TarError, OSError) as error:
-        raise ConfigurationError(f"what the machine sent cannot be unpacked to {target}: {error}") from error
-    return names

@@ -111,6 +111,11 @@ class Job(Message, frozen=True, kw_only=True):
         check_rights(self.queues)
 
     @property
+    def kind(self) -> Literal["process", "container"]:
+        """What it runs as."""
+        return "container" if self.image else "process"
+
+    @property
     def digest(self) -> str:
         """The same for jobs between which nothing has to be started anew."""
         kept = msgspec.structs.replace(

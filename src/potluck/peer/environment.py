@@ -129,6 +129,11 @@ def stop_seconds() -> float:
         return 20.0
 
 
+def secret(name: str) -> str | None:
+    """The value of a variable that somebody names as a job's secret; None where it is not set."""
+    return os.environ.get(name)
+
+
 def for_job() -> dict[str, str]:
     """What a job's process inherits of this environment: how the machine is set up, and nothing of its owner's."""
     return {name: value for name, value in os.environ.items() if name in OF_THE_MACHINE or name.startswith("LC_")}

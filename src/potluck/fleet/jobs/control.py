@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -48,6 +47,7 @@ from potluck.hub.queues import QueueDefinition
 from potluck.hub.stores import FLEET_KEY
 from potluck.hub.subjects import PEER_ID, Subjects
 from potluck.messages import decode
+from potluck.peer import environment
 from potluck.peer.identity import Identity
 from potluck.plaintext import clean_all
 from potluck.run.hostrecord import HostRecord
@@ -324,8 +324,8 @@ class FleetControl:
                     found[name] = Path(file).expanduser().read_text().strip()
                 except OSError as error:
                     raise ConfigurationError(f"the secret {name} of {plan.name} cannot be read: {error}") from error
-            elif name in os.environ:
-                found[name] = os.environ[name]
+            elif (value := environment.secret(name)) is not None:
+                found[name] = value
             else:
                 raise ConfigurationError(
                     f"the secret {name} of {plan.name} is not there: set the environment variable {name}, then run "

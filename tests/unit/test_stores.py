@@ -30,6 +30,7 @@ def names(stores: list[StoreDefinition]) -> set[str]:
 
 def test_who_reads_and_writes_what() -> None:
     assert names(readable_stores()) == {
+        "fleet",
         "roster",
         "manifest",
         "lease",

@@ -60,6 +60,9 @@ class Work:
     is_tried: bool = False
     """Whether the recipe has learned from a sample on this machine."""
 
+    announce: Callable[[Host, bool], Awaitable[None]] | None = None
+    """Says that the run is open, in place of the usual words; such a host trains nothing and needs no torch."""
+
 
 def host(
     run_file: Annotated[
@@ -266,7 +269,7 @@ async def _serve(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> 
     if not await console.unless_stopped(start(), stop):
         return
     try:
-        _announce(host, as_json)
+        await (_announce if work.announce is None else work.announce)(host, as_json)
         if work.run_file is None:  # what the run trains is said elsewhere, or later
             host.serve(lambda _name: None)
         await _watch(host, replace(work, is_tried=is_tried or host.record.is_tried), stop, as_json)
@@ -283,7 +286,23 @@ async def _watch(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> 
     async with AsyncExitStack() as parts:  # closed here, where nobody cancels: the dashboard has to be waited for
         host.listen_requests(lambda request: console.tell_request(request, as_json))
         parts.callback(roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json)))
+        _serve_parcels(host)
         await console.unless_stopped(host.unless_failed(_help(host, work, parts, as_json)), stop)
+
+
+def _serve_parcels(host: Host) -> None:
+    """Hand to a fleet's machines what `potluck fleet up` has put onto the shelf."""
+    from potluck.fleet.jobs.control import FOLDER
+    from potluck.fleet.jobs.shelf import Shelf
+
+    assert host.peer is not None
+    roster = host.peer.session.roster
+
+    def is_machine(peer: str) -> bool:
+        presence = roster.get(peer)
+        return presence is not None and presence.card.role == "machine"
+
+    Shelf(host.config.hub.folder / FOLDER).serve(host.peer.links, is_machine)
 
 
 async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) -> None:
@@ -292,6 +311,10 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
     from potluck.cli.dashboardchild import DashboardChild
     from potluck.training.manifest.baggage import keep_manifest, offer_of
 
+    if work.announce is not None:
+        if work.dashboard is not None:
+            parts.push_async_callback(DashboardChild(work.dashboard, as_json).close)
+        await asyncio.Event().wait()
     module = await console.import_slowly("potluck.training.trainer.helping")
     assert host.peer is not None
     recipe = None
@@ -471,7 +494,7 @@ async def _tell_alarms(peer: Peer, as_json: bool) -> None:
         await watcher.close()
 
 
-def _announce(host: Host, as_json: bool) -> None:
+async def _announce(host: Host, as_json: bool) -> None:
     from rich.markup import escape
 
     from potluck.cli import console

@@ -16,6 +16,7 @@ from potluck.cli.dashboard import dashboard
 from potluck.cli.demo.command import demo
 from potluck.cli.doctor import doctor
 from potluck.cli.download import app as download
+from potluck.cli.fleet import app as fleet
 from potluck.cli.host import host
 from potluck.cli.init import init
 from potluck.cli.join import aux, join, train
@@ -53,6 +54,7 @@ app.command("receipts")(receipts)
 app.command("vote")(vote)
 app.command("doctor")(doctor)
 app.add_typer(members, name="members")
+app.add_typer(fleet, name="fleet")
 app.add_typer(queue, name="queue")
 app.add_typer(run, name="run")
 app.add_typer(spot, name="spot")

@@ -40,6 +40,7 @@ class RoleName(enum.StrEnum):
     AUX = "aux"
     OBSERVER = "observer"
     WORKER = "worker"
+    MACHINE = "machine"
 
 
 @app.command("invite")

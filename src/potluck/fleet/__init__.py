@@ -6,6 +6,9 @@
     pulling.py      asking the hub for a queue's items
     topic.py        publish, latest, follow
     largeitems.py   items that are larger than a message, in parts
+    jobs/           what machines shall run: fleet.toml, the signed document, the organiser's side
+    agent/          a machine's agent, which makes it so
+    currentjob.py   inside of a job: queues, figures, checkpoints, the notice to end
     sync.py         the same for programs without asyncio: `fleet.connect(link)`
     value/          a value network that all machines pool: `fleet.PooledValue` (needs torch)
 
@@ -14,6 +17,7 @@ Items go straight to the hub's JetStream (hub/queues.py says how, and who may).
 
 from typing import TYPE_CHECKING, Any
 
+from potluck.fleet.currentjob import CurrentJob, current
 from potluck.fleet.items import Array
 from potluck.fleet.sync import Fleet, connect
 
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
     from potluck.fleet.value.learner import ValueLearner
     from potluck.fleet.value.pooled import PooledValue
 
-__all__ = ["Array", "Fleet", "Fragment", "PooledValue", "ValueLearner", "connect"]
+__all__ = ["Array", "CurrentJob", "Fleet", "Fragment", "PooledValue", "ValueLearner", "connect", "current"]
 
 _WITH_TORCH = {"Fragment": "fragment", "PooledValue": "pooled", "ValueLearner": "learner"}
 

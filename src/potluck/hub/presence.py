@@ -11,7 +11,8 @@ from potluck.hub.keys import verify
 from potluck.hub.subjects import MAIN
 from potluck.messages import PROTOCOL_VERSION, Message
 
-Role = Literal["trainer", "aux", "observer", "worker"]  # a worker uses queues, and takes part in no round
+# A worker uses queues, a machine runs jobs: neither takes part in rounds.
+Role = Literal["trainer", "aux", "observer", "worker", "machine"]
 State = Literal["alive", "suspect", "dead", "left"]
 
 

@@ -34,6 +34,7 @@ ATTEMPT_SECONDS = 3.0  # a cluster without a leader does not answer at all: ask 
 
 
 MANIFEST_KEY = "current"  # the only key of the manifest's store
+FLEET_KEY = "desired"  # the only key of the fleet's store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,7 @@ STORES: tuple[StoreDefinition, ...] = (
     StoreDefinition(name="requests", description="requests for access that wait for an organiser", expires=True),
     StoreDefinition(name="policy", description="whom the run lets in without an invite", expires=True),
     StoreDefinition(name="queues", description="queues and topics, and their limits", expires=True),
+    StoreDefinition(name="fleet", description="the jobs of a fleet's machines", readers="all"),
     StoreDefinition(name="roster", description="who is present; the guard's word", readers="all", expires=True),
     StoreDefinition(name="manifest", description="what the run trains and how", readers="all"),
     StoreDefinition(

@@ -6,6 +6,7 @@ watcher.py   follows a run over the hub, and keeps a view of it
 past.py      how the run has gone (pure); series.py: a million points as a few hundred
 follower.py  follows all that a page shows: the run now, its past, the manifest, who gave how much
 evaluating.py  held-out loss: the best state is kept, what leaves the band is rolled back
+fleetnews.py what a fleet's machines report
 figures.py   numbers as people read them
 exporters.py the figures for TensorBoard and Weights & Biases
 previews.py  what the model says, out of the host's backups

@@ -12,6 +12,7 @@ from potluck import tasks
 from potluck.errors import ProtocolError, RetryableError
 from potluck.hub.connection import Entry, Subscription
 from potluck.messages import Message, decode
+from potluck.monitor.fleetnews import FleetNews
 from potluck.monitor.past import Past
 from potluck.monitor.watcher import Watcher
 from potluck.peer.session import Session
@@ -39,6 +40,7 @@ class RunFollower:
         self.past = Past()
         self.book = ContributionBook()
         self.ballot = Ballot()
+        self.fleet = FleetNews(session)
         self.counts: Counter[str] = Counter()
         self._subscriptions: list[Subscription] = []
         self._wanted: set[int] = set()  # pages of the history that are full and not here yet
@@ -53,6 +55,7 @@ class RunFollower:
         try:
             await self.watcher.start()
             await self._start_stores()
+            await self.fleet.start()
         except BaseException:
             await self.close()
             raise
@@ -64,6 +67,7 @@ class RunFollower:
         subscriptions, self._subscriptions = self._subscriptions, []
         for subscription in subscriptions:
             await subscription.cancel()
+        await self.fleet.close()
         await self.watcher.close()
 
     @property

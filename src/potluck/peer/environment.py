@@ -10,6 +10,7 @@
     POTLUCK_HF_ENDPOINT   base URL of the Hugging Face hub (default https://huggingface.co)
     HF_TOKEN              Hugging Face token to show when a run asks for an account
     POTLUCK_NO_DASHBOARD  hosts start no dashboard, though it is installed
+    POTLUCK_JOB, POTLUCK_JOB_FOLDER, POTLUCK_STOP_SECONDS   what an agent tells its job (potluck.fleet.current)
     OMP_NUM_THREADS       threads to compute with, as torch has it; unless --threads says so
 
 An explicit argument comes before the command line, that before a file, that before the environment.
@@ -23,6 +24,18 @@ from pathlib import Path
 
 from potluck.errors import ConfigurationError
 
+OF_THE_MACHINE = (
+    "HOME",
+    "LANG",
+    "LD_LIBRARY_PATH",
+    "LOGNAME",
+    "PATH",
+    "SHELL",
+    "SSL_CERT_FILE",
+    "TMPDIR",
+    "TZ",
+    "USER",
+)
 PUBLIC_HUGGINGFACE = "https://huggingface.co"
 
 
@@ -95,6 +108,35 @@ def target_batch_size() -> int | None:
 def wants_no_dashboard() -> bool:
     """Whether hosts shall start no dashboard, though it is installed."""
     return os.environ.get("POTLUCK_NO_DASHBOARD", "") not in ("", "0")
+
+
+def job_name() -> str:
+    """The job of a fleet that this process is, or nothing."""
+    return os.environ.get("POTLUCK_JOB", "")
+
+
+def job_folder() -> Path | None:
+    """Potluck's own folder of that job."""
+    value = os.environ.get("POTLUCK_JOB_FOLDER", "")
+    return Path(value) if value else None
+
+
+def stop_seconds() -> float:
+    """How long that job may take to end once it is told to."""
+    try:
+        return float(os.environ.get("POTLUCK_STOP_SECONDS", ""))
+    except ValueError:
+        return 20.0
+
+
+def secret(name: str) -> str | None:
+    """The value of a variable that somebody names as a job's secret; None where it is not set."""
+    return os.environ.get(name)
+
+
+def for_job() -> dict[str, str]:
+    """What a job's process inherits of this environment: how the machine is set up, and nothing of its owner's."""
+    return {name: value for name, value in os.environ.items() if name in OF_THE_MACHINE or name.startswith("LC_")}
 
 
 def for_child(changes: Mapping[str, str]) -> dict[str, str]:

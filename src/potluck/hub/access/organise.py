@@ -155,6 +155,13 @@ class PutUpManifest(Message, frozen=True, kw_only=True, tag=True):
     replaces: int  # the store's revision of the one before; 0: there is none
 
 
+class PutUpJobs(Message, frozen=True, kw_only=True, tag=True):
+    """Put up what a fleet's machines shall run, signed; they check that for themselves."""
+
+    signed: bytes
+    replaces: int  # the store's revision of the one before; 0: there is none
+
+
 A = TypeVar("A", bound=Message)
 
 
@@ -253,6 +260,10 @@ class Organiser:
     async def put_up_manifest(self, signed: bytes, *, replaces: int) -> None:
         """Put up a manifest. RetryableError when another organiser came first: look at theirs, and try again."""
         await self._ask("manifest", PutUpManifest(signed=signed, replaces=replaces), Done)
+
+    async def put_up_jobs(self, signed: bytes, *, replaces: int) -> None:
+        """Put up the jobs of a fleet. RetryableError when another organiser came first: look at theirs, try again."""
+        await self._ask("jobs", PutUpJobs(signed=signed, replaces=replaces), Done)
 
     async def _ask(self, verb: str, request: Message, kind: type[A]) -> A:
         subject = self._subjects.organise(self._peer, verb)

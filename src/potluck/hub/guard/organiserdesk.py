@@ -28,7 +28,7 @@ from potluck.hub.guard import lobby
 from potluck.hub.guard.connections import Connection
 from potluck.hub.guard.registry import POLICY_KEY, Registry
 from potluck.hub.presence import Presence
-from potluck.hub.stores import MANIFEST_KEY
+from potluck.hub.stores import FLEET_KEY, MANIFEST_KEY
 from potluck.hub.subjects import PEER_ID
 from potluck.messages import Message, decode
 from potluck.plaintext import check_plain
@@ -84,6 +84,7 @@ class OrganiserDesk:
             "policy": (organise.ListPage, self._policy),
             "set_policy": (organise.SetPolicy, self._set_policy),
             "manifest": (organise.PutUpManifest, self._put_up_manifest),
+            "jobs": (organise.PutUpJobs, self._put_up_jobs),
         }
 
     async def answer(self, organiser: str, verb: str, payload: bytes) -> Message:
@@ -268,6 +269,11 @@ class OrganiserDesk:
     async def _put_up_manifest(self, organiser: str, request: organise.PutUpManifest) -> Message:
         await self._registry.manifest.put(MANIFEST_KEY, request.signed, expected=request.replaces)
         logger.info("%s put up a manifest", organiser)
+        return Done()
+
+    async def _put_up_jobs(self, organiser: str, request: organise.PutUpJobs) -> Message:
+        await self._registry.fleet.put(FLEET_KEY, request.signed, expected=request.replaces)
+        logger.info("%s put up the jobs of the fleet", organiser)
         return Done()
 
 

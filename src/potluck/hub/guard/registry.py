@@ -174,6 +174,7 @@ class Registry:
         self.policies: Table[Policy] = Table(connection.store("policy"), Policy, spawn)
         self.queues: Table[QueueDefinition] = Table(connection.store("queues"), QueueDefinition, spawn)
         self.manifest = connection.store("manifest")  # written for organisers; the guard itself decides nothing by it
+        self.fleet = connection.store("fleet")  # likewise
         self._person_of: dict[str, str] = {}
         self._peers_of: dict[str, set[str]] = {}
         self.members.listen(self._index_member)

@@ -29,6 +29,7 @@ PAGES = (
     ("/preview", "Preview"),
     ("/name", "Name it"),
 )
+FLEET_PAGES = (("/fleet", "Fleet"),)  # where there are machines
 ORGANISER_PAGES = (("/members", "Members"), ("/control", "Control"))
 TOGGLE_THEME = f"""() => {{
     const dark = !document.body.classList.contains('body--dark');
@@ -96,7 +97,8 @@ def frame(dashboard: Dashboard, request: Request, here: str, title: str) -> Iter
                 ui.icon("contrast")
             theme.props('type=button aria-label="light or dark"').on("click", js_handler=TOGGLE_THEME)
         with box("nav", "nav"):
-            for target, name in (*PAGES, *(ORGANISER_PAGES if visitor is not None else ())):
+            fleet = FLEET_PAGES if dashboard.follower.fleet.machines or here == "/fleet" else ()
+            for target, name in (*PAGES, *fleet, *(ORGANISER_PAGES if visitor is not None else ())):
                 link = ui.link(name, target).classes("nav-link here" if target == here else "nav-link")
                 if target == "/members":
                     _count_waiting(dashboard, link)

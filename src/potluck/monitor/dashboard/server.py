@@ -31,6 +31,7 @@ from potluck.monitor.dashboard import metrics
 from potluck.monitor.dashboard.frame import COOKIE, Page, frame
 from potluck.monitor.dashboard.gate import SESSION_SECONDS, TooManyTriesError, is_same_origin
 from potluck.monitor.dashboard.pages.control import ControlPage
+from potluck.monitor.dashboard.pages.fleet import FleetPage
 from potluck.monitor.dashboard.pages.leaderboard import LeaderboardPage
 from potluck.monitor.dashboard.pages.members import MembersPage
 from potluck.monitor.dashboard.pages.naming import NamingPage
@@ -67,6 +68,7 @@ PAGES: tuple[tuple[str, str, Fill], ...] = (
     ("/leaderboard", "Leaderboard", LeaderboardPage),
     ("/preview", "Preview", PreviewPage),
     ("/name", "Name it", NamingPage),
+    ("/fleet", "Fleet", FleetPage),
 )
 ORGANISER_PAGES: tuple[tuple[str, str, Fill], ...] = (
     ("/members", "Members", MembersPage),

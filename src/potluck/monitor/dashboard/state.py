@@ -99,6 +99,9 @@ class Dashboard:
 
     def status(self) -> tuple[str, Tone]:
         """How the run is doing, in a word or two."""
+        machines = [heard for heard in self.follower.fleet.machines.values() if self.follower.fleet.is_there(heard)]
+        if machines and self.follower.manifest is None and self.follower.session.hub.is_connected:
+            return f"{len(machines)} machine{'s' if len(machines) != 1 else ''} here", "good"
         return status_of(
             self.overview(),
             self.follower.settings,

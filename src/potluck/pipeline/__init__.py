@@ -1,0 +1,1 @@
+"""Models that no single machine holds: stages in a row, each with interchangeable servers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigurationError
@@ -46,10 +46,9 @@ def test_large_machines_serve_several_consecutive_stages(sizes: list[int], rooms
     named = {f"m{index}": room for index, room in enumerate(rooms)}
     try:
         spans = spans_by_room(layout, sizes, named)
-    except ConfigurationError as error:
-        assert "no machine has so much room left" in str(error)
-        assert max(rooms) < sum(sizes)
-        return
+    except ConfigurationError:
+        assume(max(rooms) >= sum(sizes))  # one machine could hold all: then it must not have failed
+        raise
     assert all(len(servers) == 1 for servers in servers_of(spans, layout.num_stages))
     assert all(sum(sizes[block] for block in layout.blocks_in(span)) <= named[name] for name, span in spans.items())
 

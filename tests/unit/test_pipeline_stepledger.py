@@ -230,7 +230,8 @@ def test_every_micro_batch_counts_once_whoever_dies(
     )
     victims = [*sorted(world.servers), "f0"]
     for _ in range(kills):
-        world.later(world.random.uniform(0, 4), lambda name=world.random.choice(victims): world.kill(name))
+        victim = world.random.choice(victims)
+        world.later(world.random.uniform(0, 4), lambda victim=victim: world.kill(victim))
     for _ in range(freezes):
         name = world.random.choice(sorted(world.servers))
         world.later(
@@ -245,8 +246,8 @@ def test_every_micro_batch_counts_once_whoever_dies(
         return
     assert len(world.commits) == 1
     for unit, stages in enumerate(world.ledger.units):
-        counted = Counter((stage, id) for (_, stage), ids in world.contributions[unit].items() for id in ids)
-        assert counted == Counter((stage, id) for stage in stages for id in range(num_ids))
+        counted = Counter((stage, micro) for (_, stage), ids in world.contributions[unit].items() for micro in ids)
+        assert counted == Counter((stage, micro) for stage in stages for micro in range(num_ids))
     commit = world.commits[0]
     assert commit.is_applied
     assert commit.total_norm == pytest.approx(math.sqrt(4.0 * len(world.ledger.units)))
@@ -259,7 +260,7 @@ def test_many_stages_and_servers() -> None:
     world.run()
     assert len(world.commits) == 1
     assert len(world.dead) == 20
-    assert 0 < world.ledger.num_replayed
+    assert world.ledger.num_replayed > 0
 
 
 def begun(num_ids: int = 2) -> tuple[StepLedger, Fence]:

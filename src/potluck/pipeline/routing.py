@@ -4,8 +4,8 @@
     router.accepted(server, task, samples=4, now=now) | router.busy(server, now) | router.gone(server)
     router.finished(server, task, now)                # the receipt; it measures the server's rate
 
-Each server has a *debt*: the seconds of work that it was given, by what its work is expected to cost. The next task goes
-to the smallest debt. So tasks alternate, and a server of rate r gets the share r/Σr.
+Each server has a *debt*: the seconds of work that it was given, by what its work is expected to cost. The next task
+goes to the smallest debt. So tasks alternate, and a server of rate r gets the share r/Σr.
 
 - **Cost of a task**: max(compute, transfer, (compute + transfer + latency) / window). Compute and transfer overlap,
   hence the maximum. A window of tasks in flight hides latency, and no more of it than that.

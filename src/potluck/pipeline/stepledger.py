@@ -129,7 +129,7 @@ class _Report:
 
 def partition_error(expected: set[tuple[int, int]], contributions: Contributions) -> str:
     """Why these contributions do not partition the (stage, id) pairs of a unit; empty where they do."""
-    counts = Counter((stage, id) for (_, stage), ids in contributions.items() for id in ids)
+    counts = Counter((stage, micro) for (_, stage), ids in contributions.items() for micro in ids)
     if twice := sorted(pair for pair, count in counts.items() if count > 1):
         return f"stage {twice[0][0]} has micro-batch {twice[0][1]} {counts[twice[0]]} times"
     if missing := sorted(expected - counts.keys()):
@@ -199,16 +199,16 @@ class StepLedger:
         if attempt != self.attempt or self.phase is not Phase.FENCING or member not in self.members:
             return []
         stages = self.members[member].stages
-        if any(stage not in stages or any(id not in self.ids for id in ids) for stage, ids in held.items()):
+        if any(stage not in stages or any(micro not in self.ids for micro in ids) for stage, ids in held.items()):
             return self.gone(member, "it claims what is not its own")
         self._held[member] = {stage: frozenset(ids) for stage, ids in held.items() if ids}
         return self._feed() if not self.awaited else []
 
-    def fed(self, id: int, attempt: int) -> list[Action]:
+    def fed(self, micro: int, attempt: int) -> list[Action]:
         """A micro-batch is through: forward, backward, and added by every stage."""
         if attempt != self.attempt or self.phase is not Phase.FEEDING:
             return []
-        if self._waiting.pop(id, None) is not None:
+        if self._waiting.pop(micro, None) is not None:
             self.num_fed += 1
         return self._average() if not self._waiting else []
 
@@ -225,7 +225,7 @@ class StepLedger:
         """A member has the average of a unit; says out of which contributions."""
         if attempt != self.attempt or self.phase is not Phase.AVERAGING or member not in self._holders(unit):
             return []
-        expected = {(stage, id) for stage in self.units[unit] for id in self.ids}
+        expected = {(stage, micro) for stage in self.units[unit] for micro in self.ids}
         if error := partition_error(expected, contributions):
             return self.gone(member, f"its average is not of this step: {error}")
         self._reports[unit, member] = _Report(digest, squared_norm)
@@ -271,17 +271,17 @@ class StepLedger:
         holder: dict[tuple[int, int], str] = {}
         for member in sorted(self._held):
             for stage, ids in self._held[member].items():
-                for id in ids:
-                    if (stage, id) in holder:  # cannot be, unless a server breaks the rules
+                for micro in ids:
+                    if (stage, micro) in holder:  # cannot be, unless a server breaks the rules
                         return self.gone(
-                            member, f"micro-batch {id} of stage {stage} is held by {holder[stage, id]} too"
+                            member, f"micro-batch {micro} of stage {stage} is held by {holder[stage, micro]} too"
                         )
-                    holder[stage, id] = member
+                    holder[stage, micro] = member
         items = []
-        for id in self.ids:
-            held_by = tuple(stage for stage in range(self.num_stages) if (stage, id) in holder)
+        for micro in self.ids:
+            held_by = tuple(stage for stage in range(self.num_stages) if (stage, micro) in holder)
             if len(held_by) < self.num_stages:
-                items.append(Item(id, self.samples[id], held_by))
+                items.append(Item(micro, self.samples[micro], held_by))
         if not items:
             return self._average()
         if not self.feeders:

@@ -64,6 +64,7 @@ FREE = LinkCost()
 class _Task:
     samples: float
     started_at: float
+    cost_seconds: float
 
 
 @dataclass(slots=True)
@@ -144,13 +145,15 @@ class StageRouter:
         waited = not known.tasks  # it stood idle; what it did not do then it need not do now
         if waited:
             known.debt_seconds = max(known.debt_seconds, floor)
-        known.debt_seconds += self._cost(known, samples, now)
-        known.tasks[task] = _Task(samples, now)
-        known.num_busy = 0
+        cost = self._cost(known, samples, now)
+        known.debt_seconds += cost
+        known.tasks[task] = _Task(samples, now, cost)
 
-    def busy(self, server: str, now: float) -> None:
-        """The server has no room now."""
+    def busy(self, server: str, now: float, task: object = None) -> None:
+        """The server has no room now; if the task was counted as accepted already, it is not any more."""
         known = self._servers[server]
+        if (refused := known.tasks.pop(task, None)) is not None:
+            known.debt_seconds -= refused.cost_seconds
         pause = min(BUSY_PAUSE_SECONDS * 2**known.num_busy, LONGEST_BUSY_PAUSE_SECONDS)
         known.num_busy += 1
         known.blocked_until = now + pause
@@ -170,6 +173,11 @@ class StageRouter:
         """The task is void: it says nothing about the server."""
         if (known := self._servers.get(server)) is not None:
             known.tasks.pop(task, None)
+
+    def forget_tasks(self) -> None:
+        """All tasks are void."""
+        for server in self._servers.values():
+            server.tasks.clear()
 
     def overdue(self, now: float, *, longer_than_seconds: float) -> tuple[tuple[str, object], ...]:
         """Tasks that have had no receipt for so long; they stay until they are dropped or finished."""

@@ -265,7 +265,7 @@ class StepLedger:
         self._promote()
         if lost := self._lost():
             return lost
-        return [Fence(self.attempt, self._servers(), tuple(sorted(self.members)))]
+        return [Fence(self.attempt, self.servers, tuple(sorted(self.members)))]
 
     def _feed(self) -> list[Action]:
         holder: dict[tuple[int, int], str] = {}
@@ -327,7 +327,9 @@ class StepLedger:
         stages = set(self.units[unit])
         return tuple(sorted(name for name, member in self.members.items() if stages & set(member.stages)))
 
-    def _servers(self) -> tuple[tuple[str, ...], ...]:
+    @property
+    def servers(self) -> tuple[tuple[str, ...], ...]:
+        """Who computes, by stage."""
         return tuple(
             tuple(sorted(n for n, m in self.members.items() if stage in m.stages and not m.listens))
             for stage in range(self.num_stages)
@@ -335,7 +337,7 @@ class StepLedger:
 
     def _promote(self) -> None:
         """A stage without servers takes the first of its listeners."""
-        for stage, servers in enumerate(self._servers()):
+        for stage, servers in enumerate(self.servers):
             if not servers:
                 for name in sorted(self.members):
                     if stage in self.members[name].stages:

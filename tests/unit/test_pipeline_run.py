@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping
 
 import pytest
-from pipelinelab import assert_close, build, pipeline, reference
 
+from pipelinelab import assert_close, build, pipeline, reference
 from potluck import faultpoints
 from potluck.errors import RoundFailedError
 from potluck.pipeline.conducting import ConductorConfig, StageLostError
@@ -80,7 +80,7 @@ POINTS = ["queued", "forwarded", "between", "backward", "added", "averaging", "a
 
 @pytest.mark.parametrize("point", POINTS)
 def test_a_server_that_dies_at_any_point_changes_nothing(point: str) -> None:
-    """The victim's links and session end at the point, in the middle of step 1; the weights are those of one process."""
+    """The victim's links and session end at the point, in step 1; the weights are those of one process."""
 
     async def case() -> None:
         async with pipeline(3, lambda: build(tied=True, dropout=0.1), PATIENT) as made:
@@ -186,7 +186,7 @@ def test_a_model_that_fails_everywhere_is_given_up_with_its_error() -> None:
                 raise RuntimeError("shapes do not fit")
 
             made.computes["s1"][1].forward = fail  # type: ignore[method-assign,assignment]
-            with pytest.raises(RoundFailedError, match="failed 3 times.*shapes do not fit"):
+            with pytest.raises(RoundFailedError, match=r"failed 3 times.*shapes do not fit"):
                 await made.conductor.run_step(0, STEPS[0])
 
     asyncio.run(case())

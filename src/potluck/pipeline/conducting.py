@@ -225,7 +225,8 @@ class Conductor:
     async def _next_event(self, running: _Running) -> None:
         ledger = running.ledger
         try:
-            event = await asyncio.wait_for(running.events.get(), self._config.stall_seconds)
+            async with asyncio.timeout(self._config.stall_seconds):
+                event = await running.events.get()
         except TimeoutError:
             if ledger.phase is not Phase.FEEDING:
                 return  # requests have deadlines of their own

@@ -105,9 +105,8 @@ class Pusher:
             again = self.router.next_free_at(now)
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._changed.wait(), max(again - now, 0.001) if again is not None else LOOK_AGAIN_SECONDS
-                )
+                async with asyncio.timeout(max(again - now, 0.001) if again is not None else LOOK_AGAIN_SECONDS):
+                    await self._changed.wait()
 
     def _wake(self) -> None:
         self._changed.set()

@@ -25,7 +25,8 @@ import math
 from dataclasses import dataclass, field
 
 NEWEST_SHARE = 0.1  # of the newest receipt in the average of a server's rate
-PROVEN_AFTER = 2  # receipts; the first may hold a warm-up of the machine's own
+NUM_WARMING_UP = 1  # receipts that say nothing: the first task warms up the machine's own caches
+PROVEN_AFTER = 1  # measured receipts
 BUSY_PAUSE_SECONDS = 0.02
 LONGEST_BUSY_PAUSE_SECONDS = 0.5
 MAX_REMEMBERED = 1024  # servers that are gone, with their measured rate
@@ -76,6 +77,7 @@ class _Server:
     is_here: bool = True
     tasks: dict[object, _Task] = field(default_factory=dict)
     average: float = 0.0  # of seconds per sample, still biased towards 0
+    num_receipts: int = 0
     num_measured: int = 0
     last_finished_at: float = -math.inf
 
@@ -88,8 +90,10 @@ class _Server:
         return self.average / (1 - (1 - NEWEST_SHARE) ** self.num_measured) if self.num_measured else None
 
     def measure(self, seconds_per_sample: float) -> None:
-        self.average += NEWEST_SHARE * (seconds_per_sample - self.average)
-        self.num_measured += 1
+        self.num_receipts += 1
+        if self.num_receipts > NUM_WARMING_UP:
+            self.average += NEWEST_SHARE * (seconds_per_sample - self.average)
+            self.num_measured += 1
 
 
 class StageRouter:

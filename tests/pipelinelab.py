@@ -1,8 +1,7 @@
-"""A whole pipeline in one process: a run in memory, a conductor, servers and feeders; and one process to compare with."""
+"""A whole pipeline in one process: a run in memory, conductor, servers, feeders; and one process to compare with."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -20,6 +19,7 @@ from potluck.pipeline.layout import Layout
 from potluck.pipeline.messages import Enlist, Enlisted
 from potluck.pipeline.serving import ServerConfig, StageServer
 from potluck.sim.memoryrun import MemoryPeer, MemoryRun
+from potluck.testing.polling import poll_until
 
 WIDTH, VOCABULARY = 12, 16
 RUN_SEED = 11
@@ -161,9 +161,7 @@ class Pipeline:
         return feeder
 
     async def _enlist(self, peer: MemoryPeer, offer: Enlist) -> None:
-        async with asyncio.timeout(20):
-            while peer.session.roster.get(self.home.peer_id) is None:
-                await asyncio.sleep(0.01)
+        await poll_until(lambda: peer.session.roster.get(self.home.peer_id), 20, "the conductor to be in the roster")
         await peer.links.request(self.home.peer_id, offer, reply=Enlisted, timeout_seconds=20)
 
     async def kill(self, name: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -15,6 +13,7 @@ from potluck.pipeline.planning import (
     BlockProfile,
     Machine,
     Profile,
+    micro_batch_candidates,
     micro_batch_sizes,
     plan,
     shape_of,
@@ -81,16 +80,17 @@ def test_the_chosen_shape_is_the_best_of_all(
     costs = [block.forward_seconds + block.backward_seconds for block in profile.blocks]
     for number, planned in table.items():
         every = [
-            shape_of(profile, machine, Layout.balanced(costs, depth), replicas, batch_size, 1 << power, recompute)
+            shape_of(profile, machine, Layout.balanced(costs, depth), replicas, batch_size, size, recompute)
             for depth in range(1, min(len(costs), number) + 1)
-            for replicas in [min(number // depth, batch_size)]
-            for power in range(6)
-            if 1 << power <= math.ceil(batch_size / replicas)
+            for replicas in range(1, min(number // depth, batch_size) + 1)
+            for size in micro_batch_candidates(batch_size, replicas)
         ]
         fitting = [shape for shape in every if shape.memory_bytes <= machine.memory_bytes]
         assert planned.chosen.seconds <= min(shape.seconds for shape in fitting) * (1 + MIN_GAIN)
         assert planned.chosen.machines <= number
         assert planned.chosen.memory_bytes <= machine.memory_bytes
+        fastest = min(shape.seconds for shape in planned.shapes)
+        assert all(fastest <= min(s.seconds for s in fewer.shapes) for n, fewer in table.items() if n < number)
         assert planned.reason.startswith(f"{planned.chosen.stages}×{planned.chosen.replicas}")
 
 

@@ -5,7 +5,7 @@
     table[7].reason            # why it is that one
 
 For each depth from one stage to one stage per block: cut the blocks so that the slowest stage is fastest, have as many
-replicas as fit, try every micro-batch that is a power of two and fits into memory, simulate the step, take the fastest.
+replicas as help, try every micro-batch that is worth it and fits into memory, simulate the step, take the fastest.
 The global batch is exact whatever the shape: the last micro-batch is smaller.
 
 The simulation runs one replica event by event. Each stage does one thing at a time, a backward before a forward; what
@@ -29,6 +29,7 @@ from potluck.pipeline.layout import Layout
 
 STATE_COPIES = 4  # of a parameter in training: value, gradient, and two moments of the optimizer
 MAX_DEPTH = 64
+MAX_EVEN_PARTS = 8
 SAME_MOMENT = 1e-9  # rounding must not decide which of two events was first
 MIN_GAIN = 0.03  # among shapes this close the one with fewer stages is taken: fewer hand-overs that can go wrong
 
@@ -247,16 +248,18 @@ def plan(
         for depth in depths:
             if depth > machines:
                 break
-            replicas = min(machines // depth, batch_size)
-            key = (depth, replicas)
-            if key not in found:
-                layout = Layout.balanced(costs, depth)
-                found[key] = best_of_depth(profile, machine, layout, replicas, batch_size, recompute, micro_batch)
-            shape = found[key]
-            if shape is None:
-                too_large.append(depth)
+            fitting = []
+            for replicas in range(1, min(machines // depth, batch_size) + 1):  # more of them are not always faster
+                key = (depth, replicas)
+                if key not in found:
+                    layout = Layout.balanced(costs, depth)
+                    found[key] = best_of_depth(profile, machine, layout, replicas, batch_size, recompute, micro_batch)
+                if (shape := found[key]) is not None:
+                    fitting.append(shape)
+            if fitting:
+                shapes.append(min(fitting, key=lambda shape: (shape.seconds, shape.replicas)))
             else:
-                shapes.append(shape)
+                too_large.append(depth)
         if shapes:
             table[machines] = PlanForMachines(machines, tuple(shapes), tuple(too_large))
     if not table:
@@ -277,13 +280,17 @@ def best_of_depth(
     micro_batch: int | None = None,
 ) -> Shape | None:
     """The fastest shape of this layout, over micro-batches; None where none fits."""
-    largest = math.ceil(batch_size / replicas)
-    sizes = (
-        [micro_batch] if micro_batch else [1 << power for power in range(largest.bit_length()) if 1 << power <= largest]
-    )
+    sizes = [micro_batch] if micro_batch else micro_batch_candidates(batch_size, replicas)
     shapes = (shape_of(profile, machine, layout, replicas, batch_size, size, recompute) for size in sizes)
     fitting = [shape for shape in shapes if shape.memory_bytes <= machine.memory_bytes]
     return min(fitting, key=lambda shape: (shape.seconds, shape.micro_batch), default=None)
+
+
+def micro_batch_candidates(batch_size: int, replicas: int) -> list[int]:
+    """Sizes worth a try: powers of two, and those that give every replica the same few micro-batches."""
+    largest = math.ceil(batch_size / replicas)
+    powers = {1 << power for power in range(largest.bit_length())}
+    return sorted(powers | {math.ceil(largest / number) for number in range(1, MAX_EVEN_PARTS + 1)})
 
 
 def micro_batch_sizes(batch_size: int, micro_batch: int) -> list[int]:

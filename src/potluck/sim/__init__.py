@@ -7,5 +7,4 @@ memoryhub.py     a hub in memory (memoryconnection.py, memorystore.py): with fau
 memorycarrier.py carriers of packets in memory: rate, delay, loss, cuts; on the event loop or on virtual time
 linknode.py      a peer's links on virtual time, without an event loop
 inlineworkers.py tensor work without threads
-preemptions.py   machines that come and go as preemptible ones do: generated, or read from a trace
 """

@@ -19,6 +19,7 @@ COMMANDS = [
     ["aux"],
     ["visualize"],
     ["receipts"],
+    ["plan"],
     *(["run", name] for name in ("pause", "resume", "set", "rollback", "show", "log")),
     *(["checkpoint", name] for name in ("list", "verify", "save", "export", "upload")),
     ["download", "data"],

@@ -122,6 +122,15 @@ class Recipe(ABC, Generic[C]):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The mean loss of a batch."""
 
+    def blocks(self) -> list[nn.Module]:
+        """The model as a list of modules for a pipeline: the first takes the batch, the last returns the mean loss.
+
+        What a block returns is what the next one takes; labels travel along. An `nn.Sequential` is cut by itself.
+        """
+        from potluck.pipeline.blocks import cut
+
+        return cut(self.model(), self.loss)
+
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Samples as one batch: stacked, unless a recipe knows better."""
         return tuple(torch.stack(column) for column in zip(*samples, strict=True))

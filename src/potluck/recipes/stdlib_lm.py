@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from potluck.errors import ConfigurationError
+from potluck.pipeline.blocks import Layer
 from potluck.recipes.recipe import Batch, Recipe, RecipeConfig, Sample
 
 NUM_BYTES = 256
@@ -62,6 +63,11 @@ class StdlibLM(Recipe[Config]):
     def model(self) -> nn.Module:
         """A small decoder-only transformer."""
         return Transformer(self.config)
+
+    def blocks(self) -> list[nn.Module]:
+        """One block per layer, between the embeddings and the loss."""
+        model = Transformer(self.config)
+        return [Embeddings(model), *(Layer(block, None) for block in model.blocks), NextByte(model)]
 
     def check_data(self, data: Any) -> None:
         """The model has places for its context, and no more."""
@@ -161,6 +167,33 @@ class Block(nn.Module):
         x = x + self.attention_out(seen.transpose(1, 2).reshape(batch, length, width))
         deeper: Tensor = x + self.neurons(x)
         return deeper
+
+
+class Embeddings(nn.Module):
+    """A pipeline's first block: bytes to vectors, and the bytes to guess."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.bytes, self.places = model.bytes, model.places
+
+    def forward(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        """Vectors of all bytes but the last; all but the first."""
+        text = text.long()
+        places = torch.arange(text.shape[1] - 1, device=text.device)
+        return self.bytes(text[:, :-1]) + self.places(places), text[:, 1:]
+
+
+class NextByte(nn.Module):
+    """A pipeline's last block: the loss."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.norm, self.head = model.norm, model.head
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy of the next byte."""
+        logits = self.head(self.norm(hidden))
+        return functional.cross_entropy(logits.reshape(-1, NUM_BYTES), targets.reshape(-1))
 
 
 class Transformer(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -40,6 +40,15 @@ _FIELDS = {"sync": frozenset(Sync.__struct_fields__), "diloco": frozenset(DiLoCo
 _told: set[tuple[Path | str, ...]] = set()  # a file is read several times, and told of once
 
 
+class PipelineSpec(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a model that no machine holds is cut."""
+
+    stages: Literal["auto"] | Annotated[int, msgspec.Meta(ge=1, le=1024)] = "auto"
+    micro_batch: Literal["auto"] | Annotated[int, msgspec.Meta(ge=1)] = "auto"
+    recompute: Literal["auto", "always", "never"] = "auto"
+    codec: Literal["raw", "float16", "bfloat16", "blockwise8"] = "raw"
+
+
 class RunFile(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What stands in run.toml."""
 
@@ -61,6 +70,8 @@ class RunFile(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     exchange: Exchange = Exchange()
     patience: Patience = Patience()
     evaluation: Evaluation = Evaluation()
+    pipeline: PipelineSpec | None = None
+    """For `potluck plan`."""
     curriculum: tuple[dict[str, Any], ...] = ()
     """Stages: each has `from_epoch`, and whatever changes then."""
 
@@ -117,6 +128,10 @@ def _manifest_of(found: RunFile, folder: Path) -> Manifest:
     from potluck.recipes.recipe import data_of
     from potluck.training.manifest.shipping import downloads_of, files_of, requirements_of
 
+    if found.pipeline is not None:
+        raise ConfigurationError(
+            "[pipeline] can be planned (`potluck plan`), but not hosted in this version: leave it out to host the run"
+        )
     ref = refer_to(found.recipe, folder)
     own = folder / found.recipe
     recipe = open_recipe(ref, found.model, own, folder_files(folder))

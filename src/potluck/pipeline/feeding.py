@@ -1,0 +1,138 @@
+"""A feeder: reads data, sends micro-batches into the first stage, and hears when they are through.
+
+The data of a micro-batch depend on (step, id) alone, so that another feeder can send the same when this one dies. What
+was read is kept until the step is over: a replay needs it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from potluck import tasks
+from potluck.clock import Clock
+from potluck.errors import PeerError, RetryableError
+from potluck.faultpoints import reach
+from potluck.link.dispatch import Incoming
+from potluck.link.links import Links
+from potluck.pipeline.blocks import State
+from potluck.pipeline.messages import Fed, Feed, FeedItem, Forward, Lost, Returned
+from potluck.pipeline.pushing import HandOverError, Pusher
+from potluck.pipeline.routing import RouterConfig
+from potluck.pipeline.wire import RAW, encode_tensors
+
+logger = logging.getLogger(__name__)
+
+Source = Callable[[int, int, int], State]
+"""(step, id, samples) to a micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeederConfig:
+    """How much is under way."""
+
+    in_flight: int = 8
+    """Micro-batches of this feeder between its send and their return."""
+
+    router: RouterConfig = field(default_factory=RouterConfig)
+    timeout_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.in_flight < 1:
+            raise ValueError(f"in_flight={self.in_flight}: nothing would ever be sent")
+
+
+class Feeder:
+    """One peer's data."""
+
+    def __init__(
+        self, links: Links, clock: Clock, conductor: str, source: Source, config: FeederConfig | None = None
+    ) -> None:
+        self._links = links
+        self._conductor = conductor
+        self._source = source
+        self._config = config or FeederConfig()
+        self._pusher = Pusher(links, clock, self._config.router, timeout_seconds=self._config.timeout_seconds)
+        self._feed: Feed | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._returned: dict[int, asyncio.Future[float]] = {}
+        self._kept: dict[int, State] = {}
+        self._kept_step = -1
+        self.num_sent = 0
+        links.handle(Feed, self._feed_came)
+        links.handle(Returned, self._came_back)
+
+    async def close(self) -> None:
+        """Stop. Idempotent."""
+        await tasks.end(self._task)
+
+    def statistics(self) -> dict[str, int]:
+        """Counters."""
+        return {"sent": self.num_sent, "in_flight": len(self._returned), "kept": len(self._kept)}
+
+    def _feed_came(self, incoming: Incoming[Feed]) -> None:
+        feed = incoming.message
+        current = self._feed
+        if incoming.sender != self._conductor:
+            return
+        if current is not None and (feed.step, feed.attempt) <= (current.step, current.attempt):
+            return
+        self._feed = feed
+        if self._task is not None:
+            self._task.cancel()
+        self._returned.clear()
+        self._pusher.forget_tasks()
+        self._pusher.set_servers(feed.servers)
+        if feed.step != self._kept_step:
+            self._kept_step, self._kept = feed.step, {}
+        self._task = asyncio.create_task(self._send_all(feed), name="pipeline-feed")
+
+    async def _send_all(self, feed: Feed) -> None:
+        room = asyncio.Semaphore(self._config.in_flight)
+        async with asyncio.TaskGroup() as group:
+            for item in feed.items:
+                await room.acquire()
+                group.create_task(self._send(feed, item, room))
+
+    async def _send(self, feed: Feed, item: FeedItem, room: asyncio.Semaphore) -> None:
+        try:
+            batch = self._kept.get(item.id)
+            if batch is None:
+                batch = await asyncio.to_thread(self._source, feed.step, item.id, item.samples)
+                self._kept[item.id] = batch
+            returned = self._returned[item.id] = asyncio.get_running_loop().create_future()
+            specs, frames = encode_tensors(batch, RAW)
+            message = Forward(
+                step=feed.step,
+                attempt=feed.attempt,
+                id=item.id,
+                stage=0,
+                samples=item.samples,
+                held_by=item.held_by,
+                tensors=specs,
+            )
+            self.num_sent += 1
+            if not await self._pusher.push(message, frames):
+                return
+            reach("pipeline.fed", step=feed.step, micro=item.id)
+            loss = await returned
+            fed = Fed(step=feed.step, attempt=feed.attempt, id=item.id, loss=loss)
+            await self._links.send(self._conductor, fed, timeout_seconds=self._config.timeout_seconds)
+        except HandOverError as error:
+            lost = Lost(step=feed.step, attempt=feed.attempt, peer=error.peer, reason=error.reason[:500])
+            await self._links.send(self._conductor, lost, timeout_seconds=self._config.timeout_seconds)
+        except (PeerError, RetryableError) as error:
+            logger.warning("the conductor cannot be told of micro-batch %d: %s", item.id, error)
+        finally:
+            self._returned.pop(item.id, None)
+            room.release()
+
+    def _came_back(self, incoming: Incoming[Returned]) -> None:
+        message, feed = incoming.message, self._feed
+        if feed is None or (message.step, message.attempt) != (feed.step, feed.attempt):
+            return
+        returned = self._returned.get(message.id)
+        if returned is not None and not returned.done():
+            returned.set_result(message.loss)

@@ -1,0 +1,386 @@
+"""A stage's server: takes micro-batches, computes, hands on; then averages and steps with its stage.
+
+    Forward ─▶ queue ─▶ compute thread ─▶ pusher ─▶ a server of the next stage
+    Backward ─▶ queue (before forwards) ─▶ compute thread ─▶ the server that the forward came from
+
+A machine that serves several consecutive stages has one `StageCompute` for each, and one thread for all of them. It
+takes no more forwards than it has room for: what waits and what could not be handed on yet counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from potluck import tasks
+from potluck.clock import Clock
+from potluck.errors import PeerError, ProtocolError, RetryableError
+from potluck.faultpoints import reach
+from potluck.link.dispatch import Incoming
+from potluck.link.links import Links
+from potluck.pipeline.averaging import AverageTask, Share, StageGroup
+from potluck.pipeline.blocks import State
+from potluck.pipeline.compute import StageCompute
+from potluck.pipeline.messages import (
+    Applied,
+    AverageOrder,
+    Averages,
+    Backward,
+    Begin,
+    CommitNotice,
+    Forward,
+    Held,
+    Lost,
+    Pushed,
+    Returned,
+    StageIds,
+)
+from potluck.pipeline.pushing import HandOverError, Pusher
+from potluck.pipeline.routing import RouterConfig
+from potluck.pipeline.wire import check_codec, decode_tensors, encode_tensors
+
+logger = logging.getLogger(__name__)
+
+FIRST, SECOND = 0, 1  # backward frees memory and lets others go on: it comes before forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """What a server may hold, and how long it waits."""
+
+    max_queue: int = 8
+    """Micro-batches that wait to be computed, or to be handed on."""
+
+    codec: str = "raw"
+    """Of activations and their gradients."""
+
+    router: RouterConfig = field(default_factory=RouterConfig)
+    """How many may be under way at a server of the next stage."""
+
+    timeout_seconds: float = 600.0
+    """For one hand-over or average; losses are found sooner, by the roster and by the conductor."""
+
+    def __post_init__(self) -> None:
+        check_codec(self.codec)
+        if self.max_queue < 1:
+            raise ValueError(f"max_queue={self.max_queue}: a server needs room for one micro-batch at least")
+
+
+@dataclass(frozen=True, slots=True)
+class _Passing:
+    """A micro-batch that went through a stage here: where it came from."""
+
+    sender: str
+    samples: int
+    adds: bool
+
+
+class StageServer:
+    """One peer's stages."""
+
+    def __init__(
+        self,
+        links: Links,
+        clock: Clock,
+        conductor: str,
+        computes: Mapping[int, StageCompute],
+        group: StageGroup,
+        config: ServerConfig | None = None,
+    ) -> None:
+        self._links = links
+        self._conductor = conductor
+        self._computes = dict(computes)
+        self._group = group
+        self._config = config or ServerConfig()
+        self._pushers = {
+            stage + 1: Pusher(links, clock, self._config.router, timeout_seconds=self._config.timeout_seconds)
+            for stage, compute in self._computes.items()
+            if not compute.is_last
+        }
+        self._begun: Begin | None = None
+        self._passing: dict[tuple[int, int], _Passing] = {}  # (stage, micro-batch) of this attempt
+        self._unreachable: set[str] = set()
+        self._averages: dict[int, Tensor] = {}
+        self._digests: dict[int, str] = {}
+        self._at_step = 0
+        self._jobs: asyncio.PriorityQueue[tuple[int, int, Callable[[], Coroutine[Any, Any, None]]]] = (
+            asyncio.PriorityQueue()
+        )
+        self._order = count()
+        self._waiting: set[tuple[int, int]] = set()  # (stage, micro-batch): not computed, or not handed on
+        self._attempt_tasks: set[asyncio.Task[None]] = set()
+        self._worker: asyncio.Task[None] | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="potluck-stage")
+        self.num_computed = 0
+        links.handle(Begin, self._begin)
+        links.handle(Forward, self._forward)
+        links.handle(Backward, self._backward)
+        links.handle(AverageOrder, self._average)
+        links.handle(CommitNotice, self._commit)
+
+    async def start(self) -> None:
+        """Begin to work."""
+        self._worker = asyncio.create_task(self._work(), name="pipeline-compute")
+
+    async def close(self) -> None:
+        """Stop. Idempotent."""
+        await tasks.end(self._worker, *self._attempt_tasks)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def at_step(self) -> int:
+        """How many steps are behind the state that this server holds."""
+        return self._at_step
+
+    def statistics(self) -> dict[str, int]:
+        """Counters."""
+        return {"computed": self.num_computed, "waiting": len(self._waiting), "at_step": self._at_step}
+
+    # The fence
+
+    async def _begin(self, incoming: Incoming[Begin]) -> Held | None:
+        begin = incoming.message
+        if incoming.sender != self._conductor:
+            raise ProtocolError("only the conductor begins a step")
+        current = self._begun
+        if current is not None and (begin.step, begin.attempt) <= (current.step, current.attempt):
+            raise ProtocolError(f"attempt {begin.attempt} of step {begin.step} is over")
+        if begin.last is not None and begin.last.step == self._at_step:
+            await self._take_step(begin.last)  # the notice was lost: this server was frozen, or the conductor new
+        is_new_step = current is None or begin.step != current.step
+        self._begun = begin
+        self._group.forget(begin.step, begin.attempt)
+        self._averages.clear()
+        self._digests.clear()
+        self._passing.clear()
+        self._waiting.clear()
+        if is_new_step:
+            self._unreachable.clear()
+        for task in self._attempt_tasks:
+            task.cancel()
+        for stage, pusher in self._pushers.items():
+            pusher.forget_tasks()
+            pusher.set_servers(begin.servers[stage], unreachable=frozenset(self._unreachable))
+        held = [
+            StageIds(stage=stage, ids=tuple(added), losses=tuple(added.values()) if compute.is_last else ())
+            for stage, compute in self._computes.items()
+            for added in [compute.fence(begin.step, begin.attempt)]
+        ]
+        return Held(at_step=self._at_step, held=tuple(held))
+
+    def _is_current(self, step: int, attempt: int) -> bool:
+        begun = self._begun
+        return begun is not None and (begun.step, begun.attempt) == (step, attempt)
+
+    # Forward
+
+    async def _forward(self, incoming: Incoming[Forward]) -> Pushed:
+        message = incoming.message
+        compute = self._computes.get(message.stage)
+        if compute is None:
+            raise ProtocolError(f"stage {message.stage} is not served here")
+        if not self._is_current(message.step, message.attempt) or (message.stage, message.id) in self._passing:
+            return Pushed(answer="stale")
+        if len(self._waiting) >= self._config.max_queue:
+            return Pushed(answer="busy")
+        tensors = decode_tensors(message.tensors, incoming.frames, compute.device)
+        inputs = tuple(
+            tensor.requires_grad_(spec.needs_grad) if tensor.is_floating_point() else tensor
+            for tensor, spec in zip(tensors, message.tensors, strict=True)
+        )
+        incoming.release()
+        self._passing[message.stage, message.id] = _Passing(
+            incoming.sender, message.samples, message.stage not in message.held_by
+        )
+        self._waiting.add((message.stage, message.id))
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        async def job() -> None:
+            await self._compute_forward(compute, message, inputs, done)
+
+        reach("pipeline.queued", step=message.step, stage=message.stage, micro=message.id)
+        self._jobs.put_nowait((SECOND, next(self._order), job))
+        return Pushed(answer="done" if await done else "stale")
+
+    async def _compute_forward(
+        self, compute: StageCompute, message: Forward, inputs: State, done: asyncio.Future[bool]
+    ) -> None:
+        key = (message.attempt, message.id)
+        outputs = None
+        try:
+            if self._is_current(message.step, message.attempt):
+                outputs = await self._in_thread(lambda: compute.forward(message.step, key, inputs))
+                self.num_computed += 1
+        finally:
+            if not done.done():
+                done.set_result(outputs is not None)
+        if outputs is None:
+            return
+        reach("pipeline.forwarded", step=message.step, stage=message.stage, micro=message.id)
+        if compute.is_last:
+            self._waiting.discard((message.stage, message.id))
+            assert self._begun is not None
+            seed = torch.full_like(outputs[0], self._begun.loss_scale)
+            await self._compute_backward(compute, message.step, message.attempt, message.id, (seed,), outputs[0].item())
+        else:
+            self._spawn(self._hand_on(message, outputs))
+
+    async def _hand_on(self, message: Forward, outputs: State) -> None:
+        try:
+            specs, frames = encode_tensors(outputs, self._config.codec)
+            onward = Forward(
+                step=message.step,
+                attempt=message.attempt,
+                id=message.id,
+                stage=message.stage + 1,
+                samples=message.samples,
+                held_by=message.held_by,
+                tensors=specs,
+            )
+            if await self._pushers[message.stage + 1].push(onward, frames):
+                reach("pipeline.between", step=message.step, stage=message.stage, micro=message.id)
+            self._waiting.discard((message.stage, message.id))
+        except HandOverError as error:
+            await self._tell_lost(message.step, message.attempt, error.peer, error.reason)
+
+    # Backward
+
+    async def _backward(self, incoming: Incoming[Backward]) -> None:
+        message = incoming.message
+        compute = self._computes.get(message.stage)
+        passing = self._passing.get((message.stage, message.id))
+        if compute is None or passing is None or not self._is_current(message.step, message.attempt):
+            return  # of an attempt that is over
+        gradients = tuple(decode_tensors(message.tensors, incoming.frames, compute.device))
+
+        async def job() -> None:
+            await self._compute_backward(compute, message.step, message.attempt, message.id, gradients, message.loss)
+
+        self._jobs.put_nowait((FIRST, next(self._order), job))
+
+    async def _compute_backward(
+        self,
+        compute: StageCompute,
+        step: int,
+        attempt: int,
+        micro: int,
+        gradients: tuple[Tensor, ...],
+        loss: float,
+    ) -> None:
+        passing = self._passing.get((compute.stage, micro))
+        if passing is None or not self._is_current(step, attempt):
+            return
+        reach("pipeline.backward", step=step, stage=compute.stage, micro=micro)
+        weight = float(passing.samples)
+        found = await self._in_thread(
+            lambda: compute.backward(step, (attempt, micro), gradients, weight=weight, adds=passing.adds, loss=loss)
+        )
+        if found is None:
+            return
+        reach("pipeline.added", step=step, stage=compute.stage, micro=micro)
+        self._spawn(self._hand_back(compute.stage, step, attempt, micro, passing.sender, found, loss))
+
+    async def _hand_back(
+        self, stage: int, step: int, attempt: int, micro: int, peer: str, gradients: tuple[Tensor, ...], loss: float
+    ) -> None:
+        message: Backward | Returned = Returned(step=step, attempt=attempt, id=micro, loss=loss)
+        frames: list[memoryview] = []
+        if stage > 0:
+            specs, frames = encode_tensors(gradients, self._config.codec)
+            message = Backward(step=step, attempt=attempt, id=micro, stage=stage - 1, loss=loss, tensors=specs)
+        try:
+            receipt = await self._links.send(
+                peer, message, frames, timeout_seconds=self._config.timeout_seconds, bulk=True
+            )
+            await receipt.wait(timeout_seconds=self._config.timeout_seconds)
+        except (PeerError, RetryableError) as error:
+            await self._tell_lost(step, attempt, peer, str(error))
+
+    async def _tell_lost(self, step: int, attempt: int, peer: str, reason: str) -> None:
+        if peer:
+            self._unreachable.add(peer)
+        lost = Lost(step=step, attempt=attempt, peer=peer, reason=reason[:500])
+        try:
+            await self._links.send(self._conductor, lost, timeout_seconds=self._config.timeout_seconds)
+        except (PeerError, RetryableError) as error:
+            logger.warning("the conductor cannot be told that %s is lost: %s", peer, error)
+
+    # The end of a step
+
+    async def _average(self, incoming: Incoming[AverageOrder]) -> Averages:
+        order = incoming.message
+        begun = self._begun
+        if incoming.sender != self._conductor or begun is None or not self._is_current(order.step, order.attempt):
+            raise ProtocolError(f"attempt {order.attempt} of step {order.step} is not the one under way here")
+        reach("pipeline.averaging", step=order.step, stage=min(self._computes))
+        divisor = begun.total_samples * begun.loss_scale
+        units = sorted({unit for compute in self._computes.values() for unit in compute.units})
+        reports = []
+        for unit in units:
+            shares = [
+                Share(stage, *compute.contribution(unit))
+                for stage, compute in self._computes.items()
+                if unit in compute.units
+            ]
+            task = AverageTask(order.step, order.attempt, unit, order.units[unit], divisor)
+            average, report = await self._group.average(task, shares, timeout_seconds=self._config.timeout_seconds)
+            if not self._is_current(order.step, order.attempt):
+                raise ProtocolError(f"attempt {order.attempt} of step {order.step} is over")
+            self._averages[unit], self._digests[unit] = average, report.digest
+            reports.append(report)
+        reach("pipeline.averaged", step=order.step, stage=min(self._computes))
+        return Averages(units=tuple(reports))
+
+    async def _commit(self, incoming: Incoming[CommitNotice]) -> Applied:
+        if incoming.sender != self._conductor:
+            raise ProtocolError("only the conductor tells of commits")
+        if incoming.message.step == self._at_step:
+            await self._take_step(incoming.message)
+        return Applied(step=self._at_step)
+
+    async def _take_step(self, commit: CommitNotice) -> None:
+        """Apply the averages, if they are those that were committed; otherwise this server stays behind."""
+        if any(commit.digests[unit] != digest for unit, digest in self._digests.items()):
+            logger.warning("step %d was committed with other averages than those here", commit.step)
+            return
+        held = {unit for compute in self._computes.values() for unit in compute.units}
+        if held - self._averages.keys():
+            return
+        if commit.is_applied:
+            for compute in self._computes.values():
+                averages = {unit: self._averages[unit] for unit in compute.units}
+                await self._in_thread(partial(compute.apply, averages, commit.factor))
+        self._at_step = commit.step + 1
+        reach("pipeline.applied", step=commit.step, stage=min(self._computes))
+
+    # Work
+
+    async def _work(self) -> None:
+        while True:
+            _, _, job = await self._jobs.get()
+            try:
+                await job()
+            except (
+                Exception
+            ) as error:  # a model's own error ends here: the conductor hears of it, and gives up in the end
+                logger.exception("a micro-batch failed")
+                if self._begun is not None:
+                    reason = f"{type(error).__name__}: {error}"
+                    self._spawn(self._tell_lost(self._begun.step, self._begun.attempt, "", reason))
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._attempt_tasks.add(task)
+        task.add_done_callback(self._attempt_tasks.discard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -128,3 +129,20 @@ def test_an_aux_peer_helps_in_a_group() -> None:
         together(*(lambda c=c: c.train(2) for c in critics))
         assert_alike(*critics)
         poll_until_sync(lambda: len(helper.group("critic").members) == 3, PATIENCE_SECONDS, "all to be members")
+
+
+def num_workers() -> int:
+    return sum(thread.name.startswith("potluck-tensors") for thread in threading.enumerate())
+
+
+def test_groups_of_one_peer_share_threads_and_leave_none_behind() -> None:
+    with train_lab() as lab:
+        run = lab.join("alice", coordinates=True)
+        Learner(run, 0, "one").train(1)
+        for_one = num_workers()
+        assert for_one > 0
+        Learner(run, 1, "two").train(1)
+        Learner(run, 2, "three").train(1)
+        assert num_workers() == for_one
+        run.close()
+        assert num_workers() == 0

@@ -1,8 +1,8 @@
 """Several groups on one hub: rounds per second in all, what hub and guard cost, and how long a coordinator is missed.
 
-Four peers in processes of their own are members of every group, and average small tensors in all of them as fast as they
-can, for 1, 4 and 16 groups. Then the peer that coordinates most of 32 groups (about 8) is killed: `replace_seconds` is
-the time from then until each of its groups has an epoch under another coordinator.
+Four peers in processes of their own are members of every group, and average small tensors in all of them as fast as
+they can, for 1, 4 and 16 groups. Then the peer that coordinates most of 32 groups (about 8) is killed:
+`replace_seconds` is the time from then until each of its groups has an epoch under another coordinator.
 
     scripts/bench groups --json
 """
@@ -96,6 +96,11 @@ def commits_by_group(member: Member) -> set[str]:
     return {commit["commit"] for commit in list(member.commits) if commit["members"] == NUM_MEMBERS}
 
 
+def processor_seconds(pids: list[int]) -> list[float]:
+    """What these processes have used so far."""
+    return [sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids]
+
+
 def names(count: int) -> list[str]:
     return ["main", *(f"group-{number}" for number in range(1, count))]
 
@@ -103,14 +108,12 @@ def names(count: int) -> list[str]:
 def throughput(count: int, elements: int, seconds: float) -> dict[str, Any]:
     with company(names(count), elements) as (members, pids):
         time.sleep(WARM_SECONDS)
-        before = [sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids]
+        before = processor_seconds(pids)
         first, began = len(members[0].commits), time.monotonic()
         time.sleep(seconds)
         elapsed = time.monotonic() - began
         made = len(members[0].commits) - first
-        used = [
-            (sum(psutil.Process(pid).cpu_times()[:2]) - was) / elapsed for pid, was in zip(pids, before, strict=True)
-        ]
+        used = [(now - was) / elapsed for now, was in zip(processor_seconds(pids), before, strict=True)]
         newest = {commit["commit"]: commit["coordinator"] for commit in members[0].commits}
         return {
             f"rounds_per_second_{count}": made / elapsed,

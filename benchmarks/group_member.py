@@ -2,8 +2,8 @@
 
     python group_member.py '{"link": …, "groups": […], "elements": …}'
 
-It says {"event": "in"} when it is a member of all, then {"commit": GROUP, "coordinator": PEER, "at": …} for every epoch. Times are
-those of the wall clock, which all processes of one machine share. It ends with its input.
+It says {"event": "in"} when it is in the run, then {"commit": GROUP, "coordinator": PEER, "at": …} for every epoch.
+Times are those of the wall clock, which all processes of one machine share. It ends with its input.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 from torch import Tensor
 
 from potluck.errors import ConfigurationError
+from potluck.hub.subjects import MAIN
 from potluck.round.averager import RoundPeer
 from potluck.round.member.workers import Workers, workers_for
 from potluck.run.group import group_of
@@ -151,7 +152,7 @@ class StateKeeper:
             folder = backup_folder(self.config.folder, session.subjects.group)
             self.backups = Backups(folder, self.config.backups, run=session.subjects.scope, pool=self._pool)
             self._saver = Saver(self.backups, self._workers, self._backed_up)
-        self._uploads = _uploads_by(self.config)
+        self._uploads = _uploads_by(self.config, group.name)
         self._resuming = Resuming(
             session,
             averager,
@@ -506,9 +507,11 @@ class StateKeeper:
         return found | self._pool.statistics()
 
 
-def _uploads_by(config: StateConfig) -> Uploads | None:
+def _uploads_by(config: StateConfig, group: str) -> Uploads | None:
     target = config.upload_to
     if target is None:
         return None
     assert config.backups is not None, "checked when it was made"
+    if isinstance(target, str) and group != MAIN and not target.startswith("hf://"):
+        target = f"{target.rstrip('/')}/groups/{group}"  # as on disk; a repository is for one group
     return Uploads(target_of(target, keep_last=config.backups.keep_last) if isinstance(target, str) else target)

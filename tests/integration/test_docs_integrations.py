@@ -49,7 +49,7 @@ class Model(nn.Module):
     "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning", "ignore:.*LeafSpec:FutureWarning"
 )
 async def test_the_programs_on_the_page_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_lightning, by_transformers, by_loop = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    by_lightning, by_transformers, by_loop, by_groups = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("POTLUCK_LISTEN", "127.0.0.1")
     args = TrainingArguments(
@@ -63,11 +63,16 @@ async def test_the_programs_on_the_page_train(tmp_path: Path, monkeypatch: pytes
         dataloader_pin_memory=False,
         remove_unused_columns=False,
     )
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
     batches: Any = [torch.randn(32, 3) for _ in range(4)]
     programs: list[tuple[str, dict[str, Any]]] = [
         (by_lightning, {"model": Module(), "loader": DataLoader(batches, batch_size=None)}),
         (by_transformers, {"model": Model(), "args": args, "data": [{"inputs": torch.randn(3)} for _ in range(128)]}),
-        (by_loop, {"model": nn.Linear(3, 1), "loader": batches, "loss_of": lambda model, x: model(x).square().mean()}),
+        (by_loop, {"model": nn.Linear(3, 1), "loader": batches, "loss_of": loss_of}),
+        (by_groups, {"model": nn.Linear(3, 1), "value": nn.Linear(3, 2), "loader": batches, "loss_of": loss_of}),
     ]
     for number, (program, names) in enumerate(programs):
         before = [parameter.detach().clone() for parameter in names["model"].parameters()]

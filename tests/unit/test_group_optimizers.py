@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from keptlab import EXACT
 from trainlab import PATIENCE_SECONDS, TrainLab, loss_of, make_batch, make_model, together, train_lab
+from typer.testing import CliRunner
 
+from potluck.cli.main import app
 from potluck.errors import AccessError, ConfigurationError
 from potluck.optim.diloco import DiLoCo
 from potluck.optim.optimizer import Optimizer
 from potluck.run.joined import Joined
+from potluck.state.backups import BackupConfig, Backups, backup_folder
+from potluck.state.keeper import StateConfig
 from potluck.testing.polling import poll_until_sync
 
 
@@ -21,6 +28,7 @@ class Learner:
 
     def __init__(self, run: Joined, number: int, group: str, kind: type = Optimizer, **options: Any) -> None:
         self.number = number
+        self.run_name = run.peer.session.subjects.run
         self.model = make_model(0)
         self.position = 0
         inner = torch.optim.SGD(self.model.parameters(), lr=0.05)
@@ -128,3 +136,42 @@ def test_an_aux_peer_helps_in_a_group() -> None:
         together(*(lambda c=c: c.train(2) for c in critics))
         assert_alike(*critics)
         poll_until_sync(lambda: len(helper.group("critic").members) == 3, PATIENCE_SECONDS, "all to be members")
+
+
+def num_workers() -> int:
+    return sum(thread.name.startswith("potluck-tensors") for thread in threading.enumerate())
+
+
+def test_groups_of_one_peer_share_threads_and_leave_none_behind() -> None:
+    with train_lab() as lab:
+        run = lab.join("alice", coordinates=True)
+        Learner(run, 0, "one").train(1)
+        for_one = num_workers()
+        assert for_one > 0
+        Learner(run, 1, "two").train(1)
+        Learner(run, 2, "three").train(1)
+        assert num_workers() == for_one
+        run.close()
+        assert num_workers() == 0
+
+
+def test_each_group_has_backups_of_its_own_and_resumes_from_them(tmp_path: Path) -> None:
+    state = StateConfig(folder=tmp_path, backups=BackupConfig(every_epochs=1), keep="always")
+    with train_lab() as lab:
+        run = lab.join("alice", coordinates=True)
+        actor, critic = Learner(run, 0, "main", state=state), Learner(run, 1, "critic", state=state)
+        actor.train(2)
+        critic.train(5)
+        before = values(critic)
+    assert 5 in Backups(backup_folder(tmp_path, "critic")).epochs(), "the last one is written before it leaves"
+    listed = CliRunner().invoke(app, ["checkpoint", "list", "--path", str(tmp_path), "--json"])
+    rows = {(row["group"], row["epoch"], row["run"]) for row in json.loads(listed.output)}
+    assert ("critic", 5, f"{actor.run_name}/critic") in rows
+    assert ("main", 2, actor.run_name) in rows
+    one = CliRunner().invoke(app, ["checkpoint", "list", "--path", str(tmp_path), "--group", "critic", "--json"])
+    assert max(row["epoch"] for row in json.loads(one.output)) == 5
+    unknown = CliRunner().invoke(app, ["checkpoint", "list", "--path", str(tmp_path), "--group", "actor"])
+    assert "there are no backups of a group 'actor': there are main, critic" in str(unknown.exception)
+    with train_lab() as lab:
+        again = Learner(lab.join("alice", coordinates=True), 1, "critic", state=state)
+        assert all(torch.equal(a, b) for a, b in zip(values(again), before, strict=True))

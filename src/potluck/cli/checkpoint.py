@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from potluck.cli import options as o
+from potluck.hub.subjects import MAIN
 
 if TYPE_CHECKING:
     from potluck.errors import ConfigurationError
@@ -28,6 +29,7 @@ Run = Annotated[
 ]
 Folder = Annotated[Path | None, typer.Option(help="The folder of that run, if it has one of its own.")]
 Backups_ = Annotated[Path | None, typer.Option("--path", help="A folder of backups instead, or a peer's --state-path.")]
+InGroup = Annotated[str, typer.Option("--group", help="Of which group of the run; main unless given.")]
 Epoch = Annotated[int | None, typer.Option(help="Which one; the newest unless given.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 FETCH_SECONDS = 600.0
@@ -36,15 +38,24 @@ ALL_BROKEN = "None of the backups here can be read: potluck checkpoint verify sa
 
 
 @app.command("list")
-def list_checkpoints(run: Run = "", folder: Folder = None, path: Backups_ = None, as_json: AsJson = False) -> None:
+def list_checkpoints(
+    run: Run = "", folder: Folder = None, path: Backups_ = None, group: InGroup = "", as_json: AsJson = False
+) -> None:
     """List the backups that the host has, or those in a folder. Exit code 1 if there are some and all are broken.
+
+    Where a run has several groups, those of all are listed, unless one is named.
 
     Example: [bold]potluck checkpoint list --run my-run[/bold]
     """
     from potluck.cli import console
+    from potluck.state.backups import Backups
 
-    backups = _backups(run, folder, path)
+    backups = _backups(run, folder, path, group)
     rows = [_row(info) for info in backups.infos()]
+    others = {} if group else {name: Backups(each) for name, each in _groups_beside(backups.folder).items()}
+    if others:
+        rows = [{"group": "main", **row} for row in rows]
+        rows += [{"group": name, **_row(info)} for name, each in others.items() for info in each.infos()]
     if as_json:
         console.print_json(rows)
     else:
@@ -58,6 +69,7 @@ def verify(
     run: Run = "",
     folder: Folder = None,
     path: Backups_ = None,
+    group: InGroup = "",
     epoch: Annotated[int | None, typer.Option(help="Which one; all of them unless given.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -69,7 +81,7 @@ def verify(
     from potluck.errors import BackupError
     from potluck.state.backupfile import read_info, record_path
 
-    backups = _backups(run, folder, path)
+    backups = _backups(run, folder, path, group)
     epochs = backups.epochs()
     if epoch is not None and epoch not in epochs:
         raise _no_backup(backups.folder, epoch, epochs)
@@ -96,6 +108,7 @@ def save(
     identity_path: Annotated[
         Path | None, typer.Option(help="File with the key you look by; a new one is made unless given.")
     ] = None,
+    group: InGroup = "",
     as_json: AsJson = False,
 ) -> None:
     """Fetch the run's newest state from whoever keeps it, and save it here. Any member can.
@@ -109,7 +122,7 @@ def save(
     saved: list[BackupInfo] = []
 
     async def fetch(peer: Peer, stop: asyncio.Event) -> None:
-        await console.unless_stopped(_save(peer, to, saved), stop)
+        await console.unless_stopped(_save(peer, group or MAIN, to, saved), stop)
 
     observe(parse_link(link, "potluck checkpoint save"), "checkpoint", identity_path, as_json, fetch)
     if not saved:
@@ -120,18 +133,22 @@ def save(
         typer.echo(f"Epoch {saved[0].epoch} is saved in {saved[0].tensors_path}.")
 
 
-async def _save(peer: Peer, to: Path, saved: list[BackupInfo]) -> None:
+async def _save(peer: Peer, group: str, to: Path, saved: list[BackupInfo]) -> None:
     from potluck.cli import console
 
     viewing = await console.import_slowly("potluck.training.trainer.viewing")
+    from potluck.errors import ConfigurationError
     from potluck.state.backups import BackupConfig, Backups
 
-    viewer: StateViewer = await viewing.StateViewer.start(peer)
+    known = {MAIN, *(name for presence in peer.session.roster for name in presence.card.groups)}
+    if group not in known:
+        raise ConfigurationError(f"the run has no group {group!r} now: there are {', '.join(sorted(known))}")
+    viewer: StateViewer = await viewing.StateViewer.start(peer, group)
     try:
         with console.err.status("fetching the run's state"):
             fetched = await viewer.newest(timeout_seconds=FETCH_SECONDS)
         with fetched:
-            backups = Backups(to, BackupConfig(keep_last=10**6), run=peer.session.subjects.run)
+            backups = Backups(to, BackupConfig(keep_last=10**6), run=peer.session.subjects.of_group(group).scope)
             saved.append(await asyncio.to_thread(_write, backups, fetched))
     finally:
         await viewer.close()
@@ -153,6 +170,7 @@ def export(
         Literal["safetensors", "hf"],
         typer.Option("--format", help="hf: a folder for from_pretrained, with config, tokenizer and model card."),
     ] = "safetensors",
+    group: InGroup = "",
     as_json: AsJson = False,
 ) -> None:
     """Write the model's weights alone, by the model's own names, for other programs: no optimizer, no bookkeeping.
@@ -170,7 +188,7 @@ def export(
     from potluck.state.snapshot import stage
     from potluck.training.trainer.models import weights_of
 
-    backups = _backups(run, folder, path)
+    backups = _backups(run, folder, path, group)
     if best:
         backups = Backups(backups.folder.parent / BEST)
     info = _chosen(backups, epoch)
@@ -214,6 +232,7 @@ def upload(
     folder: Folder = None,
     path: Backups_ = None,
     epoch: Epoch = None,
+    group: InGroup = "",
     as_json: AsJson = False,
 ) -> None:
     """Upload a backup, tensors first and record last: a folder elsewhere is itself a folder of backups.
@@ -225,7 +244,7 @@ def upload(
     from potluck.cli import console
     from potluck.state.uploadtargets import target_of
 
-    info = _chosen(_backups(run, folder, path), epoch)
+    info = _chosen(_backups(run, folder, path, group), epoch)
     with console.err.status(f"uploading epoch {info.epoch} to {target}"):
         target_of(target, keep_last=10**6).upload(info)
     if as_json:
@@ -234,7 +253,7 @@ def upload(
         typer.echo(f"Epoch {info.epoch} is in {target}.")
 
 
-def _backups(run: str, folder: Path | None, path: Path | None) -> Backups:
+def _backups(run: str, folder: Path | None, path: Path | None, group: str = "") -> Backups:
     from potluck.cli import console
     from potluck.cli.folders import backups_of_run
     from potluck.errors import ConfigurationError
@@ -248,7 +267,17 @@ def _backups(run: str, folder: Path | None, path: Path | None) -> Backups:
         raise ConfigurationError(f"there is no folder {path}: name one that has backups in it")
     elif _is_folder(path / "backups"):
         path /= "backups"  # as a peer keeps them
-    return Backups(path, run=name)
+    if not group or group == MAIN:
+        return Backups(path, run=name)
+    there = _groups_beside(path)
+    if group not in there:
+        raise ConfigurationError(f"there are no backups of a group {group!r}: there are {', '.join([MAIN, *there])}")
+    return Backups(there[group], run=f"{name}/{group}" if name else "")
+
+
+def _groups_beside(backups: Path) -> dict[str, Path]:
+    """The backups of named groups that stand beside those of `main`, as a peer keeps them."""
+    return {each.parent.name: each for each in sorted((backups.parent / "groups").glob("*/backups"))}
 
 
 def _is_folder(path: Path) -> bool:

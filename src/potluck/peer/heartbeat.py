@@ -13,8 +13,8 @@ So a heartbeat that succeeds proves that nobody had taken any of the holder's gr
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,10 +80,14 @@ class Heartbeat:
         self._unanswered_since: float | None = None
         self._num_users = 0
         self._writing = asyncio.Lock()
+        self._trying = asyncio.Lock()
+        self._tried_at = -math.inf  # whether the store has a leader
+        self._refusal: str | None = None  # what was the answer: it had none
         self._watch: Subscription | None = None
         self._task: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self.num_beats = 0
+        self.num_tries = 0
 
     async def start(self) -> None:
         """Follow all heartbeats; to be called once by each user, and `close` as often."""
@@ -131,9 +135,22 @@ class Heartbeat:
         return True
 
     async def try_store(self) -> None:
-        """Find out whether the store has a leader, without writing: NobodyAnswersError when it has none."""
-        with contextlib.suppress(RevisionConflictError):
-            await self._store.put(self._key, b"", expected=IMPOSSIBLE_REVISION)
+        """Find out whether the store has a leader, without writing: NobodyAnswersError when it has none.
+
+        All leases of this peer ask it at once when a holder is silent: one question serves them all.
+        """
+        async with self._trying:
+            if self._clock.monotonic() - self._tried_at >= TRY_AGAIN_SECONDS / 2:
+                self._refusal = None
+                try:
+                    await self._store.put(self._key, b"", expected=IMPOSSIBLE_REVISION)
+                except RevisionConflictError:
+                    self.num_tries += 1
+                except NobodyAnswersError as error:
+                    self._refusal = str(error)
+                self._tried_at = self._clock.monotonic()
+            if self._refusal is not None:
+                raise NobodyAnswersError(self._refusal)
 
     # Our own
 

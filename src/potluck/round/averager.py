@@ -32,7 +32,7 @@ from potluck.round.coordinator.coordinator import Coordinator, CoordinatorConfig
 from potluck.round.lineage import Lineage
 from potluck.round.member.participation import Participation
 from potluck.round.member.wish import StandBy
-from potluck.round.member.workers import Workers
+from potluck.round.member.workers import Workers, workers_for
 from potluck.round.outcome import FailedRound, RoundResult
 from potluck.round.plan.layout import FlatTensors, Layout
 from potluck.round.plan.messages import Commit, Restoration
@@ -81,7 +81,8 @@ class Averager:
             may_hand_over=lambda: not self._coordinator.is_in_round,
         )
         self.lineage = Lineage(session.store("lineage"), session.subjects.scope, self._committed, lease=self.lease)
-        self._workers = workers or Workers(self.config.num_threads)
+        self._workers = workers or workers_for(session.whole, group.name, "rounds", self.config.num_threads)
+        self._has_workers = False
         start = self.config.coordinator.trigger.start
         self._participation = Participation(self._links, session, self.lease.view, self.lineage, self._workers, start)
         self._coordinator = Coordinator(
@@ -96,6 +97,7 @@ class Averager:
         """Follow the run's lineage and lease, and be a candidate where this peer may coordinate."""
         try:
             self._workers.start()
+            self._has_workers = True
             await self.lease.start()  # first: who holds it says which commits count
             await self.lineage.start()
             await self._participation.start()
@@ -115,7 +117,9 @@ class Averager:
         await self._coordinator.close()
         await self.lease.close()
         await self.lineage.close()
-        await self._workers.close()
+        if self._has_workers:
+            self._has_workers = False
+            await self._workers.close()
 
     @property
     def epoch(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from potluck.hub.subjects import Subjects
+from potluck.hub.subjects import MAIN, Subjects
 from potluck.round.member.workers import Workers
 from potluck.state.announcement import KeptState
 from potluck.state.backupfile import BackupInfo
@@ -39,6 +39,8 @@ class Archive:
         self._saver = Saver(self.backups, workers, self._backed_up)
         target = config.upload_to
         if target is not None:
+            if isinstance(target, str) and subjects.group != MAIN and not target.startswith("hf://"):
+                target = f"{target.rstrip('/')}/groups/{subjects.group}"  # as on disk; a repository is for one group
             keep_last = config.backups.keep_last
             self._uploads = Uploads(target_of(target, keep_last=keep_last) if isinstance(target, str) else target)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from potluck.errors import ConfigurationError
 from potluck.round.averager import RoundPeer
-from potluck.round.member.workers import Workers
+from potluck.round.member.workers import Workers, workers_for
 from potluck.run.group import group_of
 from potluck.state.announcement import Verdict
 from potluck.state.appraising import Appraiser
@@ -65,7 +65,8 @@ class StateKeeper:
         self._links = group.links
         self._averager = averager
         self._pool = ChunkPool()
-        self._workers = workers or Workers(2)
+        self._workers = workers or workers_for(session.whole, group.name, "states", 2)
+        self._has_workers = False
         self._shelf = Shelf(self.config.num_kept)
         self._comparison = Comparison(
             lambda epoch: self.directory.verdict(epoch),
@@ -114,6 +115,7 @@ class StateKeeper:
     async def start(self) -> None:
         """Listen to keepers, and serve what there is."""
         self._workers.start()
+        self._has_workers = True
         try:
             self._publisher.start()
             await self.archive.start()
@@ -135,7 +137,9 @@ class StateKeeper:
         await self.directory.close()
         await self._serving.close()
         await self.archive.close()
-        await self._workers.close()
+        if self._has_workers:
+            self._has_workers = False
+            await self._workers.close()
         self._shelf.close()
 
     # Publishing

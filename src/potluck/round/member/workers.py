@@ -15,10 +15,12 @@ from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
 from potluck.errors import ConfigurationError
+from potluck.hub.subjects import MAIN
 
 logger = logging.getLogger(__name__)
 
@@ -108,3 +110,33 @@ class Workers:
             except Exception:  # one taker's error must not keep the outcomes of others; logged and counted
                 self.num_errors += 1
                 logger.exception("taking in the result of tensor work failed")
+
+
+class SharedWorkers(Workers):
+    """Threads for several users: they start with the first and end with the last. Each user starts and closes once."""
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        super().__init__(num_threads)
+        self._num_users = 0
+
+    def start(self) -> None:
+        """One more user; the first has the threads started."""
+        self._num_users += 1
+        if self._num_users == 1:
+            super().start()
+
+    async def close(self) -> None:
+        """One user less; the last has the threads end."""
+        self._num_users -= 1
+        if self._num_users == 0:
+            await super().close()
+
+
+_SHARED: WeakKeyDictionary[object, dict[str, SharedWorkers]] = WeakKeyDictionary()
+
+
+def workers_for(peer: object, group: str, purpose: str, num_threads: int | None) -> Workers:
+    """Threads of their own for `main`; the named groups of one peer share, for each purpose, those of the first."""
+    if group == MAIN:
+        return Workers(num_threads)
+    return _SHARED.setdefault(peer, {}).setdefault(purpose, SharedWorkers(num_threads))

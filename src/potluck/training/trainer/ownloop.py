@@ -20,6 +20,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from potluck.errors import ConfigurationError
+from potluck.hub.subjects import MAIN
 from potluck.optim import diloco as outer_loops
 from potluck.optim import optimizer as target_batches
 from potluck.optim.diloco import DiLoCoConfig
@@ -58,7 +59,8 @@ class Optimizer(target_batches.Optimizer):
         """As `potluck.optim.optimizer.Optimizer`; in a hosted run `target_batch_size` may be left out."""
         parts = {name: options.pop(name) for name in ("extra_tensors", "source", "hyperparameters") if name in options}
         is_auxiliary = config.auxiliary if config is not None else options.get("auxiliary", False)
-        self.hosted = hosted = None if is_auxiliary else HostedRun.of(run, manifests.Sync)
+        is_steered = not is_auxiliary and _group(config, options) == MAIN
+        self.hosted = hosted = HostedRun.of(run, manifests.Sync) if is_steered else None
         if hosted is not None:
             optimizer = inner = hosted.prepared(optimizer, params)
             parts["hyperparameters"] = following(inner, lambda: hosted.manifest)
@@ -103,7 +105,8 @@ class DiLoCo(outer_loops.DiLoCo):
     ) -> None:
         """As `potluck.optim.diloco.DiLoCo`."""
         parts = {name: options.pop(name) for name in ("extra_tensors", "source", "hyperparameters") if name in options}
-        self.hosted = hosted = HostedRun.of(run, manifests.DiLoCo)
+        is_steered = _group(config, options) == MAIN
+        self.hosted = hosted = HostedRun.of(run, manifests.DiLoCo) if is_steered else None
         if hosted is not None:
             optimizer = inner = hosted.prepared(optimizer, params)
             parts["hyperparameters"] = following(inner, lambda: hosted.manifest)
@@ -141,6 +144,11 @@ class DiLoCo(outer_loops.DiLoCo):
         """
         for name, parameter in self.method.state.model.items():
             parameter.copy_(self.method.shared[name])
+
+
+def _group(config: OptimizerConfig | DiLoCoConfig | None, options: dict[str, Any]) -> str:
+    """Whose rounds these are: a manifest says how `main` trains, and nothing of other groups."""
+    return config.group if config is not None else str(options.get("group", MAIN))
 
 
 class HostedRun:

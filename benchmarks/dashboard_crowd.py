@@ -20,10 +20,10 @@ from pathlib import Path
 import potluck
 from potluck.cli.console import run
 from potluck.errors import RetryableError
+from potluck.hub.access.application import Application
 from potluck.hub.address import HubAddress
 from potluck.hub.connection import HubConnection
 from potluck.hub.guard.guard import GuardConfig
-from potluck.hub.guard.lobby import Application
 from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
 from potluck.hub.presence import Beacon, Card
 from potluck.hub.server.configuration import HubConfig

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from potluck.errors import ConfigurationError, StoppedError
-from potluck.hub.guard.lobby import why_we_wait
+from potluck.hub.access.application import why_we_wait
 from potluck.hub.joinlink import JoinLink
 from potluck.monitor.lossplot import plot_loss
 from potluck.optim.progress.tracker import RunProgress

@@ -18,9 +18,9 @@ from potluck.errors import (
     RoleRefusedError,
     SeatsTakenError,
 )
+from potluck.hub.access.application import Answer, Application, RefusalCode, waiting_subject
+from potluck.hub.access.member import Scopes
 from potluck.hub.connection import Delivery
-from potluck.hub.guard.lobby import Answer, Application, RefusalCode, waiting_subject
-from potluck.hub.guard.member import Scopes
 from potluck.hub.guard.permissions import lobby_permissions
 from potluck.hub.subjects import Subjects
 from potluck.messages import decode, encode

@@ -26,6 +26,7 @@ ORDER = (
     "pipeline",
     "paths",
     "fleet",
+    "spot",
     "recipes",
     "training",
     "monitor",

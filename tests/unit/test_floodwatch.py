@@ -10,11 +10,11 @@ import pytest
 
 from potluck import tasks
 from potluck.errors import HubUnavailableError
+from potluck.hub.access.member import Ban, ban_key
 from potluck.hub.guard.backgroundwork import BackgroundWork
 from potluck.hub.guard.connections import Connection
 from potluck.hub.guard.floodcore import FloodCore, FloodLimits, Traffic
 from potluck.hub.guard.floodwatch import LONGEST_PAUSE_SECONDS, PAUSE_SECONDS, FloodWatch
-from potluck.hub.guard.member import Ban, ban_key
 from potluck.hub.guard.presencecore import ConnectionId
 from potluck.hub.guard.registry import Registry
 from potluck.sim.memoryhub import MemoryHub

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.hub.guard.ratelimit import RateLimit
+from potluck.hub.ratelimit import RateLimit
 from potluck.sim.virtualclock import VirtualClock
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from potluck import tasks
 from potluck.errors import ConfigurationError, HubUnavailableError
+from potluck.hub.access.invite import new_invite
+from potluck.hub.access.member import Ban, Member, Policy, Scopes, ban_key
 from potluck.hub.guard.backgroundwork import BackgroundWork
 from potluck.hub.guard.connections import Connections
 from potluck.hub.guard.door import DoorLimits
-from potluck.hub.guard.invite import new_invite
-from potluck.hub.guard.member import Ban, Member, Policy, Scopes, ban_key
 from potluck.hub.guard.presencecore import ConnectionId, PresenceConfig, PresenceCore, RosterChange, Standing
 from potluck.hub.guard.presencekeeper import PresenceKeeper
 from potluck.hub.guard.registry import POLICY_KEY, Registry

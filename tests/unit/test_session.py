@@ -16,8 +16,8 @@ from potluck.errors import (
     HubUnavailableError,
     NotAdmittedError,
 )
+from potluck.hub.access.member import Scopes
 from potluck.hub.connection import Delivery
-from potluck.hub.guard.member import Scopes
 from potluck.hub.guard.permissions import main_permissions
 from potluck.hub.presence import Beacon, Card, CardAnswer, Presence, State, with_link_proof
 from potluck.hub.subjects import Subjects

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from potluck.errors import ConfigurationError, RevisionConflictError
+from potluck.hub.access.organise import Done, Failure, PutUpManifest
 from potluck.hub.connection import Delivery
-from potluck.hub.guard.organise import Done, Failure, PutUpManifest
 from potluck.hub.keys import Signer, new_seed
 from potluck.hub.stores import MANIFEST_KEY
 from potluck.messages import PROTOCOL_VERSION, decode, encode

@@ -13,7 +13,7 @@ import pytest
 
 from potluck.cli import host
 from potluck.errors import HubUnavailableError
-from potluck.hub.guard.member import Scopes
+from potluck.hub.access.member import Scopes
 from potluck.hub.guard.permissions import main_permissions
 from potluck.hub.presence import Beacon, Card, Presence
 from potluck.hub.subjects import Subjects

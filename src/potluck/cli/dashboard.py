@@ -139,9 +139,9 @@ async def _of_hosted_run(
     from potluck.cli import console
     from potluck.cli.folders import hosted_run
     from potluck.clock import SystemClock
+    from potluck.hub.access.member import Scopes
+    from potluck.hub.access.organise import Organiser
     from potluck.hub.address import HubAddress
-    from potluck.hub.guard.member import Scopes
-    from potluck.hub.guard.organise import Organiser
     from potluck.hub.joinlink import JoinLink
     from potluck.hub.keys import HubKeys, Signer
     from potluck.hub.nats.connection import ConnectionConfig, NatsConnection

@@ -145,8 +145,8 @@ def host(
     from potluck.cli import console
     from potluck.cli.folders import run_folder
     from potluck.cli.options import bytes_of
+    from potluck.hub.access.member import Policy
     from potluck.hub.guard.guard import GuardConfig
-    from potluck.hub.guard.member import Policy
     from potluck.hub.keys import HubKeys
     from potluck.hub.server.certificate import prepare_certificates
     from potluck.hub.server.configuration import MAX_PAYLOAD_BYTES, ClusterConfig, HubConfig, render_accounts

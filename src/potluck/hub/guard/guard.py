@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 
 from potluck.clock import Clock, SystemClock
 from potluck.errors import ConfigurationError, NotAdmittedError
+from potluck.hub.access.application import MAX_APPLICATION_BYTES, Answer, waiting_subject
+from potluck.hub.access.member import ROLES, AccessRequest, Member, Policy, Scopes, person_of_key
 from potluck.hub.address import HubAddress
 from potluck.hub.connection import Delivery, Subscription
 from potluck.hub.guard import callout, huggingface
@@ -36,15 +38,12 @@ from potluck.hub.guard.floodcore import QUEUE_LIMITS, FloodCore, FloodLimits, Tr
 from potluck.hub.guard.floodwatch import FloodWatch
 from potluck.hub.guard.hubsystem import HubSystem
 from potluck.hub.guard.leaders import LeaderKeeper
-from potluck.hub.guard.lobby import MAX_APPLICATION_BYTES, Answer, waiting_subject
 from potluck.hub.guard.lobbycrowd import LobbyCrowd, share_of_address
 from potluck.hub.guard.lobbydesk import LobbyDesk
-from potluck.hub.guard.member import ROLES, AccessRequest, Member, Policy, Scopes, person_of_key
 from potluck.hub.guard.organiserdesk import OrganiserDesk
 from potluck.hub.guard.presencecore import PresenceConfig, PresenceCore
 from potluck.hub.guard.presencekeeper import PresenceKeeper
 from potluck.hub.guard.queuedesk import QueueDesk
-from potluck.hub.guard.ratelimit import RateLimit
 from potluck.hub.guard.registry import Registry
 from potluck.hub.guard.rosterwriter import RosterWriter
 from potluck.hub.guard.storedesk import StoreDesk
@@ -52,6 +51,7 @@ from potluck.hub.keys import HubKeys, Signer
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.presence import Presence
 from potluck.hub.queues import QueueSubjects
+from potluck.hub.ratelimit import RateLimit
 from potluck.hub.server.configuration import ACCOUNT
 from potluck.hub.stores import ensure_stores
 from potluck.hub.subjects import PEER_ID, Subjects, check_run_name

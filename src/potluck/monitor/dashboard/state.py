@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from potluck.errors import PermissionDeniedError, PotluckError
+from potluck.hub.access.organise import Organiser
 from potluck.hub.connection import Store
-from potluck.hub.guard.organise import Organiser
 from potluck.hub.joinlink import JoinLink
 from potluck.hub.keys import Signer
 from potluck.monitor.alarms import Alarm

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from potluck.errors import ConfigurationError, RetryableError
+from potluck.hub.access.organise import Organiser
 from potluck.hub.address import HubAddress
 from potluck.hub.connection import HubConnection
-from potluck.hub.guard.organise import Organiser
 from potluck.hub.keys import HubKeys, Signer
 from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
 from potluck.hub.stores import MANIFEST_KEY

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from potluck.errors import ConfigurationError
-from potluck.hub.guard.member import MAX_NOTE_CHARACTERS, Scopes
+from potluck.hub.access.member import MAX_NOTE_CHARACTERS, Scopes
 from potluck.hub.presence import Role
 from potluck.messages import Message
 

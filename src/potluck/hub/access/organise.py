@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TypeVar
 
 from potluck.errors import ConfigurationError, PermissionDeniedError, PotluckError, RetryableError
+from potluck.hub.access.invite import Invite
+from potluck.hub.access.member import AccessRequest, Ban, Member, Policy, Scopes
 from potluck.hub.connection import HubConnection
-from potluck.hub.guard.invite import Invite
-from potluck.hub.guard.member import AccessRequest, Ban, Member, Policy, Scopes
 from potluck.hub.presence import State
 from potluck.hub.subjects import Subjects
 from potluck.messages import Message, decode, encode

@@ -22,8 +22,12 @@ class FakeReceipt:
     error: Exception | None = None
     watchers: list[Callable[[], None]] = field(default_factory=list)
 
+    is_withdrawn = False
+
     def withdraw(self, error: Exception) -> bool:
-        return False
+        self.is_withdrawn = True
+        self.settle(error)
+        return True
 
     def watch(self, callback: Callable[[], None]) -> None:
         self.watchers.append(callback)
@@ -262,3 +266,34 @@ async def test_whoever_is_cancelled_while_closing_lanes_leaves_none_open() -> No
     await turns()
     assert closing.cancelled()
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("round lane")]
+
+
+@in_virtual_time
+async def test_on_a_slow_line_little_is_on_its_way_so_that_averages_soon_pass() -> None:
+    way = Way(frame_bytes=100_000)
+    way.links.acknowledges = False
+    way.links.speed = 250_000.0
+    for chunk in range(50):
+        way.lane.contribute(chunk, 0)
+    await turns(200)
+    assert len(way.links.sent) == 5, "two seconds of the line"
+    way.links.speed = 10.0
+    for receipt in way.links.receipts[:4]:
+        receipt.settle()
+    await turns(200)
+    assert len(way.links.sent) == 6, "two frames, however slow it is"
+    await way.lane.close()
+
+
+@in_virtual_time
+async def test_what_waits_to_leave_is_withdrawn_when_the_round_is_over() -> None:
+    way = Way()
+    way.links.acknowledges = False
+    for chunk in range(3):
+        way.lane.contribute(chunk, 0)
+    await turns()
+    way.links.receipts[0].settle()
+    await way.lane.close()
+    await turns()
+    assert [receipt.is_withdrawn for receipt in way.links.receipts] == [False, True, True]
+    assert len(way.links.sent) == 3, "nothing is sent again"

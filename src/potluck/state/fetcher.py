@@ -218,7 +218,8 @@ class Fetcher:
                 self._source(ask.keeper, inventory).ask(ask.chunk)
             is_stuck = self._is_replaceable and now - self.report.came_at > self._config.answer_seconds
             gone_at = self._check_time(digest, until, bool(schedule.usable()) and not is_stuck, gone_at)
-            await self._pause(min(schedule.next_at(now) or until, now + LOOK_EVERY_SECONDS) - now)
+            look_at = now + LOOK_EVERY_SECONDS
+            await self._pause(min(schedule.next_at(now) or look_at, look_at) - now)
 
     def _arrived_at(self, keeper: str) -> float:
         """When something of a stream came from this keeper last: a chunk may take minutes on a slow line."""

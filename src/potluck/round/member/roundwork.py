@@ -11,6 +11,7 @@ Everything here runs on the event loop; only reduction.py and held.py's checks r
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -231,11 +232,11 @@ class RoundWork:
 
     @property
     def moved_at(self) -> float:
-        """When something of this round came last, or arrived elsewhere."""
+        """When something came last from another member, or arrived there; attempts in which nothing does count not."""
         others = [member.peer for member in self.plan.members if member.peer != self.peer]
         moved = [self._links.arrived_at(peer, bulk=True) for peer in others]
         moved += [self._links.delivered_at(peer, bulk=True) for peer in others]
-        return max([self._heard_at, *moved])
+        return max(moved, default=-math.inf)
 
     def contributed_by(self, moment: float) -> float:
         """The share of our values that were with others by then: by themselves, or in averages that we made."""

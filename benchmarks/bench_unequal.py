@@ -9,7 +9,8 @@ A small internet (potluck.testing.natlab, needs root) with three volunteers of s
     slow     a step takes 1.0 s     a line of   2 Mbit/s     ATEN_CPU_CAPABILITY=default: another arithmetic
 
 Lines take 20 ms each way. All contenders train the same model on the same text for the same time; losses are measured
-afterwards, of what the fast peer had each second, and time counts from the first step of anybody.
+afterwards, of the shared parameters that the fast peer had each second, without local steps that nobody else has yet.
+Time counts from the first step of anybody; hivemind's from the moment when all are ready.
 
   sync      `potluck host`, volunteers as `potluck join` has them: a shared batch
   diloco    the same with local steps in the background; in the end all trainers are killed, and the run goes on
@@ -173,8 +174,8 @@ class Potluck:
             ),
             "states_fetched": {name: end["statistics"].get("caught_up", 0) for name, end in ends.items()},
             "states_mended": {name: end["statistics"].get("mended", 0) for name, end in ends.items()},
-            "rounding_bytes": _rounding_bytes([end["statistics"] for end in ends.values()]),
-            "repair_bytes": sum(end["statistics"].get("repair_bytes", 0) for end in ends.values()),
+            "rounding_bytes": sum(end["statistics"].get("states_rounding_bytes", 0) for end in ends.values()),
+            "repair_bytes": sum(end["statistics"].get("states_repair_bytes", 0) for end in ends.values()),
         }
 
     def lose_all_trainers(self) -> dict[str, Any]:
@@ -213,14 +214,6 @@ def epochs_lost(said: str) -> int:
     ]
     one = [1 for _ in re.findall(r"updates of epoch \d+ are lost", words)]
     return max(several + one, default=0)
-
-
-def _rounding_bytes(statistics: list[dict[str, Any]]) -> int | None:
-    """Bytes of states that were fetched because of rounding; None: states were mended, and nobody counted why."""
-    if any("rounding_bytes" in each for each in statistics):
-        return sum(each.get("rounding_bytes", 0) for each in statistics)
-    is_mended = any(each.get("mended", 0) and "repair_bytes" not in each for each in statistics)
-    return None if is_mended else 0
 
 
 def hivemind(place: Place, seconds: float) -> dict[str, Any]:

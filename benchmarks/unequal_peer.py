@@ -21,6 +21,7 @@ import torch
 
 import potluck
 from potluck.errors import PotluckError
+from potluck.optim.parameters import PARAMETER, without_prefix
 from potluck.peer.identity import Identity
 from potluck.recipes.catalogue import open_recipe
 from potluck.training.manifest.manifest import Manifest
@@ -38,15 +39,18 @@ def say(event: str, **told: Any) -> None:
 
 
 class Curve:
-    """The parameters on the way, to be looked at in the end: measuring costs no time then."""
+    """The shared parameters on the way, to be looked at in the end: measuring costs no time then."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[float, list[torch.Tensor]]] = []
 
-    def add(self, model: torch.nn.Module) -> None:
+    def add(self, trainer: Trainer) -> None:
         now = time.time()
         if not self._kept or now - self._kept[-1][0] >= KEPT_EVERY_SECONDS:
-            self._kept.append((now, [parameter.detach().to(torch.float16) for parameter in model.parameters()]))
+            # Of the run, and not of this peer: with DiLoCo its model is some steps ahead, on its own data.
+            shared = without_prefix(PARAMETER, trainer.optimizer.method.tensors())
+            names = [name for name, _ in trainer.model.named_parameters()]
+            self._kept.append((now, [shared[name].detach().to(torch.float16, copy=True) for name in names]))
 
     @torch.no_grad()
     def losses(self, model: torch.nn.Module) -> list[tuple[float, float]]:
@@ -74,7 +78,7 @@ def main(link: str, key: Path, name: str, address: str, batch_size: int, recipe_
             return board.manifest or first
 
         def progress(told: TrainProgress) -> None:
-            curve.add(trainer.model)
+            curve.add(trainer)
             say("progress", epoch=told.epoch, samples=told.samples, given=told.given, at=time.time())
 
         run.is_leaving = stop.is_set

@@ -79,3 +79,20 @@ async def test_the_albert_example_trains_with_another_on_a_dataset_of_ones_own(
     assert int(told[-1][2]) == 2
     [loss] = re.findall(r"^done: loss ([\d.]+) on average", second.output(), re.MULTILINE)
     assert 0.0 < float(loss) < 8.0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["lightning_lm.py", "transformers_albert.py"])
+async def test_an_example_trains_in_a_run_of_a_host_which_saves_its_state(
+    tmp_path: Path, children: Children, name: str
+) -> None:
+    """`potluck host --run NAME`, without a run.toml: what is trained is up to the programs."""
+    place = ("--folder", tmp_path / "hub", "--listen", "127.0.0.1", "--no-dashboard", "--no-wheel", "--json")
+    host = children.spawn([sys.executable, "-m", "potluck.cli", "host", "--run", "shared", *place], name="host")
+    link = (await host.until_line(r'"event":"ready".*"link":"([^"]+)"', PATIENCE_SECONDS)).group(1)
+    example = start(children, tmp_path / "peer", name, "--steps", "8", "--target-batch-size", "32", link=link)
+    assert await example.until_exit(PATIENCE_SECONDS * 2) == 0, example.tail()
+    assert "done: loss" in example.output()
+    saved = [path.name for path in (tmp_path / "hub" / "states" / "backups").glob("epoch-*.json")]
+    assert saved, "the host has taken over what the only trainer leaves"
+    assert host.exit_code is None

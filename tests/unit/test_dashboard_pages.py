@@ -234,6 +234,11 @@ def test_what_peers_chose_is_never_a_key_of_a_chart(name: str) -> None:
     assert keys_of(charts.network([row("a", f":{name}")], [])) == keys_of(charts.network([row("a", "plain")], []))
 
 
+def test_peers_of_the_same_name_are_told_apart_in_the_network() -> None:
+    drawn = charts.network([row("UA1", "Ada"), row("UB2", "Ada"), row("UC3", "Lin")], [])
+    assert [node["name"] for node in drawn["series"][0]["data"]] == ["Ada (UA1)", "Ada (UB2)", "Lin"]
+
+
 def test_a_round_that_failed_is_told_with_phase_reason_and_members() -> None:
     from potluck.monitor.dashboard.pages.rounds import failure_of, title_of_failure
 

@@ -25,6 +25,7 @@ from potluck.training.books.history import (
     mean_loss,
     page_key,
     record_of,
+    record_of_failure,
     round_key,
 )
 from potluck.training.books.historydesk import HistoryDesk
@@ -68,6 +69,13 @@ def test_a_commit_becomes_a_record() -> None:
     assert record.left_out == {"carol": "it was gone"}
     assert record_of(second, {}, None).since_last_seconds is None
     assert record_of(commit(9), {}, first).since_last_seconds is None  # what was between is not known
+
+
+def test_two_of_the_same_name_are_told_apart_and_neither_is_lost() -> None:
+    record = record_of(commit(2, alice=0.5, bob=1.5), {"alice": "Ada", "bob": "Ada", "carol": "Ada"}, None)
+    assert [member.name for member in record.members] == ["Ada (alice)", "Ada (bob)"]
+    assert record.left_out == {"Ada (carol)": "it was gone"}
+    assert record_of_failure(failed(3, "alice", "bob"), {"alice": "Ada"}, 0.0).members == ("Ada", "bob")
 
 
 def test_losses_count_by_speed() -> None:

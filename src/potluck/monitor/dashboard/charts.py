@@ -14,7 +14,7 @@ from potluck.monitor import figures
 from potluck.monitor.past import Axis
 from potluck.monitor.series import Numbers, Series
 from potluck.monitor.view import LinkRow, PeerRow
-from potluck.training.books.history import FailureRecord, RoundRecord
+from potluck.training.books.history import FailureRecord, RoundRecord, shown_names
 
 # In the middle between light and dark, so that both backgrounds do.
 TOMATO, BLUE, GREEN, AMBER, PLUM, GREY = "#e8590c", "#4c8dd6", "#3f9d63", "#e0a21b", "#9b6bb3", "#8d867c"
@@ -196,6 +196,7 @@ def network(rows: Sequence[PeerRow], links: Sequence[LinkRow]) -> Options:
     fastest = max((link.bytes_per_second or 0.0 for link in links), default=0.0) or 1.0
     drawn = sorted(links, key=lambda link: -(link.bytes_per_second or 0.0))[:MAX_DRAWN_LINKS]
     rate = max((row.samples_per_second for row in rows), default=0.0) or 1.0
+    called = shown_names([row.peer for row in rows], {row.peer: row.name for row in rows})
     return {
         "animation": False,
         "textStyle": {"fontFamily": "inherit"},
@@ -216,7 +217,7 @@ def network(rows: Sequence[PeerRow], links: Sequence[LinkRow]) -> Options:
                 "data": [
                     {
                         "id": row.peer,
-                        "name": row.name,
+                        "name": called[row.peer],
                         "value": f"{row.samples_per_second:,.0f} samples/s" if row.role == "trainer" else row.role,
                         "symbolSize": round(8 + 20 * math.sqrt(max(0.0, row.samples_per_second) / rate), 1),
                         "itemStyle": {"color": ROLE_COLOURS.get(row.role, GREY)},

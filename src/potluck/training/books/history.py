@@ -13,6 +13,7 @@ takes all pages once and follows the tail: no change of the store is larger than
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -176,10 +177,8 @@ def read_points(data: bytes) -> Points:
 
 def record_of(commit: Commit, names: Mapping[str, str], before: Commit | None) -> RoundRecord:
     """What is kept of a commit; `names` are the peers' own, shown and never trusted."""
-
-    def name(peer: str) -> str:
-        return shown_name(peer, names)
-
+    everybody = [member.peer for member in commit.members]
+    called = shown_names([*everybody, *commit.left_out, *commit.excluded, commit.coordinator], names)
     began = commit.committed_at - commit.seconds
     follows = before is not None and before.epoch == commit.epoch - 1
     return RoundRecord(
@@ -190,12 +189,12 @@ def record_of(commit: Commit, names: Mapping[str, str], before: Commit | None) -
         attempts=commit.key.attempt + 1,
         repairs=commit.revisions,
         audited=commit.audited,
-        coordinator=name(commit.coordinator),
+        coordinator=called[commit.coordinator],
         went_back_to=commit.restored.epoch if commit.restored is not None else None,
         members=tuple(
             RoundMember(
                 peer=member.peer,
-                name=name(member.peer),
+                name=called[member.peer],
                 weight=member.weight,
                 holds=member.holds,
                 seconds=member.seconds,
@@ -204,17 +203,18 @@ def record_of(commit: Commit, names: Mapping[str, str], before: Commit | None) -
             )
             for member in commit.members
         ),
-        left_out={name(peer): reason for peer, reason in commit.left_out.items()},
-        excluded={name(peer): exclusion.reason for peer, exclusion in commit.excluded.items()},
+        left_out={called[peer]: reason for peer, reason in commit.left_out.items()},
+        excluded={called[peer]: exclusion.reason for peer, exclusion in commit.excluded.items()},
     )
 
 
 def record_of_failure(failed: FailedRound, names: Mapping[str, str], at: float) -> FailureRecord:
     """What is kept of a round that was given up, told by names."""
+    called = shown_names([*failed.members, *failed.troubles], names)
 
     def told(text: str) -> str:
         for peer in failed.members:
-            text = text.replace(peer, shown_name(peer, names))
+            text = text.replace(peer, called[peer])
         return text[:LONGEST_REASON]
 
     return FailureRecord(
@@ -224,14 +224,16 @@ def record_of_failure(failed: FailedRound, names: Mapping[str, str], at: float) 
         seconds=failed.seconds,
         phase=failed.phase,
         reason=told(failed.reason),
-        members=tuple(shown_name(peer, names) for peer in failed.members),
-        troubles={shown_name(peer, names): told(trouble) for peer, trouble in failed.troubles.items()},
+        members=tuple(called[peer] for peer in failed.members),
+        troubles={called[peer]: told(trouble) for peer, trouble in failed.troubles.items()},
     )
 
 
-def shown_name(peer: str, names: Mapping[str, str]) -> str:
-    """What a peer calls itself, or the beginning of its id."""
-    return (names.get(peer) or peer[:12])[:LONGEST_NAME]
+def shown_names(peers: Iterable[str], names: Mapping[str, str]) -> dict[str, str]:
+    """What peers call themselves, or the beginnings of their ids; both where two of them have the same name."""
+    called = {peer: (names.get(peer) or peer[:12])[:LONGEST_NAME] for peer in peers}
+    times = Counter(called.values())
+    return {peer: name if times[name] == 1 else f"{name} ({peer[:8]})" for peer, name in called.items()}
 
 
 def mean_loss(told: Iterable[tuple[float | None, float]]) -> float | None:

@@ -25,7 +25,7 @@ from potluck.training.manifest.manifest import DiLoCo, Manifest, Settings, Sync
 from potluck.training.trainer import machine
 from potluck.training.trainer import trainer as trainers
 from potluck.training.trainer.leaving import train_and_hand_in
-from potluck.training.trainer.machine import MemoryLimit, find_device
+from potluck.training.trainer.machine import MemoryLimit, find_device, find_devices
 from potluck.training.trainer.trainer import TrainConfig, Trainer, TrainProgress
 
 MANIFEST = Manifest(
@@ -190,6 +190,15 @@ def test_a_compiled_model_trains_under_the_names_of_the_plain_one(monkeypatch: p
         assert trainer.train(threading.Event()).epoch == 2
         assert not all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
         assert all("_orig_mod" not in name for name in trainer.optimizer.method.tensors())
+
+
+def test_devices() -> None:
+    assert find_devices("cpu") == (torch.device("cpu"),)
+    assert find_devices("cpu, cpu") == (torch.device("cpu"),) * 2
+    if not torch.accelerator.is_available():
+        assert find_devices("") == (torch.device("cpu"),), "one process, where nothing says that there are more"
+    with pytest.raises(ConfigurationError, match="--device quantum cannot be used here"):
+        find_devices("cpu,quantum")
 
 
 def test_a_precision_that_there_is_not() -> None:

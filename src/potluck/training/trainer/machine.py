@@ -33,8 +33,10 @@ def find_devices(names: str) -> tuple[torch.device, ...]:
     if names:
         return tuple(find_device(name.strip()) for name in names.split(","))
     first = find_device("")
-    count = 1 if first.type in ("cpu", "mps") else torch.accelerator.device_count()
-    return (first, *(torch.device(first.type, index) for index in range(count) if index != first.index))
+    if first.type in ("cpu", "mps"):
+        return (first,)
+    others = (index for index in range(torch.accelerator.device_count()) if index != first.index)
+    return (first, *(torch.device(first.type, index) for index in others))
 
 
 def _fastest() -> str:

@@ -8,7 +8,6 @@ have nothing but the link, each held to two thirds of a core. Prints the held-ou
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -24,6 +23,7 @@ from typing import Any
 import psutil
 import torch
 
+import harness
 from potluck.recipes.catalogue import open_recipe
 from potluck.recipes.recipe import data_of
 from potluck.recipes.shipped import folder_files
@@ -219,7 +219,7 @@ class Company:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = harness.parser(__doc__, repeats=None)  # and nothing outlives us
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--most-seconds", type=float, default=900.0)
     parser.add_argument("--folder", type=Path, default=None, help="Where to work and leave the runs; else removed.")

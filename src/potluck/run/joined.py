@@ -216,14 +216,25 @@ def join(
     *,
     identity: Identity | None = None,
     on_waiting: Callable[[Answer], None] | None = None,
-    kind: type[J] = Joined,  # type: ignore[assignment]
     **config: Any,
-) -> J:
+) -> Joined:
     """Take part in a run by its join link (else POTLUCK_LINK), as a context manager.
 
     `config` is what `potluck.run.peer.PeerConfig` has: name, role, client_mode, wait_seconds and so on. `on_waiting` is
     called, on the event loop, while an organiser has to let this peer in.
     """
+    return join_as(Joined, link, identity=identity, on_waiting=on_waiting, **config)
+
+
+def join_as(
+    kind: type[J],
+    link: str = "",
+    *,
+    identity: Identity | None = None,
+    on_waiting: Callable[[Answer], None] | None = None,
+    **config: Any,
+) -> J:
+    """As `join`, with what a program sees of the run made of `kind`."""
     parsed = parsed_link(link)
     if notice := parsed.version_notice(potluck.__version__):
         logger.warning("%s", notice)

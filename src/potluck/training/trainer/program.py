@@ -104,6 +104,6 @@ def join(
     `config` is what `potluck.run.peer.PeerConfig` has: name, role, client_mode, wait_seconds and so on. `on_waiting` is
     called, on the event loop, while an organiser has to let this peer in.
     """
-    run = joined.join(link, identity=identity, on_waiting=on_waiting, kind=ProgramRun, **config)
+    run = joined.join_as(ProgramRun, link, identity=identity, on_waiting=on_waiting, **config)
     run.link = joined.parsed_link(link)
     return run

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from harness import HIVEMIND, ROOT, environment_with, parser, report, say
+from potluck.hub.access.member import Scopes
+from potluck.hub.access.organise import Organiser
 from potluck.hub.guard.guard import GuardConfig
-from potluck.hub.guard.member import Scopes
-from potluck.hub.guard.organise import Organiser
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.presence import Role
 from potluck.hub.server.configuration import HubConfig

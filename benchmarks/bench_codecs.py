@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import torch
 
-from potluck.round.chunks import ChunkGrid
 from potluck.round.codecs import CODEC_NAMES, CodecSpec, codec_for
 from potluck.round.codecs.base import Fixed
-from potluck.round.specs import Run
+from potluck.round.plan.chunks import ChunkGrid
+from potluck.round.plan.specs import Run
 
 PEERS = 4
 

@@ -29,7 +29,7 @@ from playwright.sync_api import sync_playwright
 from harness import ROOT, parser, report, say
 from potluck.monitor.dashboard import charts
 from potluck.monitor.past import Past
-from potluck.training.history import PAGE_POINTS, POINT
+from potluck.training.books.history import PAGE_POINTS, POINT
 
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
              "--disable-background-networking", "--disable-component-update", "--disable-sync"]  # fmt: skip

@@ -28,12 +28,12 @@ from potluck.optim.optimizer import Optimizer
 from potluck.peer.identity import Identity
 from potluck.recipes.digits import Config, Digits
 from potluck.round.aggregators import AGGREGATOR_NAMES, AggregatorSpec, aggregator_for
-from potluck.round.gathering import GatherConfig
+from potluck.round.coordinator.gathering import GatherConfig
 from potluck.run.joined import Joined
 from potluck.run.loopthread import LoopThread
+from potluck.sim.memoryrun import MemoryPeer, MemoryRun
 from potluck.state.keeper import StateConfig
-from potluck.testing.memoryrun import MemoryPeer, MemoryRun
-from potluck.training.feed import RandomShards
+from potluck.training.trainer.feed import RandomShards
 
 NUM_PEERS = 4
 BATCH_SIZE = 16

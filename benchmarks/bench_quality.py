@@ -36,10 +36,10 @@ from potluck.optim.outerloop import OuterLoop, Weighting
 from potluck.optim.parameters import RolesByPrefix
 from potluck.optim.targetbatch import TargetBatch
 from potluck.round.aggregators import AggregatorSpec, aggregator_for
-from potluck.round.chunks import ChunkGrid
 from potluck.round.codecs import CodecChoice, EncodedChunk
-from potluck.round.layout import Layout
-from potluck.round.reduction import encode_values, reduce_chunk
+from potluck.round.member.reduction import encode_values, reduce_chunk
+from potluck.round.plan.chunks import ChunkGrid
+from potluck.round.plan.layout import Layout
 from toylm import Corpus, corpus, loss_of, make_model
 
 NUM_PEERS = 4

@@ -37,10 +37,10 @@ from bench_averaging import START_SECONDS, Contender
 from harness import ROOT, environment_with, parser, report, say
 from potluck.fleet.member import FleetConfig, FleetMember
 from potluck.fleet.sync import AsyncFleet
+from potluck.hub.access.member import Scopes
+from potluck.hub.access.organise import Done, Organiser
+from potluck.hub.access.queueing import CreateQueue
 from potluck.hub.guard.guard import GuardConfig
-from potluck.hub.guard.member import Scopes
-from potluck.hub.guard.organise import Done, Organiser
-from potluck.hub.guard.queuedesk import CreateQueue
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.queues import QueueDefinition, Rights
 from potluck.hub.server.certificate import prepare_certificates

@@ -25,9 +25,9 @@ import torch
 from harness import parser, report, say
 from potluck import faultpoints
 from potluck.errors import RoundFailedError
+from potluck.hub.access.member import Scopes
+from potluck.hub.access.organise import Organiser
 from potluck.hub.guard.guard import GuardConfig
-from potluck.hub.guard.member import Scopes
-from potluck.hub.guard.organise import Organiser
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.server.configuration import HubConfig
 from potluck.hub.subjects import Subjects

@@ -22,7 +22,7 @@ from potluck.optim.optimizer import Optimizer
 from potluck.peer.identity import Identity
 from potluck.run.joined import Joined
 from potluck.run.loopthread import LoopThread
-from potluck.testing.memoryrun import MemoryPeer, MemoryRun
+from potluck.sim.memoryrun import MemoryPeer, MemoryRun
 from toylm import Corpus, corpus, loss_of, make_model
 
 WIDTH, NUM_LAYERS, LENGTH, BATCH_SIZE = 128, 4, 64, 16

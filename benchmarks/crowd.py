@@ -29,10 +29,10 @@ import potluck
 from potluck import tasks
 from potluck.cli.console import run
 from potluck.errors import AccessError, RetryableError
+from potluck.hub.access.application import Application
 from potluck.hub.address import HubAddress
 from potluck.hub.connection import HubConnection
 from potluck.hub.guard.guard import GuardConfig
-from potluck.hub.guard.lobby import Application
 from potluck.hub.joinlink import JoinLink, fetch_address
 from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
 from potluck.hub.presence import Beacon, Card

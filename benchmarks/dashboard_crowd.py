@@ -20,10 +20,10 @@ from pathlib import Path
 import potluck
 from potluck.cli.console import run
 from potluck.errors import RetryableError
+from potluck.hub.access.application import Application
 from potluck.hub.address import HubAddress
 from potluck.hub.connection import HubConnection
 from potluck.hub.guard.guard import GuardConfig
-from potluck.hub.guard.lobby import Application
 from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
 from potluck.hub.presence import Beacon, Card
 from potluck.hub.server.configuration import HubConfig
@@ -33,11 +33,11 @@ from potluck.peer.admission import be_admitted
 from potluck.peer.identity import Identity
 from potluck.peer.session import REQUEST_TIMEOUT_SECONDS, new_session_id
 from potluck.round.lineage import Lineage
-from potluck.round.plan import Commit, CommittedMember, RoundKey
+from potluck.round.plan.messages import Commit, CommittedMember, RoundKey
 from potluck.run.host import Host, HostConfig
 from potluck.run.linknews import TOPIC, LinkFigures, LinkNews
-from potluck.training.contributions import KEY, ContributionBook, added
-from potluck.training.history import TAIL_KEY, HistoryLog, record_of, round_key
+from potluck.training.books.contributions import KEY, ContributionBook, added
+from potluck.training.books.history import TAIL_KEY, HistoryLog, record_of, round_key
 
 RUN = "crowd"
 EPOCH_SECONDS = 2.0

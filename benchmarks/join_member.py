@@ -59,7 +59,9 @@ async def keep(keeper: StateKeeper, peer: Peer, arguments: dict[str, Any]) -> No
 async def join(keeper: StateKeeper, peer: Peer, arguments: dict[str, Any]) -> None:
     """Fetch the state as often as asked; what was fetched before is not used again."""
     await poll_until(
-        lambda: len(keeper.herald.keepers(0, arguments["digest"])) == arguments["keepers"], START_SECONDS, "the keepers"
+        lambda: len(keeper.directory.keepers(0, arguments["digest"])) == arguments["keepers"],
+        START_SECONDS,
+        "the keepers",
     )
     await poll_until(lambda: num_direct(peer) >= arguments["keepers"], START_SECONDS, "direct links to the keepers")
     own = {f"layer.{n}": torch.zeros(arguments["elements"]) for n in range(arguments["tensors"])}  # a joiner's model

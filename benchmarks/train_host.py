@@ -13,9 +13,9 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from potluck.hub.access.member import Scopes
+from potluck.hub.access.organise import Organiser
 from potluck.hub.guard.guard import GuardConfig
-from potluck.hub.guard.member import Scopes
-from potluck.hub.guard.organise import Organiser
 from potluck.hub.keys import HubKeys
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.server.configuration import HubConfig
@@ -24,7 +24,7 @@ from potluck.optim.collaboration import Collaboration
 from potluck.optim.helper import OTHERWISE
 from potluck.optim.methods.quorum import ByMost
 from potluck.round.codecs import CodecChoice
-from potluck.round.coordinator import CoordinatorConfig
+from potluck.round.coordinator.coordinator import CoordinatorConfig
 from potluck.run.host import Host, HostConfig
 from potluck.run.peer import Peer, PeerConfig
 from potluck.state.keeper import StateConfig, StateKeeper

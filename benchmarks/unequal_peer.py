@@ -23,9 +23,9 @@ import potluck
 from potluck.errors import PotluckError
 from potluck.peer.identity import Identity
 from potluck.recipes.catalogue import open_recipe
-from potluck.training.manifest import Manifest
-from potluck.training.notice import NoticeBoard
-from potluck.training.trainer import TrainConfig, Trainer, TrainProgress
+from potluck.training.manifest.manifest import Manifest
+from potluck.training.manifest.notice import NoticeBoard
+from potluck.training.trainer.trainer import TrainConfig, Trainer, TrainProgress
 
 PORT = 4700
 KEPT_EVERY_SECONDS = 1.0

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from potluck.run.joined import join
     from potluck.state.backups import BackupConfig
     from potluck.state.keeper import StateConfig
-    from potluck.training.ownloop import DiLoCo, Optimizer
+    from potluck.training.trainer.ownloop import DiLoCo, Optimizer
 
 __version__ = "0.1.0"
 __all__ = ["BackupConfig", "DiLoCo", "Optimizer", "PotluckError", "StateConfig", "__version__", "join"]
 
 _LAZY = {
     "BackupConfig": "potluck.state.backups",
-    "DiLoCo": "potluck.training.ownloop",
-    "Optimizer": "potluck.training.ownloop",
+    "DiLoCo": "potluck.training.trainer.ownloop",
+    "Optimizer": "potluck.training.trainer.ownloop",
     "StateConfig": "potluck.state.keeper",
     "join": "potluck.run.joined",
 }

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from potluck.errors import ConfigurationError, StoppedError
-from potluck.hub.guard.lobby import why_we_wait
+from potluck.hub.access.application import why_we_wait
 from potluck.hub.joinlink import JoinLink
 from potluck.monitor.lossplot import plot_loss
 from potluck.optim.progress.tracker import RunProgress
@@ -30,13 +30,13 @@ from potluck.peer import environment
 from potluck.recipes.catalogue import open_recipe
 from potluck.recipes.reference import compile_source, read_source
 from potluck.run.joined import Joined, join
-from potluck.training.leaving import HAND_IN_SECONDS, train_and_hand_in
-from potluck.training.machine import find_device
-from potluck.training.manifest import Manifest
-from potluck.training.notice import NoticeBoard
-from potluck.training.readiness import check_ready, last_epoch
-from potluck.training.receipts import receipts_folder, receipts_path
-from potluck.training.trainer import TrainConfig, Trainer, TrainProgress
+from potluck.training.books.receipts import receipts_folder, receipts_path
+from potluck.training.manifest.manifest import Manifest
+from potluck.training.manifest.notice import NoticeBoard
+from potluck.training.manifest.readiness import check_ready, last_epoch
+from potluck.training.trainer.leaving import HAND_IN_SECONDS, train_and_hand_in
+from potluck.training.trainer.machine import find_device
+from potluck.training.trainer.trainer import TrainConfig, Trainer, TrainProgress
 
 DRAW_EVERY_SECONDS = 2.0
 MOST_POINTS = 1000

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from potluck.cli.main import main
 from potluck.link.carrier import Buffer
-from potluck.round import tensorwork
-from potluck.round.chunks import Chunk
-from potluck.round.layout import FlatTensors
-from potluck.round.reduction import encode_values
+from potluck.round.member import tensorwork
+from potluck.round.member.reduction import encode_values
+from potluck.round.plan.chunks import Chunk
+from potluck.round.plan.layout import FlatTensors
 
 
 def encode_nan(chunk: Chunk, tensors: FlatTensors) -> Buffer:

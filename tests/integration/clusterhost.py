@@ -14,9 +14,9 @@ import json
 import sys
 from pathlib import Path
 
+from potluck.hub.access.member import Scopes
+from potluck.hub.access.organise import Organiser
 from potluck.hub.guard.guard import Guard, GuardConfig
-from potluck.hub.guard.member import Scopes
-from potluck.hub.guard.organise import Organiser
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.server.configuration import ClusterConfig, HubConfig
 from potluck.hub.server.embedded import EmbeddedHub

@@ -10,8 +10,8 @@ from guardhouse import RUN, GuardHouse, Person
 
 from potluck.fleet.member import FleetConfig, FleetMember
 from potluck.fleet.sync import AsyncFleet
-from potluck.hub.guard.organise import Done
-from potluck.hub.guard.queuedesk import CreateQueue
+from potluck.hub.access.organise import Done
+from potluck.hub.access.queueing import CreateQueue
 from potluck.hub.queues import QueueDefinition
 from potluck.hub.server.embedded import EmbeddedHub
 from potluck.peer.identity import Identity

@@ -19,7 +19,7 @@ from potluck.hub.bulk.wire import BulkWire
 from potluck.hub.keys import public_key
 from potluck.link.links import Incoming, Links
 from potluck.link.relay.carrier import RelayCarrier, RelayConfig
-from potluck.link.relay.manners import MannersConfig
+from potluck.link.relay.penalties import PenaltyConfig
 
 SECONDS_PER_BYTE = 1 / 40e6
 
@@ -35,7 +35,7 @@ class SlowWire(BulkWire):
 async def suffer(url: str, seed: bytes, tolerated_bytes: int, peers: list[str]) -> None:
     me = public_key(seed)
     links = Links(me, "s", SystemClock())
-    config = RelayConfig(manners=MannersConfig(tolerated_bytes=tolerated_bytes))
+    config = RelayConfig(penalties=PenaltyConfig(tolerated_bytes=tolerated_bytes))
     relay = RelayCarrier(
         links, me, SUBJECTS, SlowWire(HubAddress(servers=(url,)), seed=seed, config=QUICK), keys_of(me), config=config
     )

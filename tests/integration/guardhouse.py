@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from potluck.hub.access.application import Answer, Application
+from potluck.hub.access.member import Scopes
+from potluck.hub.access.organise import Organiser
 from potluck.hub.connection import Entry
 from potluck.hub.guard.guard import Guard, GuardConfig
-from potluck.hub.guard.lobby import Answer, Application
-from potluck.hub.guard.member import Scopes
-from potluck.hub.guard.organise import Organiser
 from potluck.hub.keys import HubKeys, new_seed, public_key
 from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
 from potluck.hub.presence import Beacon, Card, CardAnswer, Presence

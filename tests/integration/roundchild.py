@@ -36,18 +36,18 @@ from potluck.errors import PotluckError
 from potluck.hub.address import HubAddress
 from potluck.messages import encode
 from potluck.peer.identity import Identity
+from potluck.round.audit.seals import Notary, Sealer, sealed_hash
 from potluck.round.averager import Averager, AveragerConfig
-from potluck.round.chunks import Chunk
 from potluck.round.codecs import CodecChoice
-from potluck.round.coordinator import CoordinatorConfig
-from potluck.round.director import Patience
-from potluck.round.exchanger import Exchanger
-from potluck.round.plan import Commit, Plan, Report
-from potluck.round.reduction import Reduced
-from potluck.round.seals import Notary, Sealer, sealed_hash
-from potluck.round.tensorwork import SealedWork, TensorWork
-from potluck.round.trigger import Quorum
-from potluck.round.workers import Workers
+from potluck.round.coordinator.coordinator import CoordinatorConfig
+from potluck.round.coordinator.director import Patience
+from potluck.round.coordinator.trigger import Quorum
+from potluck.round.member.reduction import Reduced
+from potluck.round.member.roundwork import RoundWork
+from potluck.round.member.tensorwork import SealedWork, TensorWork
+from potluck.round.member.workers import Workers
+from potluck.round.plan.chunks import Chunk
+from potluck.round.plan.messages import Commit, Plan, Report
 from potluck.run import peer as peer_module
 from potluck.run.peer import Peer, PeerConfig
 from potluck.testing.faults import Fault, FaultHook
@@ -124,16 +124,16 @@ class Liar:
     def __init__(self) -> None:
         self.epoch = 0
         self.num_lies = 0
-        report = Exchanger.report
+        report = RoundWork.report
 
-        def lie(exchanger: Exchanger) -> Report:
-            told = report(exchanger)
+        def lie(round_work: RoundWork) -> Report:
+            told = report(round_work)
             if told.key.epoch != self.epoch or not told.digest:
                 return told
             self.num_lies += 1
             return msgspec.structs.replace(told, digest="f" * 32)
 
-        Exchanger.report = lie  # type: ignore[method-assign]
+        RoundWork.report = lie  # type: ignore[method-assign]
 
 
 class SlowWorkers(Workers):

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from potluck.hub.access.member import Scopes
+from potluck.hub.access.organise import Organiser
 from potluck.hub.address import HubAddress
 from potluck.hub.guard.guard import GuardConfig
-from potluck.hub.guard.member import Scopes
-from potluck.hub.guard.organise import Organiser
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.server.configuration import HubConfig
 from potluck.hub.subjects import Subjects

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from potluck.clock import Clock
+from potluck.hub.access.organise import Organiser
 from potluck.hub.guard.guard import GuardConfig
-from potluck.hub.guard.organise import Organiser
 from potluck.hub.guard.presencecore import PresenceConfig
 from potluck.hub.joinlink import JoinLink, fetch_address
 from potluck.hub.keys import HubKeys

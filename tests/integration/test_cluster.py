@@ -25,10 +25,10 @@ from clusterhost import RUN
 from potluck import tasks
 from potluck.clock import SystemClock
 from potluck.errors import PotluckError, RetryableError
+from potluck.hub.access.member import Scopes
+from potluck.hub.access.organise import Organiser
 from potluck.hub.address import HubAddress
 from potluck.hub.connection import Entry
-from potluck.hub.guard.member import Scopes
-from potluck.hub.guard.organise import Organiser
 from potluck.hub.joinlink import HubPlace, JoinLink, fetch_address
 from potluck.hub.keys import HubKeys
 from potluck.hub.nats.connection import NatsConnection

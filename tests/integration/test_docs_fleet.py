@@ -13,9 +13,9 @@ from runhouse import RUN, RunHouse, open_run
 
 import potluck.fleet
 from potluck.fleet.member import FleetMember
-from potluck.hub.guard.member import Scopes
-from potluck.hub.guard.organise import Done
-from potluck.hub.guard.queuedesk import CreateQueue
+from potluck.hub.access.member import Scopes
+from potluck.hub.access.organise import Done
+from potluck.hub.access.queueing import CreateQueue
 from potluck.hub.joinlink import fetch_address
 from potluck.hub.keys import HubKeys
 from potluck.hub.queues import QueueDefinition

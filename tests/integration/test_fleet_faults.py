@@ -21,8 +21,8 @@ from runhouse import open_run
 from potluck.errors import PotluckError
 from potluck.fleet.member import FleetConfig, FleetMember
 from potluck.fleet.sync import AsyncFleet
-from potluck.hub.guard.organise import Done
-from potluck.hub.guard.queuedesk import CreateQueue
+from potluck.hub.access.organise import Done
+from potluck.hub.access.queueing import CreateQueue
 from potluck.hub.keys import HubKeys
 from potluck.hub.queues import QueueDefinition
 from potluck.peer.identity import Identity

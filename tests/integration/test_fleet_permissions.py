@@ -11,8 +11,8 @@ from guardhouse import RUN, GuardHouse, Person, open_house
 from rawmember import RawMember
 
 from potluck.errors import ConfigurationError
-from potluck.hub.guard.organise import Done
-from potluck.hub.guard.queuedesk import CreateQueue, DeleteQueue, ForgetParts, Purged, PurgeQueue
+from potluck.hub.access.organise import Done
+from potluck.hub.access.queueing import CreateQueue, DeleteQueue, ForgetParts, Purged, PurgeQueue
 from potluck.hub.queues import QueueDefinition, QueueSubjects
 
 SUBJECTS = QueueSubjects(RUN)

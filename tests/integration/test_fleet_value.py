@@ -14,7 +14,7 @@ from frameworkprograms import environment
 from runhouse import RunHouse, open_run
 from test_docs_fleet import make_queues
 
-from potluck.hub.guard.member import Scopes
+from potluck.hub.access.member import Scopes
 from potluck.hub.queues import QueueDefinition, Rights
 from potluck.testing.polling import poll_until
 from potluck.testing.processes import Children, ManagedProcess

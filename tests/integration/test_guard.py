@@ -24,13 +24,13 @@ from huggingfacelike import huggingface_like
 from rawmember import RawMember
 
 from potluck.errors import ConfigurationError, NotAdmittedError, PermissionDeniedError, ProtocolError
+from potluck.hub.access.application import Answer, Application, waiting_subject
+from potluck.hub.access.member import Member, Policy, Scopes
+from potluck.hub.access.organise import Organiser
 from potluck.hub.connection import Delivery, Entry
 from potluck.hub.guard import lobbycrowd
 from potluck.hub.guard.door import DoorLimits
 from potluck.hub.guard.guard import Guard
-from potluck.hub.guard.lobby import Answer, Application, waiting_subject
-from potluck.hub.guard.member import Member, Policy, Scopes
-from potluck.hub.guard.organise import Organiser
 from potluck.hub.guard.presencecore import PresenceConfig
 from potluck.hub.keys import Signer, new_seed
 from potluck.hub.nats.connection import NatsConnection

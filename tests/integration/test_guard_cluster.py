@@ -16,10 +16,10 @@ from guardhouse import RUN, SUBJECTS, beacon, hand_in_card, knock
 
 from potluck import tasks
 from potluck.errors import PotluckError, RetryableError
+from potluck.hub.access.application import Application
+from potluck.hub.access.organise import Organiser
 from potluck.hub.address import HubAddress
 from potluck.hub.guard.guard import Guard, GuardConfig
-from potluck.hub.guard.lobby import Application
-from potluck.hub.guard.organise import Organiser
 from potluck.hub.keys import new_seed, public_key
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.presence import Presence

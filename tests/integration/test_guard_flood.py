@@ -10,9 +10,9 @@ import pytest
 from guardhouse import PATIENCE_SECONDS, SUBJECTS, open_house
 from rawmember import RawMember
 
+from potluck.hub.access.application import Application
 from potluck.hub.connection import Entry
 from potluck.hub.guard.floodcore import FloodLimits
-from potluck.hub.guard.lobby import Application
 from potluck.hub.presence import Presence
 from potluck.messages import decode
 from potluck.testing.polling import poll_until

@@ -18,8 +18,8 @@ from potluck.monitor.follower import RunFollower
 from potluck.monitor.past import Past
 from potluck.testing.polling import poll_until
 from potluck.testing.processes import Children
-from potluck.training.helping import AuxiliaryWork
-from potluck.training.history import Points, RoundRecord
+from potluck.training.books.history import Points, RoundRecord
+from potluck.training.trainer.helping import AuxiliaryWork
 
 
 class Written(NamedTuple):

@@ -30,9 +30,9 @@ from potluck.errors import (
     ProtocolError,
     RetryableError,
 )
+from potluck.hub.access.organise import Organiser
 from potluck.hub.guard import presencekeeper
 from potluck.hub.guard.guard import Guard
-from potluck.hub.guard.organise import Organiser
 from potluck.hub.guard.presencecore import PresenceConfig
 from potluck.hub.keys import new_seed
 from potluck.link.links import Incoming

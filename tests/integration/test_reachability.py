@@ -23,8 +23,8 @@ from potluck.link.direct.reachability import (
     dial_back,
 )
 from potluck.messages import decode, encode
+from potluck.sim.virtualclock import VirtualClock
 from potluck.testing.polling import poll_until
-from potluck.testing.virtualclock import VirtualClock
 
 PUBLIC = Endpoint.parse("tcp://8.8.4.4:4000")
 OTHER_PUBLIC = Endpoint.parse("tcp://8.8.8.8:4000")

@@ -10,7 +10,7 @@ from traincompany import PATIENCE_SECONDS, Company
 
 from potluck.optim.helper import Helper
 from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
-from potluck.round.coordinator import CoordinatorConfig
+from potluck.round.coordinator.coordinator import CoordinatorConfig
 from potluck.testing.processes import Children
 
 SLOW = 2

@@ -96,7 +96,7 @@ async def test_64_megabytes_come_though_a_keeper_is_killed_meanwhile(company: Co
     joiner = await company.join(StateConfig(keep="never", folder=tmp_path / "joiner", backups=None))
     ids = {one["peer"] for one in kept}
     await poll_until(
-        lambda: set(joiner.herald.keepers(0, kept[0]["kept"])) == ids, PATIENCE_SECONDS, "both keepers to be known"
+        lambda: set(joiner.directory.keepers(0, kept[0]["kept"])) == ids, PATIENCE_SECONDS, "both keepers to be known"
     )
     seen: list[int] = []
     started = time.monotonic()

@@ -11,15 +11,15 @@ import numpy as np
 from roundlab import Member
 
 from potluck.round.aggregators import Aggregator
-from potluck.round.chunks import Chunk
+from potluck.round.audit.merkle import merkle_root
+from potluck.round.audit.seals import Notary, Sealer, sealed_hash
 from potluck.round.codecs.memory import Buffer
-from potluck.round.lane import Letter
-from potluck.round.layout import FlatTensors
-from potluck.round.merkle import merkle_root
-from potluck.round.plan import Average, Plan
-from potluck.round.reduction import Own, Reduced
-from potluck.round.seals import Notary, Sealer, sealed_hash
-from potluck.round.tensorwork import SealedWork
+from potluck.round.member.lane import Letter
+from potluck.round.member.reduction import Own, Reduced
+from potluck.round.member.tensorwork import SealedWork
+from potluck.round.plan.chunks import Chunk
+from potluck.round.plan.layout import FlatTensors
+from potluck.round.plan.messages import Average, Plan
 
 
 class LyingWork(SealedWork):

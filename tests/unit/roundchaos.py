@@ -22,10 +22,10 @@ from potluck.messages import decode
 from potluck.peer.identity import Identity
 from potluck.round.lineage import Head
 from potluck.round.outcome import RoundResult
-from potluck.round.plan import Commit
-from potluck.round.signing import read_commit
-from potluck.testing.memorycarrier import PERFECT, Conditions
-from potluck.testing.memorystore import MemoryTable
+from potluck.round.plan.messages import Commit
+from potluck.round.plan.signing import read_commit
+from potluck.sim.memorycarrier import PERFECT, Conditions
+from potluck.sim.memorystore import MemoryTable
 
 ROUND_SECONDS = 90.0  # far more than any trouble lasts
 FEWEST_MEMBERS = 2

@@ -14,14 +14,14 @@ from potluck import faultpoints
 from potluck.peer.identity import Identity
 from potluck.round.averager import Averager, AveragerConfig
 from potluck.round.codecs import CodecChoice
-from potluck.round.coordinator import CoordinatorConfig
-from potluck.round.gathering import GatherConfig
+from potluck.round.coordinator.coordinator import CoordinatorConfig
+from potluck.round.coordinator.gathering import GatherConfig
+from potluck.round.coordinator.trigger import Quorum
 from potluck.round.outcome import RoundResult
-from potluck.round.partition import PartitionConfig
-from potluck.round.trigger import Quorum
-from potluck.testing.inlineworkers import InlineWorkers
-from potluck.testing.memoryrun import MemoryPeer, MemoryRun
-from potluck.testing.virtualloop import LoopClock, VirtualTimeLoop, process
+from potluck.round.plan.partition import PartitionConfig
+from potluck.sim.inlineworkers import InlineWorkers
+from potluck.sim.memoryrun import MemoryPeer, MemoryRun
+from potluck.sim.virtualloop import LoopClock, VirtualTimeLoop, process
 
 TIMEOUT_SECONDS = 60.0
 ELEMENTS = 100_000  # several chunks for each of a few reducers

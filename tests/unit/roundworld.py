@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from potluck.round.director import OTHER_DIGEST, Director, Finish, GiveUp, Patience, Publish
-from potluck.round.exchange import (
+from potluck.round.coordinator.director import OTHER_DIGEST, Director, Finish, GiveUp, Patience, Publish
+from potluck.round.member.exchange import (
     Complete,
     Discard,
     Exchange,
@@ -22,7 +22,7 @@ from potluck.round.exchange import (
     SendAverage,
     SendContribution,
 )
-from potluck.round.plan import Offence, Part, Participant, Plan, Report, RoundKey, bitmap
+from potluck.round.plan.messages import Offence, Part, Participant, Plan, Report, RoundKey, bitmap
 
 KEY = RoundKey(epoch=1, token=7, attempt=0)
 LIE = "a lie"
@@ -50,7 +50,7 @@ class Member:
     exchange: Exchange
     averages: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     made: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    early: list[tuple[Any, Any]] = field(default_factory=list)  # with their senders, as the mailroom keeps them
+    early: list[tuple[Any, Any]] = field(default_factory=list)  # with their senders, as the incoming_frames keeps them
     heard_at: float = 0.0
     num_reports: int = 0
     offences: dict[int, str] = field(default_factory=dict)

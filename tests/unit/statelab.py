@@ -15,10 +15,10 @@ from torch import Tensor
 from potluck.hub.presence import Role
 from potluck.peer.identity import Identity
 from potluck.peer.lease import LeaseView
+from potluck.sim.inlineworkers import InlineWorkers
+from potluck.sim.memoryrun import MemoryPeer, MemoryRun
+from potluck.sim.virtualloop import LoopClock
 from potluck.state.keeper import StateConfig, StateKeeper
-from potluck.testing.inlineworkers import InlineWorkers
-from potluck.testing.memoryrun import MemoryPeer, MemoryRun
-from potluck.testing.virtualloop import LoopClock
 
 MIB = 1024 * 1024
 

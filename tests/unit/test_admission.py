@@ -18,17 +18,17 @@ from potluck.errors import (
     RoleRefusedError,
     SeatsTakenError,
 )
+from potluck.hub.access.application import Answer, Application, RefusalCode, waiting_subject
+from potluck.hub.access.member import Scopes
 from potluck.hub.connection import Delivery
-from potluck.hub.guard.lobby import Answer, Application, RefusalCode, waiting_subject
-from potluck.hub.guard.member import Scopes
 from potluck.hub.guard.permissions import lobby_permissions
 from potluck.hub.subjects import Subjects
 from potluck.messages import decode, encode
 from potluck.peer import admission
 from potluck.peer.admission import be_admitted, refusal, why_refused
 from potluck.peer.identity import Identity
-from potluck.testing.memoryhub import MemoryConnection, MemoryHub
-from potluck.testing.virtualloop import LoopClock, in_virtual_time
+from potluck.sim.memoryhub import MemoryConnection, MemoryHub
+from potluck.sim.virtualloop import LoopClock, in_virtual_time
 
 SUBJECTS = Subjects("test")
 PEER = Identity.temporary().peer_id

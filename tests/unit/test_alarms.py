@@ -11,7 +11,7 @@ import pytest
 from potluck.errors import ConfigurationError
 from potluck.hub.presence import Beacon, Card, Presence
 from potluck.monitor.alarms import AlarmConfig, Alarms
-from potluck.round.plan import Commit, CommittedMember, Restoration, RoundKey
+from potluck.round.plan.messages import Commit, CommittedMember, Restoration, RoundKey
 from potluck.run.hostnews import FRESH_SECONDS, HostNews
 from potluck.state.announcement import Kept, KeptState
 

@@ -26,13 +26,14 @@ ORDER = (
     "pipeline",
     "paths",
     "fleet",
+    "spot",
     "recipes",
     "training",
     "monitor",
     "notebook",
     "integrations",
-    "sim",
     "testing",
+    "sim",
     "cli",
 )
 TORCH_FREE = (*FOUNDATION, "hub", "peer", "link", "run", "cli")
@@ -77,7 +78,7 @@ def test_imports_go_one_way() -> None:
 
 def test_only_commands_and_tests_use_the_testing_package() -> None:
     users = {package_of(path) for path in modules() if any(n.startswith("potluck.testing") for n in imports_of(path))}
-    assert users <= {"testing", "cli"}
+    assert users <= {"testing", "sim", "cli"}
 
 
 def test_the_lower_packages_never_import_torch() -> None:
@@ -101,13 +102,13 @@ def test_importing_potluck_is_light() -> None:
         "potluck.monitor.watcher",
         "potluck.run.preflight",
         "potluck.state.backups",
-        "potluck.training.ballot",
-        "potluck.training.contributions",
-        "potluck.training.organising",
-        "potluck.training.readiness",
-        "potluck.training.receipts",
-        "potluck.training.restoring",
-        "potluck.training.runfile",
+        "potluck.training.books.ballot",
+        "potluck.training.books.contributions",
+        "potluck.training.manifest.organising",
+        "potluck.training.manifest.readiness",
+        "potluck.training.books.receipts",
+        "potluck.training.manifest.rollback",
+        "potluck.training.manifest.runfile",
     ],
 )
 def test_who_only_looks_at_a_run_or_steers_it_needs_no_torch(module: str) -> None:

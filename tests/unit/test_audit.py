@@ -17,15 +17,15 @@ from roundworld import make_plan as make_round
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.messages import decode, encode
 from potluck.peer.identity import Identity
-from potluck.round import testimony as words
-from potluck.round.audit import Action, Ask, Audit, AuditConfig, Recompute, Verdict, draw_chunks
-from potluck.round.director import Finish, GiveUp
-from potluck.round.disputes import Holding, read_holding, settle
-from potluck.round.exclusions import MAX_EXCLUSIONS, PATIENT_ATTEMPTS, Absences, Exclusions, why_excluded
-from potluck.round.merkle import NOTHING, is_under, merkle_path, merkle_root
-from potluck.round.plan import Commit, Exclusion, Part, Participant, Plan, Report, RoundKey
-from potluck.round.seals import Notary, Sealer, sealed_hash
-from potluck.round.testimony import Account, Challenge, Fault, examine, reducer_of
+from potluck.round.audit import testimony as words
+from potluck.round.audit.auditcore import Action, Ask, Audit, AuditConfig, Recompute, Verdict, draw_chunks
+from potluck.round.audit.disputes import Holding, read_holding, settle
+from potluck.round.audit.exclusions import MAX_EXCLUSIONS, PATIENT_ATTEMPTS, Absences, Exclusions, why_excluded
+from potluck.round.audit.merkle import NOTHING, is_under, merkle_path, merkle_root
+from potluck.round.audit.seals import Notary, Sealer, sealed_hash
+from potluck.round.audit.testimony import Account, Challenge, Fault, examine, reducer_of
+from potluck.round.coordinator.director import Finish, GiveUp
+from potluck.round.plan.messages import Commit, Exclusion, Part, Participant, Plan, Report, RoundKey
 
 KEY = RoundKey(epoch=1, token=7, attempt=0)
 
@@ -590,7 +590,7 @@ def test_what_a_member_holds_must_be_what_it_reported() -> None:
 
 
 class PatientWorld(World):
-    """Where a message that is ahead of its plan waits for it, as in the mailroom."""
+    """Where a message that is ahead of its plan waits for it, as in the incoming_frames."""
 
     def deliver(self, pair: tuple[Any, Any]) -> None:
         source, target = pair

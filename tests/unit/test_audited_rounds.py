@@ -17,15 +17,15 @@ from test_audit import make_plan
 
 from potluck.errors import ProtocolError, RoundFailedError
 from potluck.messages import Message
-from potluck.round import auditor as auditor_module
-from potluck.round import testimony
 from potluck.round.aggregators import AGGREGATOR_NAMES, AggregatorSpec
-from potluck.round.audit import AuditConfig
+from potluck.round.audit import auditor as auditor_module
+from potluck.round.audit import testimony
+from potluck.round.audit.auditcore import AuditConfig
 from potluck.round.codecs import CODEC_NAMES, CodecChoice
-from potluck.round.director import OTHER_DIGEST
-from potluck.round.gathering import GatherConfig
-from potluck.round.plan import Report
-from potluck.testing.virtualloop import in_virtual_time
+from potluck.round.coordinator.director import OTHER_DIGEST
+from potluck.round.coordinator.gathering import GatherConfig
+from potluck.round.plan.messages import Report
+from potluck.sim.virtualloop import in_virtual_time
 
 EVERY_CHUNK = AuditConfig(chunks_per_reducer=10_000)
 
@@ -492,7 +492,7 @@ async def test_nobody_testifies_to_another_round_than_it_is_in() -> None:
         answers: list[asyncio.Task[Any]] = []
 
         def ask() -> None:
-            key = asked.averager._participation._round.exchanger.key  # type: ignore[union-attr]
+            key = asked.averager._participation._round.round_work.key  # type: ignore[union-attr]
             other = testimony.Challenge(
                 key=msgspec.structs.replace(key, attempt=key.attempt + 1), chunk=0, generation=0
             )
@@ -515,7 +515,7 @@ async def refusal(
     answers: list[asyncio.Task[Any]] = []
 
     def ask() -> None:
-        question = make(asked.averager._participation._round.exchanger)  # type: ignore[union-attr]
+        question = make(asked.averager._participation._round.round_work)  # type: ignore[union-attr]
         request = coordinator.peer.links.request(asked.id, question, reply=reply, timeout_seconds=5)
         answers.append(asyncio.create_task(request))
 
@@ -531,9 +531,9 @@ async def refusal(
 @pytest.mark.parametrize("what", ["another generation", "a chunk that is not there"])
 @in_virtual_time
 async def test_a_witness_says_nothing_of_averages_that_it_does_not_hold(what: str) -> None:
-    def make(exchanger: Any) -> Message:
-        last, is_late = len(exchanger.grid) - 1, what == "another generation"
-        return testimony.Challenge(key=exchanger.key, chunk=last + (not is_late), generation=int(is_late))
+    def make(round_work: Any) -> Message:
+        last, is_late = len(round_work.grid) - 1, what == "another generation"
+        return testimony.Challenge(key=round_work.key, chunk=last + (not is_late), generation=int(is_late))
 
     async with strangers(2) as there:
         assert "not one that this peer can testify to" in await refusal(there, "round.auditing", there.members[1], make)
@@ -541,8 +541,8 @@ async def test_a_witness_says_nothing_of_averages_that_it_does_not_hold(what: st
 
 @in_virtual_time
 async def test_a_witness_that_lacks_averages_says_so() -> None:
-    def make(exchanger: Any) -> Message:
-        return testimony.Challenge(key=exchanger.key, chunk=0, generation=0)
+    def make(round_work: Any) -> Message:
+        return testimony.Challenge(key=round_work.key, chunk=0, generation=0)
 
     async with strangers(2) as there:
         assert "lacks averages" in await refusal(there, "round.planned", there.members[1], make)
@@ -550,11 +550,11 @@ async def test_a_witness_that_lacks_averages_says_so() -> None:
 
 @in_virtual_time
 async def test_in_a_round_that_is_not_audited_nobody_testifies() -> None:
-    def challenge(exchanger: Any) -> Message:
-        return testimony.Challenge(key=exchanger.key, chunk=0, generation=0)
+    def challenge(round_work: Any) -> Message:
+        return testimony.Challenge(key=round_work.key, chunk=0, generation=0)
 
-    def inventory(exchanger: Any) -> Message:
-        return testimony.Inventory(key=exchanger.key)
+    def inventory(round_work: Any) -> Message:
+        return testimony.Inventory(key=round_work.key)
 
     async with lab(2) as there:
         asked = there.members[1]
@@ -584,7 +584,7 @@ async def test_only_the_coordinator_may_ask() -> None:
         answers: list[asyncio.Task[Any]] = []
 
         def ask() -> None:
-            key = asked.averager._participation._round.exchanger.key  # type: ignore[union-attr]
+            key = asked.averager._participation._round.round_work.key  # type: ignore[union-attr]
             challenge = testimony.Challenge(key=key, chunk=0, generation=0)
             request = curious.peer.links.request(asked.id, challenge, reply=testimony.Testimony, timeout_seconds=5)
             answers.append(asyncio.create_task(request))

@@ -14,15 +14,15 @@ from gatheringroom import Room, presence
 from potluck.errors import DeadlineExceededError, PeerUnreachableError
 from potluck.hub.subjects import Subjects
 from potluck.peer.roster import Roster
-from potluck.round import auditor as module
-from potluck.round.audit import AuditConfig, Verdict
-from potluck.round.auditor import Auditor
-from potluck.round.director import OTHER_DIGEST, Director, Patience
-from potluck.round.disputes import UNPROVEN
-from potluck.round.plan import Plan, Report
-from potluck.round.testimony import Holdings, Inventory
-from potluck.testing.virtualclock import VirtualClock
-from potluck.testing.virtualloop import in_virtual_time
+from potluck.round.audit import auditor as module
+from potluck.round.audit.auditcore import AuditConfig, Verdict
+from potluck.round.audit.auditor import Auditor
+from potluck.round.audit.disputes import UNPROVEN
+from potluck.round.audit.testimony import Holdings, Inventory
+from potluck.round.coordinator.director import OTHER_DIGEST, Director, Patience
+from potluck.round.plan.messages import Plan, Report
+from potluck.sim.virtualclock import VirtualClock
+from potluck.sim.virtualloop import in_virtual_time
 
 CONFIG = AuditConfig(answer_seconds=5.0, silence_seconds=60.0, exclusion_seconds=3600.0)
 MEMBERS = "ABCDE"

@@ -13,9 +13,9 @@ from potluck.hub.presence import Card, Presence, Role
 from potluck.messages import MAX_MESSAGE_BYTES, decode, encode
 from potluck.peer.identity import Identity
 from potluck.round.averager import Averager
-from potluck.testing.memoryrun import MemoryRun
+from potluck.sim.memoryrun import MemoryRun
 from potluck.testing.polling import poll_until
-from potluck.training.ballot import (
+from potluck.training.books.ballot import (
     KEY,
     LONGEST_MODEL_NAME,
     MAX_VOTES,

@@ -19,9 +19,9 @@ from potluck.link.channel.packet import ACK_NOW, PACKET_BYTES, Kind, Packet, dec
 from potluck.link.channel.receipt import Receipt
 from potluck.link.counters import Counters, PeerStatistics
 from potluck.link.limits import BULK_RESERVE_BYTES, INITIAL_CREDIT_BYTES, KIB, MIB, LinkConfig
-from potluck.testing.linknode import LinkNode, presence_of
-from potluck.testing.memorycarrier import Conditions, MemoryCarrier, MemoryNetwork
-from potluck.testing.virtualclock import VirtualClock
+from potluck.sim.linknode import LinkNode, presence_of
+from potluck.sim.memorycarrier import Conditions, MemoryCarrier, MemoryNetwork
+from potluck.sim.virtualclock import VirtualClock
 
 CONFIG = LinkConfig()
 SMALL = LinkConfig(

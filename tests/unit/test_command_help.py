@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from potluck.cli.main import app
 from potluck.errors import ConfigurationError
-from potluck.training.shards import MAX_READERS
+from potluck.training.books.shards import MAX_READERS
 
 COMMANDS = [
     ["train"],

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from potluck.cli import console
-from potluck.hub.guard.member import AccessRequest
+from potluck.hub.access.member import AccessRequest
 
 
 def test_whose_alarm_is_over_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ from potluck.clock import SystemClock
 from potluck.messages import MAX_MESSAGE_BYTES, encode
 from potluck.peer.identity import Identity
 from potluck.round.averager import Averager
-from potluck.round.plan import Commit, CommittedMember, RoundKey
-from potluck.testing.memoryrun import MemoryPeer, MemoryRun
+from potluck.round.plan.messages import Commit, CommittedMember, RoundKey
+from potluck.sim.memoryrun import MemoryPeer, MemoryRun
 from potluck.testing.polling import poll_until
-from potluck.training.contributions import (
+from potluck.training.books.contributions import (
     KEY,
     LONGEST_NAME,
     MAX_PEOPLE,

@@ -12,14 +12,14 @@ from gatheringroom import commit_of, presence, ready
 from potluck.peer.identity import Identity
 from potluck.peer.lease import LeaseView
 from potluck.peer.roster import Roster
-from potluck.round.adoption import Adoption
-from potluck.round.convening import ADOPT_SECONDS, RETURN_SECONDS, Convener, NoPlan, Term, Wait
-from potluck.round.exclusions import PATIENT_ATTEMPTS
-from potluck.round.gathering import GatherConfig, Proposal
-from potluck.round.plan import Completed, RoundKey
-from potluck.round.signing import sign_word
-from potluck.round.trigger import Quorum
-from potluck.testing.virtualclock import VirtualClock
+from potluck.round.audit.exclusions import PATIENT_ATTEMPTS
+from potluck.round.coordinator.adoption import Adoption
+from potluck.round.coordinator.convening import ADOPT_SECONDS, RETURN_SECONDS, Convener, NoPlan, Term, Wait
+from potluck.round.coordinator.gathering import GatherConfig, Proposal
+from potluck.round.coordinator.trigger import Quorum
+from potluck.round.plan.messages import Completed, RoundKey
+from potluck.round.plan.signing import sign_word
+from potluck.sim.virtualclock import VirtualClock
 
 FORMER = Identity.temporary()
 GRACE_SECONDS = 1.0

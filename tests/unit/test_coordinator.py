@@ -18,15 +18,15 @@ from potluck.messages import encode
 from potluck.peer.identity import Identity
 from potluck.peer.lease import LeaseView
 from potluck.peer.roster import Roster
-from potluck.round.audit import Verdict
-from potluck.round.coordinator import COMPLAIN_EVERY_SECONDS, Coordinator, CoordinatorConfig
-from potluck.round.director import Patience
-from potluck.round.gathering import GatherConfig
+from potluck.round.audit.auditcore import Verdict
+from potluck.round.coordinator.coordinator import COMPLAIN_EVERY_SECONDS, Coordinator, CoordinatorConfig
+from potluck.round.coordinator.director import Patience
+from potluck.round.coordinator.gathering import GatherConfig
 from potluck.round.lineage import Lineage
-from potluck.round.plan import Abort, Plan, Report, Restoration, RoundKey, bitmap
-from potluck.round.signing import read_word
-from potluck.testing.memoryhub import MemoryHub
-from potluck.testing.virtualloop import LoopClock, in_virtual_time
+from potluck.round.plan.messages import Abort, Plan, Report, Restoration, RoundKey, bitmap
+from potluck.round.plan.signing import read_word
+from potluck.sim.memoryhub import MemoryHub
+from potluck.sim.virtualloop import LoopClock, in_virtual_time
 
 IDENTITY = Identity.temporary()
 MOMENT_SECONDS = 0.05

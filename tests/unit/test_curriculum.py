@@ -14,9 +14,9 @@ from trainlab import FEATURES, TrainLab, loss_of, make_model, together, train_la
 
 from potluck.recipes.recipe import Batch, Recipe, RecipeConfig, Sample, configured
 from potluck.recipes.reference import RecipeRef
-from potluck.training.curriculum import data_at, warn_of_data
-from potluck.training.manifest import DiLoCo, Manifest, OptimizerSpec, ScheduleSpec, Settings, Sync
-from potluck.training.trainer import TrainConfig, Trainer
+from potluck.training.manifest.curriculum import data_at, warn_of_data
+from potluck.training.manifest.manifest import DiLoCo, Manifest, OptimizerSpec, ScheduleSpec, Settings, Sync
+from potluck.training.trainer.trainer import TrainConfig, Trainer
 
 LAST_EPOCH = 7
 BATCH_SIZE = 4

@@ -31,8 +31,8 @@ from potluck.monitor.dashboard.state import status_of
 from potluck.monitor.series import downsample
 from potluck.monitor.view import Overview, PeerRow, RunView
 from potluck.run.linknews import MAX_LINKS, LinkFigures, LinkNews
-from potluck.training.history import FailureRecord, RoundMember, RoundRecord
-from potluck.training.manifest import Settings
+from potluck.training.books.history import FailureRecord, RoundMember, RoundRecord
+from potluck.training.manifest.manifest import Settings
 
 TOKEN = "an organiser's token, long enough"
 SCRIPT = "<script>alert(1)</script>"

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from roundworld import KEY, make_plan
 
-from potluck.round.director import Decision, Director, Finish, GiveUp, Patience, Publish
-from potluck.round.plan import Offence, Part, Plan, Report, bitmap
-from potluck.round.reassignment import reassign
+from potluck.round.coordinator.director import Decision, Director, Finish, GiveUp, Patience, Publish
+from potluck.round.coordinator.reassignment import reassign
+from potluck.round.plan.messages import Offence, Part, Plan, Report, bitmap
 
 PATIENCE = Patience()
 SILENT = PATIENCE.silent_seconds

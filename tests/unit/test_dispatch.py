@@ -10,7 +10,7 @@ import pytest
 from potluck.errors import DeadlineExceededError, HubUnavailableError
 from potluck.hub.connection import Delivery
 from potluck.hub.nats.dispatch import DispatchCounts, Dispatcher
-from potluck.testing.virtualloop import in_virtual_time
+from potluck.sim.virtualloop import in_virtual_time
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import pytest
 
 from potluck.errors import ConfigurationError
 from potluck.messages import encode
+from potluck.sim.memoryrun import MemoryPeer, MemoryRun
+from potluck.sim.virtualloop import LoopClock, in_virtual_time
 from potluck.state.announcement import KEPT, WANTED, Kept, KeptState
-from potluck.testing.memoryrun import MemoryPeer, MemoryRun
-from potluck.testing.virtualloop import LoopClock, in_virtual_time
-from potluck.training.earlier import HOST, EarlierState, announced, chosen, merged
+from potluck.training.manifest.earlier import HOST, EarlierState, announced, chosen, merged
 
 A, B = "a" * 64, "b" * 64
 SAVED = EarlierState(epoch=20, digest=A, num_bytes=5, keepers=(HOST,), saved_at=1.0)
@@ -20,7 +20,7 @@ IN_MEMORY = EarlierState(epoch=31, digest=B, num_bytes=5, keepers=("Ada",), is_o
 
 
 async def keeps(run: MemoryRun, peer: MemoryPeer, *states: KeptState, saved: tuple[KeptState, ...] = ()) -> None:
-    """It says what it keeps when it is asked, as a herald does."""
+    """It says what it keeps when it is asked, as a directory does."""
     hub, subjects = peer.session.hub, run.hub.subjects
     kept = encode(Kept(session=peer.session.card.session, states=states, saved=saved))
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.hub.guard.member import SERVICES
+from potluck.hub.access.member import SERVICES
 from potluck.peer import environment
 
 

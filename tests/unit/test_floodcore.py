@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from potluck.errors import ConfigurationError
 from potluck.hub.guard.floodcore import Flood, FloodCore, FloodLimits, Traffic
 from potluck.hub.guard.presencecore import ConnectionId
-from potluck.testing.virtualclock import VirtualClock
+from potluck.sim.virtualclock import VirtualClock
 
 LIMITS = FloodLimits(
     messages_per_second=100, burst_messages=1000, bytes_per_second=1e6, burst_bytes=10_000_000, longest_seconds=200

@@ -10,15 +10,15 @@ import pytest
 
 from potluck import tasks
 from potluck.errors import HubUnavailableError
+from potluck.hub.access.member import Ban, ban_key
+from potluck.hub.guard.backgroundwork import BackgroundWork
 from potluck.hub.guard.connections import Connection
-from potluck.hub.guard.errands import Errands
 from potluck.hub.guard.floodcore import FloodCore, FloodLimits, Traffic
 from potluck.hub.guard.floodwatch import LONGEST_PAUSE_SECONDS, PAUSE_SECONDS, FloodWatch
-from potluck.hub.guard.member import Ban, ban_key
 from potluck.hub.guard.presencecore import ConnectionId
 from potluck.hub.guard.registry import Registry
-from potluck.testing.memoryhub import MemoryHub
-from potluck.testing.virtualloop import LoopClock, in_virtual_time
+from potluck.sim.memoryhub import MemoryHub
+from potluck.sim.virtualloop import LoopClock, in_virtual_time
 
 MALLORY = "MALLORY"
 LIMITS = FloodLimits(burst_messages=100, messages_per_second=1.0, first_seconds=10)
@@ -31,8 +31,8 @@ class Station:
     def __init__(self) -> None:
         self.clock = LoopClock()
         self.hub = MemoryHub("run")
-        self.errands = Errands(100)
-        self.registry = Registry(self.hub.connect("GUARD"), self.errands.spawn)
+        self.background = BackgroundWork(100)
+        self.registry = Registry(self.hub.connect("GUARD"), self.background.spawn)
         self.published = 0
         self.looks_at: list[float] = []
         self.kicked: list[ConnectionId] = []
@@ -69,7 +69,7 @@ class Station:
         finally:
             await tasks.end(task)
             await self.registry.bans.stop()
-            await self.errands.close()
+            await self.background.close()
 
 
 @in_virtual_time

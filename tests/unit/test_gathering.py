@@ -11,15 +11,15 @@ from gatheringroom import KEY, RUNS, Room, commit_of, presence, ready
 
 from potluck.errors import ConfigurationError, RetryableError
 from potluck.peer.identity import Identity
-from potluck.round.adoption import Claim, find_adoption, read_claims
-from potluck.round.audit import AuditConfig
-from potluck.round.chunks import ChunkGrid
+from potluck.round.audit.auditcore import AuditConfig
 from potluck.round.codecs import CodecSpec
-from potluck.round.gathering import READY_SECONDS, GatherConfig, alive_trainers, senders
-from potluck.round.plan import Completed, Part, Participant, Plan
-from potluck.round.signing import sign_word
-from potluck.round.specs import Run
-from potluck.round.trigger import Quorum, ReadySender
+from potluck.round.coordinator.adoption import Claim, find_adoption, read_claims
+from potluck.round.coordinator.gathering import READY_SECONDS, GatherConfig, alive_trainers, senders
+from potluck.round.coordinator.trigger import Quorum, ReadySender
+from potluck.round.plan.chunks import ChunkGrid
+from potluck.round.plan.messages import Completed, Part, Participant, Plan
+from potluck.round.plan.signing import sign_word
+from potluck.round.plan.specs import Run
 
 FAST = 100e6
 

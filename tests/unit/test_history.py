@@ -13,10 +13,10 @@ from potluck.monitor.follower import RunFollower
 from potluck.peer.identity import Identity
 from potluck.round.averager import Averager
 from potluck.round.outcome import FailedRound
-from potluck.round.plan import Commit, CommittedMember, RoundKey
-from potluck.testing.memoryrun import MemoryRun
+from potluck.round.plan.messages import Commit, CommittedMember, RoundKey
+from potluck.sim.memoryrun import MemoryRun
 from potluck.testing.polling import poll_until
-from potluck.training.history import (
+from potluck.training.books.history import (
     PAGE_POINTS,
     POINT,
     TAIL_KEY,
@@ -27,7 +27,7 @@ from potluck.training.history import (
     record_of,
     round_key,
 )
-from potluck.training.historydesk import HistoryDesk
+from potluck.training.books.historydesk import HistoryDesk
 
 
 def commit(epoch: int, *, at: float = 100.0, seconds: float = 2.0, **members: float) -> Commit:

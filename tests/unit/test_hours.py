@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigurationError
-from potluck.training.hours import Hours
+from potluck.training.trainer.hours import Hours
 
 
 def at(clock: str) -> datetime:

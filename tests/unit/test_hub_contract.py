@@ -23,12 +23,12 @@ from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
 from potluck.hub.nats.keeper import KeeperConfig
 from potluck.hub.stores import StoreDefinition, ensure_store
 from potluck.hub.subjects import Subjects
+from potluck.sim.memoryconnection import MemoryConnection
+from potluck.sim.memoryhub import MemoryHub
+from potluck.sim.virtualclock import VirtualClock
 from potluck.testing.gate import Gate
-from potluck.testing.memoryconnection import MemoryConnection
-from potluck.testing.memoryhub import MemoryHub
 from potluck.testing.plainhub import PlainHub, PlainUser
 from potluck.testing.polling import poll_until
-from potluck.testing.virtualclock import VirtualClock
 
 RUN = "contract"
 SUBJECTS = Subjects(RUN)

@@ -14,7 +14,7 @@ from potluck.hub.guard.floodcore import Traffic
 from potluck.hub.guard.hubsystem import PAGE_LENGTH, HubSystem
 from potluck.hub.guard.presencecore import ConnectionId
 from potluck.hub.keys import new_seed, public_key
-from potluck.testing.virtualclock import VirtualClock
+from potluck.sim.virtualclock import VirtualClock
 
 ANN = public_key(new_seed("user"))
 OPENED, NOW = "2026-01-01T10:00:00.123456789Z", "2026-01-01T10:00:05.123456789Z"

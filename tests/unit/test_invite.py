@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigurationError
-from potluck.hub.guard.invite import (
+from potluck.hub.access.invite import (
     MAX_RECENT,
     RECENT_SECONDS,
     Invite,
@@ -19,7 +19,7 @@ from potluck.hub.guard.invite import (
     invite_id,
     new_invite,
 )
-from potluck.hub.guard.member import Scopes
+from potluck.hub.access.member import Scopes
 from potluck.messages import decode, encode
 
 NOW = 1_700_000_000.0

@@ -9,10 +9,10 @@ from typing import Any
 
 from potluck.errors import PeerUnreachableError
 from potluck.link.carrier import Buffer
-from potluck.round import lane as lane_module
-from potluck.round.lane import ENCODED_AHEAD, IN_FLIGHT_BYTES, Lane, Letter, close_lanes
-from potluck.round.plan import Average, Contribution, RoundKey
-from potluck.testing.virtualloop import in_virtual_time
+from potluck.round.member import lane as lane_module
+from potluck.round.member.lane import ENCODED_AHEAD, IN_FLIGHT_BYTES, Lane, Letter, close_lanes
+from potluck.round.plan.messages import Average, Contribution, RoundKey
+from potluck.sim.virtualloop import in_virtual_time
 
 KEY = RoundKey(epoch=1, token=1, attempt=0)
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from potluck import messages
 from potluck.errors import ConfigurationError, ProtocolError
-from potluck.round.chunks import (
+from potluck.round.codecs import CODEC_NAMES, CodecChoice, CodecRule, CodecSpec, codec_for
+from potluck.round.plan.chunks import (
     MAX_CHUNK_ELEMENTS,
     SMALLEST_CHUNK_BYTES,
     ChunkGrid,
@@ -21,9 +22,8 @@ from potluck.round.chunks import (
     encoded_bytes,
     fitting_chunk_bytes,
 )
-from potluck.round.codecs import CODEC_NAMES, CodecChoice, CodecRule, CodecSpec, codec_for
-from potluck.round.layout import Layout
-from potluck.round.specs import DEFAULT_CHUNK_BYTES, MAX_ELEMENTS, Run
+from potluck.round.plan.layout import Layout
+from potluck.round.plan.specs import DEFAULT_CHUNK_BYTES, MAX_ELEMENTS, Run
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]

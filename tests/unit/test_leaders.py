@@ -17,9 +17,9 @@ from potluck.hub.leaserecord import KEY, LeaseRecord
 from potluck.hub.stores import STORES
 from potluck.hub.subjects import Subjects
 from potluck.messages import encode
-from potluck.testing.memoryhub import MemoryHub
+from potluck.sim.memoryhub import MemoryHub
+from potluck.sim.virtualclock import VirtualClock
 from potluck.testing.polling import poll_until
-from potluck.testing.virtualclock import VirtualClock
 
 SUBJECTS = Subjects("bakery")
 ANN, BOB = "U" + "A" * 55, "U" + "B" * 55

@@ -12,8 +12,8 @@ from potluck.hub.connection import Entry
 from potluck.hub.leaserecord import KEY, LeaseRecord
 from potluck.messages import encode
 from potluck.peer.lease import GRACE_SECONDS, KEPT_TERMS, SILENT_SECONDS, TTL_SECONDS, Lease, LeaseView
-from potluck.testing.memoryhub import MemoryHub
-from potluck.testing.virtualloop import LoopClock, in_virtual_time
+from potluck.sim.memoryhub import MemoryHub
+from potluck.sim.virtualloop import LoopClock, in_virtual_time
 
 SOON_SECONDS = 0.01  # far less than any timer of the lease
 LONG_SECONDS = 20.0

@@ -16,11 +16,11 @@ from potluck.messages import decode, encode
 from potluck.peer.identity import Identity
 from potluck.peer.lease import LeaseView
 from potluck.round.lineage import HEAD, Head, Lineage
-from potluck.round.plan import Abort, Commit, CommittedMember, Participant, Plan, RoundKey
-from potluck.round.signing import Signed, read_commit, read_word, sign_commit, sign_word
-from potluck.testing.memoryhub import MemoryHub
-from potluck.testing.memorystore import MemoryStore
-from potluck.testing.virtualclock import VirtualClock
+from potluck.round.plan.messages import Abort, Commit, CommittedMember, Participant, Plan, RoundKey
+from potluck.round.plan.signing import Signed, read_commit, read_word, sign_commit, sign_word
+from potluck.sim.memoryhub import MemoryHub
+from potluck.sim.memorystore import MemoryStore
+from potluck.sim.virtualclock import VirtualClock
 
 RUN = "test"
 

@@ -21,7 +21,7 @@ from potluck.link.direct.greeting import (
     decode_key,
     is_key,
 )
-from potluck.testing.virtualclock import VirtualClock
+from potluck.sim.virtualclock import VirtualClock
 
 OURS = LinkKeys.generate()
 ADA = LinkKeys.generate()

@@ -34,7 +34,7 @@ from potluck.link.limits import KIB, MIB, STREAM_ITEM_BYTES, LinkConfig
 from potluck.link.links import Incoming, Links, Receipt, Stream
 from potluck.link.relay.carrier import RelayCarrier
 from potluck.messages import Message
-from potluck.testing.memorycarrier import MemoryCarrier, MemoryNetwork
+from potluck.sim.memorycarrier import MemoryCarrier, MemoryNetwork
 from potluck.testing.plainhub import PlainHub, PlainUser
 from potluck.testing.polling import poll_until
 

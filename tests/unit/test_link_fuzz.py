@@ -34,9 +34,9 @@ from potluck.link.envelope import Envelope, Role, encode_envelope
 from potluck.link.limits import INITIAL_CREDIT_BYTES, KIB, MIB, LinkConfig
 from potluck.link.links import Links, Stream
 from potluck.messages import Message, encode
-from potluck.testing.linknode import KINDS, LinkNode, presence_of
-from potluck.testing.memorycarrier import Conditions, MemoryCarrier, MemoryNetwork
-from potluck.testing.virtualclock import VirtualClock
+from potluck.sim.linknode import KINDS, LinkNode, presence_of
+from potluck.sim.memorycarrier import Conditions, MemoryCarrier, MemoryNetwork
+from potluck.sim.virtualclock import VirtualClock
 
 CONFIG = LinkConfig(
     window_bytes=1 * MIB,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from potluck.errors import RoundFailedError
 from potluck.optim.listening import Listener
-from potluck.testing.virtualloop import in_virtual_time
+from potluck.sim.virtualloop import in_virtual_time
 
 
 class Rounds:

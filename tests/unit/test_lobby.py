@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ProtocolError
+from potluck.hub.access.application import Application
+from potluck.hub.access.invite import new_invite
+from potluck.hub.access.member import AccessRequest, Ban, Member, Policy, Scopes
 from potluck.hub.guard import lobby
 from potluck.hub.guard.huggingface import TokenFailure, TokenOwner
-from potluck.hub.guard.invite import new_invite
-from potluck.hub.guard.lobby import Admit, Application, Facts, Refuse, Wait, decide
-from potluck.hub.guard.member import AccessRequest, Ban, Member, Policy, Scopes
+from potluck.hub.guard.lobby import Admit, Facts, Refuse, Wait, decide
 from potluck.messages import PROTOCOL_VERSION, decode, encode
 
 NOW = 1_700_000_000.0

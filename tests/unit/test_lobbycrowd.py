@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from potluck.hub.access.member import AccessRequest
 from potluck.hub.guard.connections import Connection
 from potluck.hub.guard.lobbycrowd import (
     IDLE_SECONDS,
@@ -11,7 +12,6 @@ from potluck.hub.guard.lobbycrowd import (
     num_from_address,
     share_of_address,
 )
-from potluck.hub.guard.member import AccessRequest
 from potluck.hub.guard.presencecore import ConnectionId
 
 

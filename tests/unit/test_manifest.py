@@ -16,10 +16,10 @@ from potluck.messages import decode, encode
 from potluck.optim.diloco import DiLoCoConfig
 from potluck.optim.options import OptimizerConfig
 from potluck.recipes.reference import RecipeRef
-from potluck.testing.memoryhub import MemoryHub
+from potluck.sim.memoryhub import MemoryHub
 from potluck.testing.polling import poll_until
-from potluck.training import notice
-from potluck.training.manifest import (
+from potluck.training.manifest import notice
+from potluck.training.manifest.manifest import (
     MAX_HISTORY,
     DiLoCo,
     Exchange,
@@ -29,10 +29,10 @@ from potluck.training.manifest import (
     Settings,
     Sync,
 )
-from potluck.training.notice import NoticeBoard, SignedManifest
-from potluck.training.optimizers import coordinating, gathering, learning_rate
-from potluck.training.runfile import manifest_of, read_run_file
-from potluck.training.skeleton import files_of_a_run
+from potluck.training.manifest.notice import NoticeBoard, SignedManifest
+from potluck.training.manifest.runfile import manifest_of, read_run_file
+from potluck.training.manifest.skeleton import files_of_a_run
+from potluck.training.trainer.optimizers import coordinating, gathering, learning_rate
 
 RUN = "bakery"
 ORGANISER = Signer(new_seed("user"))

@@ -20,13 +20,13 @@ from roundlab import (
 
 from potluck.errors import BannedError, ConfigurationError, RoundFailedError
 from potluck.messages import encode
-from potluck.round import exchanger as exchanger_module
 from potluck.round.aggregators import AggregatorSpec
 from potluck.round.codecs import CodecChoice
-from potluck.round.gathering import GatherConfig
-from potluck.round.plan import Average, Contribution, Participant, Plan, Ready, RoundKey
-from potluck.round.signing import sign_word
-from potluck.testing.virtualloop import in_virtual_time
+from potluck.round.coordinator.gathering import GatherConfig
+from potluck.round.member import roundwork as round_work_module
+from potluck.round.plan.messages import Average, Contribution, Participant, Plan, Ready, RoundKey
+from potluck.round.plan.signing import sign_word
+from potluck.sim.virtualloop import in_virtual_time
 
 
 def now() -> float:
@@ -170,7 +170,7 @@ async def test_a_newcomer_takes_part_in_the_next_epoch() -> None:
 async def test_rounds_leave_nothing_for_the_garbage_collector() -> None:
     async with lab(3) as there:
         seen: list[weakref.ref[Any]] = []
-        original = exchanger_module.HeldAverages
+        original = round_work_module.HeldAverages
 
         def watched(*args: Any) -> Any:
             averages = original(*args)
@@ -179,14 +179,14 @@ async def test_rounds_leave_nothing_for_the_garbage_collector() -> None:
 
         gc.collect()
         gc.disable()
-        exchanger_module.HeldAverages = watched  # type: ignore[assignment, misc]
+        round_work_module.HeldAverages = watched  # type: ignore[assignment, misc]
         try:
             await there.average()
             await asyncio.sleep(1.0)
             assert len(seen) == 3
             assert [ref() for ref in seen] == [None] * 3
         finally:
-            exchanger_module.HeldAverages = original  # type: ignore[misc]
+            round_work_module.HeldAverages = original  # type: ignore[misc]
             gc.enable()
 
 

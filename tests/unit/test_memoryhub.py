@@ -11,8 +11,8 @@ from potluck.errors import AccessError, DeadlineExceededError, HubUnavailableErr
 from potluck.hub.connection import Delivery, Entry
 from potluck.hub.guard.permissions import Permissions
 from potluck.hub.stores import STORES
-from potluck.testing.memoryhub import MemoryHub
-from potluck.testing.virtualclock import VirtualClock
+from potluck.sim.memoryhub import MemoryHub
+from potluck.sim.virtualclock import VirtualClock
 
 TURNS = 10  # of the event loop: more than any message needs
 

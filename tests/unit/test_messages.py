@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ProtocolError
-from potluck.hub.guard.lobby import Answer, Application
+from potluck.hub.access.application import Answer, Application
 from potluck.hub.presence import Beacon, Card, Presence
 from potluck.messages import MAX_MESSAGE_BYTES, Message, decode, encode, kind_name
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.monitor.past import Past
 from potluck.monitor.series import downsample
-from potluck.training.history import KEPT_ROUNDS, PAGE_POINTS, POINT, HistoryLog, Points, RoundRecord, read_points
+from potluck.training.books.history import KEPT_ROUNDS, PAGE_POINTS, POINT, HistoryLog, Points, RoundRecord, read_points
 
 finite = st.floats(-1e6, 1e6, width=32)
 

@@ -18,8 +18,8 @@ from potluck.optim.progress.tracker import RunProgress
 from potluck.recipes.reference import RecipeRef
 from potluck.run.joined import Joined
 from potluck.testing.polling import poll_until_sync
-from potluck.training.manifest import Manifest, Settings, Sync
-from potluck.training.trainer import TrainConfig, TrainProgress
+from potluck.training.manifest.manifest import Manifest, Settings, Sync
+from potluck.training.trainer.trainer import TrainConfig, TrainProgress
 
 
 def progress(epoch: int, *, paused: bool = False) -> TrainProgress:

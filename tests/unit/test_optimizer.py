@@ -32,10 +32,10 @@ from potluck.optim.optimizer import Optimizer
 from potluck.optim.options import OptimizerConfig
 from potluck.optim.progress.keeper import ProgressKeeper
 from potluck.round.codecs import CodecChoice, CodecSpec
-from potluck.round.coordinator import CoordinatorConfig
-from potluck.round.director import Patience
-from potluck.round.plan import Commit
-from potluck.round.trigger import Quorum
+from potluck.round.coordinator.coordinator import CoordinatorConfig
+from potluck.round.coordinator.director import Patience
+from potluck.round.coordinator.trigger import Quorum
+from potluck.round.plan.messages import Commit
 from potluck.testing.polling import poll_until, poll_until_sync
 
 EXACT = CodecChoice.everything("float32")

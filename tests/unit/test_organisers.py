@@ -16,14 +16,14 @@ from potluck.peer.identity import Identity
 from potluck.peer.organisers import KnownOrganisers
 from potluck.recipes.reference import RecipeRef
 from potluck.run.peer import Peer, PeerConfig
-from potluck.testing.memoryhub import MemoryHub
-from potluck.testing.memoryrun import MemoryRun
+from potluck.sim.memoryhub import MemoryHub
+from potluck.sim.memoryrun import MemoryRun
+from potluck.sim.virtualloop import LoopClock, in_virtual_time
 from potluck.testing.polling import poll_until
-from potluck.testing.virtualloop import LoopClock, in_virtual_time
-from potluck.training import notice
-from potluck.training.helping import AuxiliaryWork
-from potluck.training.manifest import Manifest
-from potluck.training.notice import NoticeBoard
+from potluck.training.manifest import notice
+from potluck.training.manifest.manifest import Manifest
+from potluck.training.manifest.notice import NoticeBoard
+from potluck.training.trainer.helping import AuxiliaryWork
 
 ADA, MALLORY = Signer(new_seed("user")), Signer(new_seed("user"))
 LINK = JoinLink(host="hub.example.org", port=4222, run="bakery", ca_hash="a" * 32)

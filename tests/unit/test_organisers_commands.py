@@ -21,8 +21,8 @@ from potluck.errors import ConfigurationError
 from potluck.monitor.alarms import Alarm
 from potluck.monitor.view import Overview, PeerRow
 from potluck.recipes.reference import RecipeRef
-from potluck.training.changes import full_name, with_values
-from potluck.training.manifest import Manifest
+from potluck.training.manifest.changes import full_name, with_values
+from potluck.training.manifest.manifest import Manifest
 
 
 class Helm:

@@ -18,9 +18,9 @@ from potluck.optim.methods.dylu import fast_rate, inner_steps
 from potluck.optim.methods.outer import Nesterov, OuterOptimizer, OuterSGD
 from potluck.optim.methods.quorum import LONGEST_GRACE_SECONDS, AdaptiveGrace, AdaptiveQuorum, ByMost, token_weight
 from potluck.optim.methods.streaming import Schedule, layer_of, mix, split
-from potluck.round.plan import Ready
-from potluck.round.specs import StartSpec
-from potluck.round.trigger import Quorum, ReadySender
+from potluck.round.coordinator.trigger import Quorum, ReadySender
+from potluck.round.plan.messages import Ready
+from potluck.round.plan.specs import StartSpec
 
 torch.set_num_threads(1)
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from potluck.errors import ConfigurationError, RetryableError
-from potluck.round.partition import Partition, PartitionConfig, partition, round_shares
-from potluck.round.shares import (
+from potluck.round.plan.partition import Partition, PartitionConfig, partition, round_shares
+from potluck.round.plan.shares import (
     FASTEST_BYTES_PER_SECOND,
     Member,
     RoundModel,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.hub.guard.member import Scopes
+from potluck.hub.access.member import Scopes
 from potluck.hub.guard.permissions import Permissions, permissions_for
 from potluck.hub.stores import STORES, readable_stores
 from potluck.hub.subjects import Subjects

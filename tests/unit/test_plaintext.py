@@ -12,7 +12,7 @@ from rich.text import Text
 
 from potluck.cli import console
 from potluck.errors import ConfigurationError, ProtocolError
-from potluck.hub.guard.lobby import Application
+from potluck.hub.access.application import Application
 from potluck.hub.presence import Card, Presence
 from potluck.plaintext import check_plain, clean, clean_all, clean_lines
 from potluck.run.peer import PeerConfig

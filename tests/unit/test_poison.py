@@ -14,9 +14,9 @@ from trainlab import PATIENCE_SECONDS, TrainLab, together, train_lab
 from potluck.optim.optimizer import Optimizer
 from potluck.recipes.digits import Config, Digits
 from potluck.round.aggregators import AggregatorSpec
-from potluck.round.gathering import GatherConfig
-from potluck.training.contributions import ContributionBook, added
-from potluck.training.receipts import receipts_of
+from potluck.round.coordinator.gathering import GatherConfig
+from potluck.training.books.contributions import ContributionBook, added
+from potluck.training.books.receipts import receipts_of
 
 EPOCHS = 40
 HONEST_SAMPLES = 16

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from potluck.sim.virtualclock import VirtualClock
 from potluck.testing import polling
 from potluck.testing.polling import ConditionNotMetError, poll_until, poll_until_sync
-from potluck.testing.virtualclock import VirtualClock
 
 
 async def test_it_returns_what_the_condition_returned() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from gatheringroom import RUNS, Room
 
-from potluck.round.chunks import traffic_bytes
-from potluck.round.partition import PartitionConfig
-from potluck.round.plan import Plan
+from potluck.round.plan.chunks import traffic_bytes
+from potluck.round.plan.messages import Plan
+from potluck.round.plan.partition import PartitionConfig
 
 FREE = PartitionConfig(smallest_share_bytes=0, seconds_per_link=0.0)
 MB = 1e6

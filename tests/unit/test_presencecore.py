@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from potluck.errors import ConfigurationError
 from potluck.hub.guard.presencecore import ConnectionId, PresenceConfig, PresenceCore, RosterChange, Standing
 from potluck.hub.presence import Card, Presence
-from potluck.testing.virtualclock import VirtualClock
+from potluck.sim.virtualclock import VirtualClock
 
 ANN, BOB = "U" + "A" * 55, "U" + "B" * 55
 MEMBER = Standing(person="key:ann")

@@ -20,13 +20,13 @@ from potluck.optim.parameters import PARAMETER, prefixed
 from potluck.peer.identity import Identity
 from potluck.recipes.catalogue import open_recipe
 from potluck.recipes.reference import RecipeRef
+from potluck.sim.memoryrun import MemoryRun
 from potluck.state.backups import Backups
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.snapshot import stage
-from potluck.testing.memoryrun import MemoryRun
 from potluck.testing.polling import poll_until
-from potluck.training.history import KEPT_PREVIEWS, Preview, preview_key
-from potluck.training.manifest import Manifest
+from potluck.training.books.history import KEPT_PREVIEWS, Preview, preview_key
+from potluck.training.manifest.manifest import Manifest
 
 DIGITS = Manifest(run="bakery", recipe=RecipeRef(name="digits"))
 

@@ -26,10 +26,10 @@ from potluck.optim.progress.tracker import (
     predict_seconds,
 )
 from potluck.round.codecs import CodecChoice
-from potluck.round.coordinator import CoordinatorConfig
-from potluck.testing.inlineworkers import InlineWorkers
-from potluck.testing.memoryrun import MemoryPeer, MemoryRun
-from potluck.testing.virtualloop import LoopClock, in_virtual_time
+from potluck.round.coordinator.coordinator import CoordinatorConfig
+from potluck.sim.inlineworkers import InlineWorkers
+from potluck.sim.memoryrun import MemoryPeer, MemoryRun
+from potluck.sim.virtualloop import LoopClock, in_virtual_time
 
 
 def beacon(epoch: int = 0, samples: int = 0, rate: float = 0.0) -> Beacon:

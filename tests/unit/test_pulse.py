@@ -4,7 +4,7 @@ import pytest
 
 from potluck.link.direct.pulse import Pulse
 from potluck.link.direct.sockets import SocketSettings
-from potluck.testing.virtualclock import VirtualClock
+from potluck.sim.virtualclock import VirtualClock
 
 SETTINGS = SocketSettings(heartbeat_seconds=5.0, silence_seconds=30.0)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigurationError
-from potluck.hub.guard.member import Scopes
+from potluck.hub.access.member import Scopes
 from potluck.hub.patterns import covers
 from potluck.hub.queues import (
     EVERY,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.hub.guard.ratelimit import RateLimit
-from potluck.testing.virtualclock import VirtualClock
+from potluck.hub.ratelimit import RateLimit
+from potluck.sim.virtualclock import VirtualClock
 
 
 def test_a_burst_and_then_as_time_passes():

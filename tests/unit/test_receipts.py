@@ -13,11 +13,11 @@ from potluck.errors import ConfigurationError
 from potluck.peer.identity import Identity
 from potluck.peer.lease import LeaseView
 from potluck.round.averager import Averager
-from potluck.round.plan import Commit, CommittedMember, RoundKey
-from potluck.testing.memoryrun import MemoryRun
+from potluck.round.plan.messages import Commit, CommittedMember, RoundKey
+from potluck.sim.memoryrun import MemoryRun
 from potluck.testing.polling import poll_until
-from potluck.training import receipts
-from potluck.training.receipts import (
+from potluck.training.books import receipts
+from potluck.training.books.receipts import (
     Receipt,
     ReceiptDesk,
     ReceiptKeeper,

@@ -17,10 +17,10 @@ from potluck.recipes import Recipe, RecipeConfig, Sample
 from potluck.recipes.catalogue import open_recipe, refer_to
 from potluck.recipes.recipe import data_of
 from potluck.recipes.reference import RecipeRef
-from potluck.training import batchsize
-from potluck.training.batchsize import BatchSearch
-from potluck.training.feed import Feed, RandomShards
-from potluck.training.skeleton import files_of_a_run
+from potluck.training.manifest.skeleton import files_of_a_run
+from potluck.training.trainer import batchsize
+from potluck.training.trainer.batchsize import BatchSearch
+from potluck.training.trainer.feed import Feed, RandomShards
 
 SMALL = {"stdlib-lm": {"layers": 1, "width": 16, "heads": 2, "context": 16}, "digits": {"width": 32}}
 

@@ -10,17 +10,17 @@ import torch
 from potluck.errors import NotFiniteError
 from potluck.peer.identity import Identity
 from potluck.round.aggregators import AggregatorSpec, aggregator_for
-from potluck.round.chunks import Chunk, ChunkGrid
+from potluck.round.audit.merkle import NOTHING, is_under
+from potluck.round.audit.seals import Notary, Sealer, sealed_hash
 from potluck.round.codecs import CODEC_NAMES, CodecChoice, CodecSpec
-from potluck.round.held import hash_of
-from potluck.round.lane import Letter
-from potluck.round.layout import FlatTensors, Layout
-from potluck.round.merkle import NOTHING, is_under
-from potluck.round.plan import RoundKey
-from potluck.round.reduction import Own, encode_values, reduce_chunk
-from potluck.round.seals import Notary, Sealer, sealed_hash
-from potluck.round.specs import Run
-from potluck.round.tensorwork import SealedWork
+from potluck.round.member.held import hash_of
+from potluck.round.member.lane import Letter
+from potluck.round.member.reduction import Own, encode_values, reduce_chunk
+from potluck.round.member.tensorwork import SealedWork
+from potluck.round.plan.chunks import Chunk, ChunkGrid
+from potluck.round.plan.layout import FlatTensors, Layout
+from potluck.round.plan.messages import RoundKey
+from potluck.round.plan.specs import Run
 
 MEAN = aggregator_for(AggregatorSpec())
 ELEMENTS = 3000

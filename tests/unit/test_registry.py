@@ -11,21 +11,21 @@ import pytest
 
 from potluck import tasks
 from potluck.errors import ConfigurationError, HubUnavailableError
+from potluck.hub.access.invite import new_invite
+from potluck.hub.access.member import Ban, Member, Policy, Scopes, ban_key
+from potluck.hub.guard.backgroundwork import BackgroundWork
 from potluck.hub.guard.connections import Connections
 from potluck.hub.guard.door import DoorLimits
-from potluck.hub.guard.errands import Errands
-from potluck.hub.guard.invite import new_invite
-from potluck.hub.guard.member import Ban, Member, Policy, Scopes, ban_key
 from potluck.hub.guard.presencecore import ConnectionId, PresenceConfig, PresenceCore, RosterChange, Standing
 from potluck.hub.guard.presencekeeper import PresenceKeeper
 from potluck.hub.guard.registry import POLICY_KEY, Registry
 from potluck.hub.guard.rosterwriter import RosterWriter
 from potluck.hub.presence import Beacon, Card, Presence
 from potluck.messages import decode, encode
-from potluck.testing.memoryhub import MemoryHub
+from potluck.sim.memoryhub import MemoryHub
+from potluck.sim.virtualclock import VirtualClock
+from potluck.sim.virtualloop import LoopClock, in_virtual_time
 from potluck.testing.polling import poll_until
-from potluck.testing.virtualclock import VirtualClock
-from potluck.testing.virtualloop import LoopClock, in_virtual_time
 
 NOW = 1_700_000_000.0
 ANN, BOB = "U" + "A" * 55, "U" + "B" * 55
@@ -37,8 +37,8 @@ def member(peer: str, person: str = "guest:ann") -> Member:
 
 @asynccontextmanager
 async def registries(hub: MemoryHub, count: int = 1) -> AsyncIterator[list[Registry]]:
-    errands = Errands(100)
-    opened = [Registry(hub.connect(f"GUARD{number}"), errands.spawn) for number in range(count)]
+    background = BackgroundWork(100)
+    opened = [Registry(hub.connect(f"GUARD{number}"), background.spawn) for number in range(count)]
     try:
         for registry in opened:
             await registry.start(Policy())
@@ -46,7 +46,7 @@ async def registries(hub: MemoryHub, count: int = 1) -> AsyncIterator[list[Regis
     finally:
         for registry in opened:
             await registry.stop()
-        await errands.close()
+        await background.close()
 
 
 async def test_a_record_is_known_to_every_guard():

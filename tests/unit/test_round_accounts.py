@@ -11,9 +11,9 @@ from roundlab import assert_same_average, at_point, lab, mean_of
 
 from potluck.errors import RoundFailedError
 from potluck.round.outcome import PhaseSeconds, RoundResult, describe_slow
-from potluck.round.plan import Average, Commit, CommittedMember, Contribution, RoundKey
-from potluck.testing.memorycarrier import Conditions
-from potluck.testing.virtualloop import in_virtual_time
+from potluck.round.plan.messages import Average, Commit, CommittedMember, Contribution, RoundKey
+from potluck.sim.memorycarrier import Conditions
+from potluck.sim.virtualloop import in_virtual_time
 
 
 def now() -> float:
@@ -69,8 +69,8 @@ async def test_frames_that_cannot_be_used_and_those_that_nobody_wants_are_counte
         attacks: list[asyncio.Task[None]] = []
 
         async def attack() -> None:
-            key = victim.averager._participation._round.exchanger.key  # type: ignore[union-attr]
-            plan = victim.averager._participation._round.exchanger.plan  # type: ignore[union-attr]
+            key = victim.averager._participation._round.round_work.key  # type: ignore[union-attr]
+            plan = victim.averager._participation._round.round_work.plan  # type: ignore[union-attr]
             for part in plan.parts:
                 kind = Contribution if plan.members[part.reducer].peer == victim.id else Average
                 message = kind(key=key, chunk=part.stop - 1, generation=0)
@@ -133,13 +133,15 @@ async def test_a_round_that_is_given_up_gets_a_line_at_every_member(caplog: pyte
     async with lab(2) as there:
         one, other = there.members
         with (
-            caplog.at_level(logging.INFO, logger="potluck.round.participation"),
+            caplog.at_level(logging.INFO, logger="potluck.round.member.participation"),
             at_point("round.planned", lambda: there.run.cut(one.peer, other.peer)) as reached,
         ):
             failures = await asyncio.gather(*there.start(timeout_seconds=6.0), return_exceptions=True)
         assert reached
         assert all(isinstance(failure, RoundFailedError) for failure in failures)
-        lines = [record.getMessage() for record in caplog.records if record.name == "potluck.round.participation"]
+        lines = [
+            record.getMessage() for record in caplog.records if record.name == "potluck.round.member.participation"
+        ]
         first = [line for line in lines if line.startswith("epoch 1 (attempt 1.0)")]
         assert len(first) == 2
         assert all("was given up: too many members were lost" in line for line in first)

@@ -17,8 +17,8 @@ import pytest
 from roundchaos import Chaos
 from roundlab import assert_same_average, lab, mean_of
 
-from potluck.round.audit import AuditConfig
-from potluck.testing.virtualloop import in_virtual_time
+from potluck.round.audit.auditcore import AuditConfig
+from potluck.sim.virtualloop import in_virtual_time
 
 SEEDS = 5
 FOUND_SEEDS = (123, 152)  # that have found something

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundworld import KEY, World, make_plan
 
-from potluck.round.commitment import make_commit
-from potluck.round.director import Director, Finish, GiveUp, Patience
-from potluck.round.exchange import Exchange, SendContribution
-from potluck.round.plan import Part, Participant, Plan, Report, bitmap, from_bitmap
-from potluck.round.reach import Reach
+from potluck.round.coordinator.commitment import make_commit
+from potluck.round.coordinator.director import Director, Finish, GiveUp, Patience
+from potluck.round.coordinator.reach import Reach
+from potluck.round.member.exchange import Exchange, SendContribution
+from potluck.round.plan.messages import Part, Participant, Plan, Report, bitmap, from_bitmap
 
 
 def test_a_round_without_trouble_averages_everybody_everywhere() -> None:

@@ -9,7 +9,7 @@ import torch
 from roundlab import ELEMENTS, Lab, Member, assert_same_average, at_point, lab, mean_of
 from torch import Tensor
 
-from potluck.testing.virtualloop import in_virtual_time
+from potluck.sim.virtualloop import in_virtual_time
 
 MOST_MEMBERS = 64
 MIXES = [  # full trainers, clients, aux peers

@@ -15,9 +15,9 @@ from typing import Literal
 import pytest
 from roundlab import Lab, Member, assert_same_average, at_point, contributors_in, lab, mean_of
 
-from potluck.round.audit import AuditConfig
+from potluck.round.audit.auditcore import AuditConfig
 from potluck.round.outcome import RoundResult
-from potluck.testing.virtualloop import in_virtual_time
+from potluck.sim.virtualloop import in_virtual_time
 
 Victim = Literal["client", "reducer", "aux", "coordinator"]
 

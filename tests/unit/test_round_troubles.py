@@ -13,13 +13,13 @@ import pytest
 from roundlab import assert_same_average, at_point, lab, mean_of
 
 from potluck.errors import RoundFailedError
-from potluck.round import exchanger as exchanger_module
-from potluck.round.exclusions import PATIENT_ATTEMPTS
-from potluck.round.plan import Report
-from potluck.round.trigger import Quorum
-from potluck.testing.memorycarrier import Conditions
-from potluck.testing.memoryhub import MemoryRule
-from potluck.testing.virtualloop import in_virtual_time
+from potluck.round.audit.exclusions import PATIENT_ATTEMPTS
+from potluck.round.coordinator.trigger import Quorum
+from potluck.round.member import roundwork as round_work_module
+from potluck.round.plan.messages import Report
+from potluck.sim.memorycarrier import Conditions
+from potluck.sim.memoryhub import MemoryRule
+from potluck.sim.virtualloop import in_virtual_time
 
 
 def now() -> float:
@@ -221,17 +221,17 @@ async def test_a_coordinator_that_freezes_for_a_while_does_no_harm(point: str, s
 async def test_who_reports_another_digest_is_left_out(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     async with lab(4) as there:
         liar = there.members[number]
-        report = exchanger_module.Exchanger.report
+        report = round_work_module.RoundWork.report
         lies: list[str] = []
 
-        def lie(exchanger: exchanger_module.Exchanger) -> Report:
-            told = report(exchanger)
-            if exchanger.peer != liar.id or not told.digest:
+        def lie(round_work: round_work_module.RoundWork) -> Report:
+            told = report(round_work)
+            if round_work.peer != liar.id or not told.digest:
                 return told
             lies.append(told.digest)
             return msgspec.structs.replace(told, digest="f" * 32)
 
-        monkeypatch.setattr(exchanger_module.Exchanger, "report", lie)
+        monkeypatch.setattr(round_work_module.RoundWork, "report", lie)
         results = await there.average()
         assert lies
         assert_same_average(there.members, mean_of(there.members))

@@ -16,8 +16,8 @@ from potluck.errors import (
     HubUnavailableError,
     NotAdmittedError,
 )
+from potluck.hub.access.member import Scopes
 from potluck.hub.connection import Delivery
-from potluck.hub.guard.member import Scopes
 from potluck.hub.guard.permissions import main_permissions
 from potluck.hub.presence import Beacon, Card, CardAnswer, Presence, State, with_link_proof
 from potluck.hub.subjects import Subjects
@@ -26,8 +26,8 @@ from potluck.peer import session as module
 from potluck.peer.identity import Identity
 from potluck.peer.roster import RosterEvent
 from potluck.peer.session import HubChange, Session, new_session_id
-from potluck.testing.memoryhub import MemoryConnection, MemoryHub
-from potluck.testing.virtualloop import LoopClock, in_virtual_time
+from potluck.sim.memoryhub import MemoryConnection, MemoryHub
+from potluck.sim.virtualloop import LoopClock, in_virtual_time
 
 SUBJECTS = Subjects("test")
 IDENTITY = Identity.temporary()

@@ -15,8 +15,8 @@ from potluck.recipes.recipe import MAX_SHARDS
 from potluck.round.averager import Averager
 from potluck.run.joined import Joined
 from potluck.testing.polling import poll_until_sync
-from potluck.training.ledger import ShardBook, allowances, take
-from potluck.training.shards import BOOK, LeasedShards, ShardDesk
+from potluck.training.books.ledger import ShardBook, allowances, take
+from potluck.training.books.shards import BOOK, LeasedShards, ShardDesk
 
 PEERS = tuple("abcdefg")
 

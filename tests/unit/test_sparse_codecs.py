@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from roundlab import assert_same_average, lab
 
 from potluck.errors import NotFiniteError, ProtocolError
-from potluck.round.chunks import ChunkGrid, largest_reply_bytes, traffic_bytes
 from potluck.round.codecs import CodecChoice, CodecRule, CodecSpec, codec_for
 from potluck.round.codecs.positions import (
     best_low_bits,
@@ -19,8 +18,9 @@ from potluck.round.codecs.positions import (
     write_positions,
 )
 from potluck.round.codecs.sparse import BLOCK, choose, into_bins
-from potluck.round.specs import Run
-from potluck.testing.virtualloop import in_virtual_time
+from potluck.round.plan.chunks import ChunkGrid, largest_reply_bytes, traffic_bytes
+from potluck.round.plan.specs import Run
+from potluck.sim.virtualloop import in_virtual_time
 
 TWO, SIXTEEN, EIGHT = (CodecSpec(name=name) for name in ("sparse2", "sparse16", "sparse8"))
 

@@ -10,11 +10,11 @@ import torch
 from roundlab import TIMEOUT_SECONDS, Member, assert_same_average, lab, mean_of
 
 from potluck.messages import decode
+from potluck.round.coordinator.trigger import Quorum
+from potluck.round.member.wish import StandBy
 from potluck.round.outcome import RoundResult
-from potluck.round.plan import Ready
-from potluck.round.trigger import Quorum
-from potluck.round.wish import StandBy
-from potluck.testing.virtualloop import in_virtual_time, process
+from potluck.round.plan.messages import Ready
+from potluck.sim.virtualloop import in_virtual_time, process
 
 EXPECTED = StandBy(awaits=2.0, seconds=3.0, word_seconds=0.5)
 

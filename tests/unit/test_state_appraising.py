@@ -14,10 +14,10 @@ from test_state_following import following
 from torch import Tensor
 
 from potluck.errors import StateUnavailableError
+from potluck.sim.virtualloop import in_virtual_time
 from potluck.state.backups import BackupConfig
 from potluck.state.shelf import Shelf
 from potluck.state.snapshot import Snapshot
-from potluck.testing.virtualloop import in_virtual_time
 
 TIMEOUT_SECONDS = 120.0
 EPOCHS = 6
@@ -76,7 +76,7 @@ async def test_backups_advance_newcomers_get_in_and_nobody_repairs_rounding(
         assert [peer.keeper.deviation for peer in peers] == [None] * len(peers)
         assert count(peers, "deviations") == count(peers, "repaired") == count(peers, "fetched") == 0
         assert count(peers, "rounding") > 0, "or nothing was compared"
-        assert aux.keeper.herald.trouble == ""
+        assert aux.keeper.directory.trouble == ""
 
 
 @pytest.mark.parametrize("arithmetics", [(0, 0, 1), (0, 1, 2), (0, 0, 1, 1)])
@@ -160,7 +160,7 @@ async def test_what_cannot_be_decided_locks_nothing_and_is_told(caplog: pytest.L
                 assert same(fetched.tensors(), model(0, 1))
             await asyncio.sleep(30.0)
         assert "as many peers hold the one as the other" in caplog.text
-        assert "potluck members ban" in joiner.keeper.herald.trouble
+        assert "potluck members ban" in joiner.keeper.directory.trouble
         assert [peer.keeper.deviation is not None for peer in peers] == [False, True], "which agree with the joiner"
 
 

@@ -14,12 +14,12 @@ from statelab import MIB, Keeping, model, same, state_lab
 from potluck.errors import ConfigurationError, StateUnavailableError
 from potluck.hub.presence import Role
 from potluck.messages import encode
+from potluck.sim.memorycarrier import Conditions
+from potluck.sim.virtualloop import in_virtual_time
 from potluck.state.announcement import Kept, KeptState
 from potluck.state.fetcher import FetchConfig
 from potluck.state.serving import ServingConfig
 from potluck.state.source import Packing
-from potluck.testing.memorycarrier import Conditions
-from potluck.testing.virtualloop import in_virtual_time
 
 TIMEOUT_SECONDS = 120.0
 
@@ -385,15 +385,15 @@ async def test_who_announces_a_common_part_that_it_does_not_have_is_asked_last(l
         said = liar.keeper._shelf.newest().announced()  # type: ignore[union-attr]
         digest = said.digest if lie == "another state" else "0" * 64
         lies = Kept(session=liar.peer.session.card.session, states=(structs.replace(true, digest=digest),))
-        liar.keeper.herald._kept = lambda: lies  # type: ignore[method-assign]
-        liar.keeper.herald._speak.set()
+        liar.keeper.directory._kept = lambda: lies  # type: ignore[method-assign]
+        liar.keeper.directory._speak.set()
         await asyncio.sleep(1.0)
-        verdict = joiner.keeper.herald.verdict(1)
+        verdict = joiner.keeper.directory.verdict(1)
         assert verdict is not None
         assert (verdict.digest, set(verdict.keepers)) == (digest, {keeper.id for keeper in keepers})
         with await joiner.keeper.fetch(timeout_seconds=TIMEOUT_SECONDS) as fetched:
             assert torch.equal(fetched.tensors()["weight"], model(1, 1)["weight"])
-        assert joiner.keeper.herald._failures.keys() == {liar.id}
+        assert joiner.keeper.directory._failures.keys() == {liar.id}
 
 
 @in_virtual_time

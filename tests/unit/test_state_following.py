@@ -9,10 +9,10 @@ from pathlib import Path
 
 from statelab import MIB, Keeping, StateLab, model, same, state_lab
 
+from potluck.sim.memorycarrier import Conditions
+from potluck.sim.virtualloop import in_virtual_time
 from potluck.state.backups import BackupConfig
 from potluck.state.following import Follower
-from potluck.testing.memorycarrier import Conditions
-from potluck.testing.virtualloop import in_virtual_time
 
 TIMEOUT_SECONDS = 120.0
 EVERY = BackupConfig(every_epochs=1)
@@ -70,7 +70,7 @@ async def test_it_takes_over_a_state_every_so_many_epochs_and_saves_it(tmp_path:
         assert aux.keeper.kept_epoch == 11
         assert aux.keeper.backups is not None
         assert aux.keeper.backups.epochs() == [11, 6, 1]
-        heard, roster = trainer.keeper.herald.announcements, trainer.peer.session.roster
+        heard, roster = trainer.keeper.directory.announcements, trainer.peer.session.roster
         assert heard.on_disk().epochs(roster, backups=True) == [11, 6, 1]
         assert heard.epochs(roster, backups=True) == [], "what is on disk is no offer"
         await lab.kill(aux)

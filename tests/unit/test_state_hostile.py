@@ -11,8 +11,8 @@ from statelab import MIB, Keeping, StateLab, model, same, state_lab
 
 from potluck.errors import PeerError, RetryableError, StateUnavailableError
 from potluck.link.links import Incoming, Stream
+from potluck.sim.virtualloop import in_virtual_time
 from potluck.state.serving import NUMBER, PACKED, AskInventory, FetchChunks, InventoryAnswer
-from potluck.testing.virtualloop import in_virtual_time
 
 TIMEOUT_SECONDS = 120.0
 
@@ -180,7 +180,7 @@ async def test_a_vouched_digest_of_something_that_is_no_inventory_does_no_harm()
         nonsense = b"\x00" * 100
         held.snapshot.inventory.__dict__["encoded"] = nonsense
         held.snapshot.inventory.__dict__["digest"] = hashlib.sha256(nonsense).hexdigest()
-        liar.keeper.herald.announce()
+        liar.keeper.directory.announce()
         await asyncio.sleep(6.0)
         with pytest.raises(StateUnavailableError):
             await joiner.keeper.fetch(timeout_seconds=30.0)

@@ -12,13 +12,13 @@ from statelab import MIB, Keeping, StateLab, model, same, state_lab
 
 from potluck.errors import StateUnavailableError
 from potluck.round.averager import Averager
+from potluck.sim.inlineworkers import InlineWorkers
+from potluck.sim.memoryrun import MemoryPeer
+from potluck.sim.virtualloop import in_virtual_time
 from potluck.state.announcement import Verdict
 from potluck.state.backups import BackupConfig
 from potluck.state.keeper import StateConfig, StateKeeper
-from potluck.state.resume import BEGINNER_SECONDS, Beginner, Situation, next_step
-from potluck.testing.inlineworkers import InlineWorkers
-from potluck.testing.memoryrun import MemoryPeer
-from potluck.testing.virtualloop import in_virtual_time
+from potluck.state.resumechoice import BEGINNER_SECONDS, Beginner, Situation, next_step
 
 TIMEOUT_SECONDS = 120.0
 EVERY = BackupConfig(every_epochs=1)

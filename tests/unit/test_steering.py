@@ -12,20 +12,27 @@ import msgspec
 import pytest
 
 from potluck.errors import ConfigurationError, RevisionConflictError
+from potluck.hub.access.organise import Done, Failure, PutUpManifest
 from potluck.hub.connection import Delivery
-from potluck.hub.guard.organise import Done, Failure, PutUpManifest
 from potluck.hub.keys import Signer, new_seed
 from potluck.hub.stores import MANIFEST_KEY
 from potluck.messages import PROTOCOL_VERSION, decode, encode
 from potluck.recipes.reference import RecipeRef
-from potluck.round.plan import Commit, Restoration, RoundKey
-from potluck.testing.memoryhub import MemoryHub
-from potluck.training import notice, steering
-from potluck.training.changes import described, differences, full_name, values_of, with_values
-from potluck.training.manifest import DiLoCo, Manifest, OptimizerSpec, Rollback, Settings, Sync
-from potluck.training.organising import taken_over
-from potluck.training.restoring import pending
-from potluck.training.steering import Steering
+from potluck.round.plan.messages import Commit, Restoration, RoundKey
+from potluck.sim.memoryhub import MemoryHub
+from potluck.training.manifest import notice, steering
+from potluck.training.manifest.changes import described, differences, full_name, values_of, with_values
+from potluck.training.manifest.manifest import (
+    DiLoCo,
+    Manifest,
+    OptimizerSpec,
+    Rollback,
+    Settings,
+    Sync,
+)
+from potluck.training.manifest.organising import taken_over
+from potluck.training.manifest.rollback import pending
+from potluck.training.manifest.steering import Steering
 
 DIGEST = "ab" * 32
 

@@ -18,8 +18,8 @@ from potluck.hub.stores import (
     writable_stores,
 )
 from potluck.hub.subjects import Subjects
-from potluck.testing.memoryconnection import MemoryConnection
-from potluck.testing.memoryhub import MemoryHub
+from potluck.sim.memoryconnection import MemoryConnection
+from potluck.sim.memoryhub import MemoryHub
 
 SUBJECTS = Subjects("test")
 

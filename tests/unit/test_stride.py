@@ -15,8 +15,8 @@ from potluck.optim.methods.dylu import fast_rate
 from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
 from potluck.optim.methods.streaming import Schedule
 from potluck.optim.stride import Stride
-from potluck.round.plan import Commit, RoundKey
-from potluck.round.trigger import ReadySender
+from potluck.round.coordinator.trigger import ReadySender
+from potluck.round.plan.messages import Commit, RoundKey
 
 EXCHANGE_SECONDS = 0.2
 FETCH_SECONDS = 0.3

@@ -12,7 +12,7 @@ from potluck.errors import HubUnavailableError
 from potluck.hub.server.diskspace import MIB, DiskSpace, Level
 from potluck.hub.server.restarts import MAX_RESTARTS, WITHIN_SECONDS
 from potluck.hub.server.supervisor import Supervisor
-from potluck.testing.virtualloop import LoopClock, in_virtual_time
+from potluck.sim.virtualloop import LoopClock, in_virtual_time
 
 FOLDER = Path("/srv/bakery")
 DISK_BYTES = 1000 * MIB

@@ -17,7 +17,7 @@ from potluck.optim import collaboration
 from potluck.optim.diloco import DiLoCo
 from potluck.optim.optimizer import Optimizer
 from potluck.testing.polling import poll_until_sync
-from potluck.training.machine import MemoryLimit
+from potluck.training.trainer.machine import MemoryLimit
 
 CPU = torch.device("cpu")
 

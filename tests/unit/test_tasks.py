@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from potluck import tasks
-from potluck.testing.virtualloop import in_virtual_time
+from potluck.sim.virtualloop import in_virtual_time
 
 
 async def stubborn(num_swallowed: int, seen: list[int]) -> str:

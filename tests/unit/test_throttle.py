@@ -7,9 +7,9 @@ import pytest
 from potluck.errors import ConfigurationError
 from potluck.link.limits import INITIAL_CREDIT_BYTES, MIB, LinkConfig
 from potluck.link.throttle import Throttle
-from potluck.testing.linknode import LinkNode
-from potluck.testing.memorycarrier import Conditions, MemoryNetwork
-from potluck.testing.virtualclock import VirtualClock
+from potluck.sim.linknode import LinkNode
+from potluck.sim.memorycarrier import Conditions, MemoryNetwork
+from potluck.sim.virtualclock import VirtualClock
 
 RATE = 1_000_000.0
 

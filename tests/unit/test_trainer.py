@@ -21,12 +21,12 @@ from potluck.recipes.downloads import Download
 from potluck.recipes.recipe import Batch, Recipe, RecipeConfig
 from potluck.recipes.reference import RecipeRef
 from potluck.state.keeper import StateConfig
-from potluck.training import machine
-from potluck.training import trainer as trainers
-from potluck.training.leaving import train_and_hand_in
-from potluck.training.machine import MemoryLimit, find_device
-from potluck.training.manifest import DiLoCo, Manifest, Settings, Sync
-from potluck.training.trainer import TrainConfig, Trainer, TrainProgress
+from potluck.training.manifest.manifest import DiLoCo, Manifest, Settings, Sync
+from potluck.training.trainer import machine
+from potluck.training.trainer import trainer as trainers
+from potluck.training.trainer.leaving import train_and_hand_in
+from potluck.training.trainer.machine import MemoryLimit, find_device
+from potluck.training.trainer.trainer import TrainConfig, Trainer, TrainProgress
 
 MANIFEST = Manifest(
     run="test",

@@ -19,10 +19,10 @@ from potluck.optim.methods.quantised import Quantised
 from potluck.optim.methods.sparseloco import SparseLoCo
 from potluck.optim.methods.transform import ErrorFeedback, Plain, Transform
 from potluck.round.aggregators import Aggregator, AggregatorSpec, aggregator_for
-from potluck.round.chunks import ChunkGrid
 from potluck.round.codecs import CodecChoice, CodecSpec, EncodedChunk, codec_for
-from potluck.round.layout import Layout
-from potluck.round.reduction import encode_values, reduce_chunk
+from potluck.round.member.reduction import encode_values, reduce_chunk
+from potluck.round.plan.chunks import ChunkGrid
+from potluck.round.plan.layout import Layout
 
 SHAPES = {"matrix": (130, 70), "vector": (300,), "tiny": (3,), "scalar": (), "conv": (8, 4, 3, 3)}
 

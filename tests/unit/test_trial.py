@@ -14,11 +14,11 @@ from potluck.cli import host
 from potluck.cli.main import app
 from potluck.errors import ConfigurationError
 from potluck.recipes.catalogue import open_recipe
-from potluck.training import organising
-from potluck.training.runfile import manifest_of, read_run_file
-from potluck.training.skeleton import files_of_a_run
-from potluck.training.trainer import Trainer
-from potluck.training.trial import try_out
+from potluck.training.manifest import organising
+from potluck.training.manifest.runfile import manifest_of, read_run_file
+from potluck.training.manifest.skeleton import files_of_a_run
+from potluck.training.trainer.trainer import Trainer
+from potluck.training.trainer.trial import try_out
 
 
 def folder_of_run(folder: Path, *changes: tuple[str, str], recipe: str = "recipe.py") -> Path:

@@ -13,9 +13,9 @@ from potluck.hub.leaserecord import KEY, LeaseRecord
 from potluck.messages import encode
 from potluck.peer.lease import TTL_SECONDS
 from potluck.round.lineage import HEAD, Head
-from potluck.round.plan import Commit, RoundKey
-from potluck.round.signing import sign_commit
-from potluck.testing.virtualloop import in_virtual_time
+from potluck.round.plan.messages import Commit, RoundKey
+from potluck.round.plan.signing import sign_commit
+from potluck.sim.virtualloop import in_virtual_time
 
 NEVER = 2**62
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.clock import Clock
-from potluck.testing.virtualclock import Schedule, VirtualClock
+from potluck.sim.virtualclock import Schedule, VirtualClock
 
 
 def test_the_clock_stands_still_until_it_is_advanced() -> None:

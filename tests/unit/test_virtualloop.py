@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from potluck.testing.virtualloop import LoopClock, NothingLeftError, VirtualTimeLoop, in_virtual_time, process
+from potluck.sim.virtualloop import LoopClock, NothingLeftError, VirtualTimeLoop, in_virtual_time, process
 
 
 @in_virtual_time

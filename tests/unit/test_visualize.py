@@ -10,7 +10,7 @@ import pytest
 
 from potluck.cli import visualize
 from potluck.errors import AccessError, StateUnavailableError
-from potluck.testing.virtualloop import in_virtual_time
+from potluck.sim.virtualloop import in_virtual_time
 
 
 class Fetched:

@@ -29,16 +29,16 @@ from potluck.peer import preflight
 from potluck.peer.identity import Identity
 from potluck.recipes.reference import RecipeRef
 from potluck.round.lineage import Lineage
-from potluck.round.plan import Commit, CommittedMember, RoundKey
+from potluck.round.plan.messages import Commit, CommittedMember, RoundKey
 from potluck.run.peer import PeerConfig
+from potluck.sim.memoryhub import MemoryHub
+from potluck.sim.memoryrun import MemoryRun
+from potluck.sim.virtualloop import in_virtual_time
 from potluck.state.keeper import StateConfig
-from potluck.testing.memoryhub import MemoryHub
-from potluck.testing.memoryrun import MemoryRun
-from potluck.testing.virtualloop import in_virtual_time
-from potluck.training.manifest import Manifest, Settings
-from potluck.training.notice import NoticeBoard
-from potluck.training.readiness import check_ready, last_epoch
-from potluck.training.trainer import TrainProgress
+from potluck.training.manifest.manifest import Manifest, Settings
+from potluck.training.manifest.notice import NoticeBoard
+from potluck.training.manifest.readiness import check_ready, last_epoch
+from potluck.training.trainer.trainer import TrainProgress
 
 LINK = JoinLink(host="127.0.0.1", port=4222, run="bakery", ca_hash="a" * 32, invite="secret-invite")
 DIGITS = RecipeRef(name="digits")

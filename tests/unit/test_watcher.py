@@ -13,7 +13,7 @@ import pytest
 
 from potluck.cli import host
 from potluck.errors import HubUnavailableError
-from potluck.hub.guard.member import Scopes
+from potluck.hub.access.member import Scopes
 from potluck.hub.guard.permissions import main_permissions
 from potluck.hub.presence import Beacon, Card, Presence
 from potluck.hub.subjects import Subjects
@@ -22,10 +22,10 @@ from potluck.monitor.watcher import Watcher
 from potluck.peer.identity import Identity
 from potluck.peer.session import Session
 from potluck.round.lineage import HEAD, NO_PARENT, Head
-from potluck.round.plan import Commit, CommittedMember, RoundKey
-from potluck.round.signing import sign_commit
-from potluck.testing.memoryhub import MemoryHub
-from potluck.testing.virtualloop import LoopClock, in_virtual_time
+from potluck.round.plan.messages import Commit, CommittedMember, RoundKey
+from potluck.round.plan.signing import sign_commit
+from potluck.sim.memoryhub import MemoryHub
+from potluck.sim.virtualloop import LoopClock, in_virtual_time
 
 SUBJECTS = Subjects("test")
 

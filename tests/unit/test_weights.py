@@ -6,7 +6,7 @@ from gatheringroom import commit_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.round.weights import DEFAULT_CAP, WeightBook
+from potluck.round.plan.weights import DEFAULT_CAP, WeightBook
 
 CAP = DEFAULT_CAP
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from gatheringroom import KEY, RUNS
 
-from potluck.round.chunks import ChunkGrid
-from potluck.round.merkle import HASH_BYTES, NOTHING
-from potluck.round.tensorwork import SealedWork
-from potluck.round.testimony import Challenge
-from potluck.round.witness import Witness
+from potluck.round.audit.merkle import HASH_BYTES, NOTHING
+from potluck.round.audit.testimony import Challenge
+from potluck.round.audit.witness import Witness
+from potluck.round.member.tensorwork import SealedWork
+from potluck.round.plan.chunks import ChunkGrid
 
 GRID = ChunkGrid(runs=RUNS, chunk_bytes=512 * 1024)
 
@@ -20,7 +20,7 @@ async def test_of_a_chunk_that_it_has_contributed_nothing_to_a_witness_shows_no_
     handlers: dict[type, Any] = {}
     work = SealedWork(None, None)  # type: ignore[arg-type]
     work.committed = [NOTHING] * len(GRID)
-    exchanger = SimpleNamespace(
+    round_work = SimpleNamespace(
         key=KEY,
         digest="d",
         work=work,
@@ -30,7 +30,7 @@ async def test_of_a_chunk_that_it_has_contributed_nothing_to_a_witness_shows_no_
         index_by_peer={},
         tensors=object(),  # it has values, but they were not wanted
     )
-    audience = SimpleNamespace(coordinator="C", exchanger=exchanger)
+    audience = SimpleNamespace(coordinator="C", round_work=round_work)
     links: Any = SimpleNamespace(handle=handlers.__setitem__)
     witness = Witness(links, None, lambda: audience)  # type: ignore[arg-type, return-value]
     question = SimpleNamespace(sender="C", message=Challenge(key=KEY, chunk=0, generation=0))

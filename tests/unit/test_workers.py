@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from potluck.errors import ConfigurationError
-from potluck.round.workers import Workers
+from potluck.round.member.workers import Workers
 
 
 async def test_results_and_errors_come_back_on_the_loop() -> None:

@@ -22,7 +22,7 @@ from potluck.optim.method import Snapshot
 from potluck.peer.identity import Identity
 from potluck.run.joined import Joined
 from potluck.run.loopthread import LoopThread
-from potluck.testing.memoryrun import MemoryPeer, MemoryRun
+from potluck.sim.memoryrun import MemoryPeer, MemoryRun
 
 # libuv opens one pipe per process, for good, with its first loop: here, before a test counts.
 LoopThread().__enter__().close()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from potluck.run.peer import Peer
     from potluck.state.backupfile import BackupInfo
     from potluck.state.backups import Backups
-    from potluck.training.viewing import StateViewer
+    from potluck.training.trainer.viewing import StateViewer
 
 app = typer.Typer(
     help="States of a run: list, verify, save, export, upload.", no_args_is_help=True, rich_markup_mode="rich"
@@ -122,7 +122,7 @@ def save(
 async def _save(peer: Peer, to: Path, saved: list[BackupInfo]) -> None:
     from potluck.cli import console
 
-    viewing = await console.import_slowly("potluck.training.viewing")
+    viewing = await console.import_slowly("potluck.training.trainer.viewing")
     from potluck.state.backups import BackupConfig, Backups
 
     viewer: StateViewer = await viewing.StateViewer.start(peer)
@@ -158,7 +158,7 @@ def export(
     from potluck.state.backupfile import write_tensors
     from potluck.state.chunkpool import ChunkPool
     from potluck.state.snapshot import stage
-    from potluck.training.models import weights_of
+    from potluck.training.trainer.models import weights_of
 
     backups = _backups(run, folder, path)
     info = _chosen(backups, epoch)

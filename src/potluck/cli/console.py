@@ -23,7 +23,7 @@ from potluck.hub.subjects import PEER_ID
 from potluck.plaintext import clean, clean_lines
 
 if TYPE_CHECKING:
-    from potluck.hub.guard.member import AccessRequest
+    from potluck.hub.access.member import AccessRequest
     from potluck.peer.preflight import Check
     from potluck.peer.roster import RosterEvent
 

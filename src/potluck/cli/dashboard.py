@@ -139,9 +139,9 @@ async def _of_hosted_run(
     from potluck.cli import console
     from potluck.cli.folders import hosted_run
     from potluck.clock import SystemClock
+    from potluck.hub.access.member import Scopes
+    from potluck.hub.access.organise import Organiser
     from potluck.hub.address import HubAddress
-    from potluck.hub.guard.member import Scopes
-    from potluck.hub.guard.organise import Organiser
     from potluck.hub.joinlink import JoinLink
     from potluck.hub.keys import HubKeys, Signer
     from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
@@ -150,7 +150,7 @@ async def _of_hosted_run(
     from potluck.monitor.dashboard.gate import Gate, load_or_create_token
     from potluck.monitor.dashboard.state import Organising
     from potluck.run.peer import Peer, PeerConfig
-    from potluck.training.steering import Steering
+    from potluck.training.manifest.steering import Steering
 
     where, record = hosted_run(run, folder)
     keys = HubKeys.load_or_create(where / "identity")

@@ -48,7 +48,7 @@ def recipe_of(named: str) -> tuple[str, Path]:
 
 
 def said_in(run_file: Path, key: str) -> str:
-    """What a run.toml says, without the checks of training/runfile.py; empty where it does not."""
+    """What a run.toml says, without the checks of training/manifest/runfile.py; empty where it does not."""
     try:
         said = tomllib.loads(run_file.read_text(encoding="utf-8")).get(key, "")
     except (OSError, ValueError):  # `potluck host` says what is wrong with it

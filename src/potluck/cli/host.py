@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from potluck.run.host import Host, HostConfig
     from potluck.run.peer import Peer
     from potluck.state.keeper import StateConfig
-    from potluck.training.helping import AuxiliaryWork
-    from potluck.training.notice import NoticeBoard
+    from potluck.training.manifest.notice import NoticeBoard
+    from potluck.training.trainer.helping import AuxiliaryWork
 
 
 logger = logging.getLogger(__name__)
@@ -145,8 +145,8 @@ def host(
     from potluck.cli import console
     from potluck.cli.folders import run_folder
     from potluck.cli.options import bytes_of
+    from potluck.hub.access.member import Policy
     from potluck.hub.guard.guard import GuardConfig
-    from potluck.hub.guard.member import Policy
     from potluck.hub.keys import HubKeys
     from potluck.hub.server.certificate import prepare_certificates
     from potluck.hub.server.configuration import MAX_PAYLOAD_BYTES, ClusterConfig, HubConfig, render_accounts
@@ -154,7 +154,7 @@ def host(
     from potluck.link.direct.addresses import announced_hosts
     from potluck.peer import environment
     from potluck.run.host import Host, HostConfig
-    from potluck.training.runfile import read_run_file
+    from potluck.training.manifest.runfile import read_run_file
 
     console.set_up_logging(verbose)
     file = _run_file(run_file)
@@ -286,7 +286,7 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
     from potluck.cli import console
     from potluck.cli.dashboardchild import DashboardChild
 
-    module = await console.import_slowly("potluck.training.helping")
+    module = await console.import_slowly("potluck.training.trainer.helping")
     assert host.peer is not None
     recipe = None
     if work.run_file is not None:
@@ -333,9 +333,9 @@ async def _try_out(run_file: Path) -> bool:
     False where it cannot be tried, since its data are not here.
     """
     from potluck.cli import console
-    from potluck.training.runfile import manifest_of, read_run_file
+    from potluck.training.manifest.runfile import manifest_of, read_run_file
 
-    trial = await console.import_slowly("potluck.training.trial")
+    trial = await console.import_slowly("potluck.training.trainer.trial")
     from potluck.recipes.catalogue import open_recipe
 
     def work() -> bool:
@@ -350,7 +350,7 @@ async def _try_out(run_file: Path) -> bool:
 async def _try_later(run_file: Path, host: Host) -> bool:
     """Try what an earlier start could not, for want of its data. Where the run has trained already, only tell."""
     from potluck.errors import ConfigurationError
-    from potluck.training.steering import steering
+    from potluck.training.manifest.steering import steering
 
     try:
         return await _try_out(run_file)
@@ -364,8 +364,8 @@ async def _try_later(run_file: Path, host: Host) -> bool:
 
 async def _put_up(run_file: Path, host: Host) -> Path | None:
     """Have the hub show what run.toml says; returns the organiser's own recipe, if it is not a built-in one."""
-    from potluck.training.organising import put_up
-    from potluck.training.runfile import manifest_of, read_run_file
+    from potluck.training.manifest.organising import put_up
+    from potluck.training.manifest.runfile import manifest_of, read_run_file
 
     found = read_run_file(run_file)
     manifest = await asyncio.to_thread(manifest_of, found, run_file.parent)
@@ -376,7 +376,7 @@ async def _put_up(run_file: Path, host: Host) -> Path | None:
 def _check_data(board: NoticeBoard, recipe_file: Path | None) -> None:
     """Say so when a command has ordered data that the recipe cannot use."""
     from potluck.recipes.catalogue import open_recipe
-    from potluck.training.curriculum import warn_of_data
+    from potluck.training.manifest.curriculum import warn_of_data
 
     if board.manifest is not None:
         recipe = open_recipe(board.manifest.recipe, board.manifest.model, recipe_file)

@@ -22,7 +22,7 @@ def init(
     """
     from potluck.errors import ConfigurationError
     from potluck.hub.subjects import check_run_name
-    from potluck.training.skeleton import RECIPE_FILE, files_of_a_run
+    from potluck.training.manifest.skeleton import RECIPE_FILE, files_of_a_run
 
     name = check_run_name(folder.resolve().name)
     files = files_of_a_run(name, recipe)

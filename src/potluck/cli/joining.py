@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from potluck.hub.guard.lobby import Answer
+    from potluck.hub.access.application import Answer
     from potluck.hub.joinlink import JoinLink
     from potluck.peer.identity import Identity
     from potluck.run.peer import Peer, PeerConfig
@@ -41,7 +41,7 @@ async def seated(
 ) -> None:
     """Join, do the work, leave. While an organiser has to let us in, say so and wait."""
     from potluck.cli import console
-    from potluck.hub.guard.lobby import why_we_wait
+    from potluck.hub.access.application import why_we_wait
     from potluck.hub.joinlink import fetch_address
     from potluck.run.peer import Peer
 

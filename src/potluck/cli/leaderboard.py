@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from potluck.run.peer import Peer
-    from potluck.training.contributions import ContributionBook
+    from potluck.training.books.contributions import ContributionBook
 
 
 def leaderboard(
@@ -38,7 +38,7 @@ def leaderboard(
     parsed = parse_link(link, "potluck leaderboard")
 
     async def look(peer: Peer, _stop: asyncio.Event) -> None:
-        from potluck.training.contributions import read_book
+        from potluck.training.books.contributions import read_book
 
         book, _revision = await read_book(peer.session)
         _show(book, top, _own_receipts(parsed.run) if receipts else None, as_json)
@@ -48,7 +48,7 @@ def leaderboard(
 
 def _own_receipts(run: str) -> dict[str, float]:
     """The samples that this machine has receipts for, by peer."""
-    from potluck.training.receipts import check_receipts, read_lines, receipts_folder, receipts_path
+    from potluck.training.books.receipts import check_receipts, read_lines, receipts_folder, receipts_path
 
     path = receipts_path(receipts_folder(), run)
     checked, _num_bad = check_receipts(read_lines(path) if path.exists() else ())

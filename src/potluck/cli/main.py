@@ -25,6 +25,7 @@ from potluck.cli.monitor import monitor
 from potluck.cli.queue import app as queue
 from potluck.cli.receipts import receipts
 from potluck.cli.run import app as run
+from potluck.cli.spot import app as spot
 from potluck.cli.visualize import visualize
 from potluck.cli.vote import vote
 from potluck.errors import ConfigurationError, PotluckError
@@ -54,6 +55,7 @@ app.command("doctor")(doctor)
 app.add_typer(members, name="members")
 app.add_typer(queue, name="queue")
 app.add_typer(run, name="run")
+app.add_typer(spot, name="spot")
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(download, name="download")
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from potluck.hub.guard.member import AccessRequest
-    from potluck.hub.guard.organise import MemberState, Organiser
-    from potluck.round.plan import Commit
+    from potluck.hub.access.member import AccessRequest
+    from potluck.hub.access.organise import MemberState, Organiser
+    from potluck.round.plan.messages import Commit
     from potluck.run.hostrecord import HostRecord
-    from potluck.training.steering import Steering
+    from potluck.training.manifest.steering import Steering
 
 T = TypeVar("T")
 MOST_SHOWN = 10  # of those whom a name could mean
@@ -73,7 +73,7 @@ def invite(
     import msgspec
 
     from potluck.cli import console
-    from potluck.hub.guard.member import Scopes
+    from potluck.hub.access.member import Scopes
     from potluck.hub.joinlink import JoinLink
     from potluck.hub.presence import Role
     from potluck.hub.queues import parse_rights
@@ -336,8 +336,8 @@ def _ask(run: str, folder: Path | None, work: Callable[[Organiser, HostRecord], 
     console.set_up_logging(verbose=False)
     where, record = hosted_run(run, folder)
 
+    from potluck.hub.access.organise import Organiser
     from potluck.hub.address import HubAddress
-    from potluck.hub.guard.organise import Organiser
     from potluck.hub.keys import HubKeys
     from potluck.hub.nats.connection import NatsConnection
     from potluck.hub.subjects import Subjects

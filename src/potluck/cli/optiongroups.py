@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_h
 from potluck.cli import options as o
 
 if TYPE_CHECKING:
-    from potluck.training.hours import Hours
+    from potluck.training.trainer.hours import Hours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class TrainOptions:
         """When to train; None: always."""
         if not self.schedule:
             return None
-        from potluck.training.hours import Hours
+        from potluck.training.trainer.hours import Hours
 
         return Hours.parse(self.schedule)
 

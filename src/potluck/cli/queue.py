@@ -84,8 +84,8 @@ def add(
 
     Example: [bold]potluck queue add experience --when-full drop[/bold]; [bold]potluck queue add weights --topic[/bold]
     """
-    from potluck.hub.guard.organise import Done
-    from potluck.hub.guard.queuedesk import CreateQueue
+    from potluck.hub.access.organise import Done
+    from potluck.hub.access.queueing import CreateQueue
     from potluck.hub.queues import QueueDefinition
 
     definition = QueueDefinition(
@@ -113,8 +113,8 @@ def rm(name: Name, run: Run = "", folder: Folder = None, as_json: AsJson = False
 
     Example: [bold]potluck queue rm experience[/bold]
     """
-    from potluck.hub.guard.organise import Done
-    from potluck.hub.guard.queuedesk import DeleteQueue
+    from potluck.hub.access.organise import Done
+    from potluck.hub.access.queueing import DeleteQueue
 
     async def work(fleet: AsyncFleet) -> None:
         await fleet.member.ask("delete", DeleteQueue(name=name), Done)
@@ -228,7 +228,7 @@ def dead(
     if not retry:
         _look(name, num, link, run, folder, as_json, dead=True)
         return
-    from potluck.hub.guard.queuedesk import Purged, PurgeQueue
+    from potluck.hub.access.queueing import Purged, PurgeQueue
 
     async def work(fleet: AsyncFleet) -> int:
         queue = fleet.queue(name)
@@ -254,7 +254,7 @@ def purge(
 
     Example: [bold]potluck queue purge experience[/bold]
     """
-    from potluck.hub.guard.queuedesk import Purged, PurgeQueue
+    from potluck.hub.access.queueing import Purged, PurgeQueue
 
     async def work(fleet: AsyncFleet) -> int:
         return (await fleet.member.ask("purge", PurgeQueue(name=name, dead=dead_letters), Purged)).items

@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from potluck.run.peer import Peer
-    from potluck.training.receipts import Checked
+    from potluck.training.books.receipts import Checked
 
 NONE_HERE = "There are no receipts in {folder}: they come while you train."
 
@@ -31,7 +31,7 @@ def receipts(
     Examples: [bold]potluck receipts[/bold]; [bold]potluck receipts my-run.jsonl --link 'potluck://…'[/bold]
     """
     from potluck.cli import console
-    from potluck.training.receipts import check_receipts, read_lines, receipts_folder
+    from potluck.training.books.receipts import check_receipts, read_lines, receipts_folder
 
     console.set_up_logging(verbose=False)
     paths = files or sorted(receipts_folder().glob("*.jsonl"))
@@ -71,7 +71,7 @@ def _coordinators(link: str, as_json: bool) -> tuple[str, set[str]]:
     found: set[str] = set()
 
     async def look(peer: Peer, _stop: asyncio.Event) -> None:
-        from potluck.training.contributions import read_book
+        from potluck.training.books.contributions import read_book
 
         book, _revision = await read_book(peer.session)
         found.update(book.coordinators)

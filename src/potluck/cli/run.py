@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from potluck.round.plan import Commit
-    from potluck.training.earlier import EarlierState
-    from potluck.training.manifest import Manifest, Settings
-    from potluck.training.steering import Steering
+    from potluck.round.plan.messages import Commit
+    from potluck.training.manifest.earlier import EarlierState
+    from potluck.training.manifest.manifest import Manifest, Settings
+    from potluck.training.manifest.steering import Steering
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def rollback(
         return
 
     async def work(helm: Steering, where: Path) -> tuple[Manifest, Commit | None]:
-        from potluck.training.earlier import chosen
+        from potluck.training.manifest.earlier import chosen
 
         there = [] if digest else await _earlier(helm, where)
         is_paused = (await helm.manifest()).newest.paused
@@ -175,7 +175,7 @@ def steer(run: str, folder: Path | None, work: Callable[[Steering, Path], Awaita
     from potluck.cli.folders import hosted_run
     from potluck.hub.address import HubAddress
     from potluck.hub.keys import HubKeys
-    from potluck.training.steering import steering
+    from potluck.training.manifest.steering import steering
 
     console.set_up_logging(verbose=False)
     where, record = hosted_run(run, folder)
@@ -212,7 +212,7 @@ def _data_check(where: Path) -> Callable[[Manifest, Settings], None]:
 
 def _name(by: str) -> str:
     from potluck.peer import environment
-    from potluck.training.organising import own_name
+    from potluck.training.manifest.organising import own_name
 
     return by or environment.person_name() or own_name()
 
@@ -253,8 +253,8 @@ def _list_earlier(states: list[EarlierState], as_json: bool) -> None:
 
 
 def _summary(manifest: Manifest, head: Commit | None) -> dict[str, Any]:
-    from potluck.training.changes import values_of
-    from potluck.training.restoring import pending
+    from potluck.training.manifest.changes import values_of
+    from potluck.training.manifest.rollback import pending
 
     epoch = head.epoch if head is not None else 0
     order = pending(manifest, head)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from potluck.hub.presence import Role
     from potluck.peer.session import HubChange
     from potluck.run.peer import Peer, PeerConfig
-    from potluck.training.hours import Hours
+    from potluck.training.trainer.hours import Hours
 
 RETRY_SECONDS = 60.0  # between two tries to reach a hub that is away at the hours of --schedule
 
@@ -192,7 +192,7 @@ async def _check_choices(training: TrainOptions) -> None:
     if training.recipe is not None:
         compile_source(read_source(training.recipe), training.recipe)
     if training.device:  # it takes torch to tell, whose import comes now instead of later
-        machine = await console.import_slowly("potluck.training.machine")
+        machine = await console.import_slowly("potluck.training.trainer.machine")
         machine.find_device(training.device)
 
 

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from potluck.cli.optiongroups import BackupOptions, TrainOptions
     from potluck.run.peer import Peer
     from potluck.state.keeper import StateConfig
-    from potluck.training.helping import AuxiliaryWork
-    from potluck.training.manifest import Manifest
-    from potluck.training.notice import NoticeBoard
-    from potluck.training.trainer import Trainer, TrainProgress
+    from potluck.training.manifest.manifest import Manifest
+    from potluck.training.manifest.notice import NoticeBoard
+    from potluck.training.trainer.helping import AuxiliaryWork
+    from potluck.training.trainer.trainer import Trainer, TrainProgress
 
 
 async def train(
@@ -25,10 +25,12 @@ async def train(
 ) -> None:
     """Train what the manifest says, in a thread of its own, until `stop`, the end of the run, or of our membership."""
     from potluck.cli import console
-    from potluck.training.notice import NoticeBoard
-    from potluck.training.readiness import check_ready, last_epoch
+    from potluck.training.manifest.notice import NoticeBoard
+    from potluck.training.manifest.readiness import check_ready, last_epoch
 
-    importing = asyncio.create_task(console.import_slowly("potluck.training.leaving"), name="import")  # takes longest
+    importing = asyncio.create_task(
+        console.import_slowly("potluck.training.trainer.leaving"), name="import"
+    )  # takes longest
     board = NoticeBoard.of(peer.session)
     try:
         manifest = await _first_manifest(peer, board, stop, as_json)
@@ -52,7 +54,7 @@ async def help_others(peer: Peer, backups: BackupOptions | None, stop: asyncio.E
     from potluck.cli import console
     from potluck.cli.joining import until_ended
 
-    module = await console.import_slowly("potluck.training.helping")
+    module = await console.import_slowly("potluck.training.trainer.helping")
     state = _state_config(backups, peer.session.subjects.run, peer.peer_id)
     helper: AuxiliaryWork = await module.AuxiliaryWork.start(peer, state)
     try:
@@ -116,9 +118,9 @@ async def _train(
     from potluck.recipes.catalogue import open_recipe
     from potluck.run.joined import Joined
     from potluck.run.loopthread import RunningLoop
-    from potluck.training.leaving import train_and_hand_in
-    from potluck.training.receipts import receipts_folder, receipts_path
-    from potluck.training.trainer import TrainConfig, Trainer
+    from potluck.training.books.receipts import receipts_folder, receipts_path
+    from potluck.training.trainer.leaving import train_and_hand_in
+    from potluck.training.trainer.trainer import TrainConfig, Trainer
 
     recipe = open_recipe(first.recipe, first.model, options.recipe)
     loading = Loading(as_json)

@@ -14,7 +14,7 @@ from potluck.cli import options as o
 
 if TYPE_CHECKING:
     from potluck.run.peer import Peer
-    from potluck.training.viewing import StateViewer
+    from potluck.training.trainer.viewing import StateViewer
 
 FETCH_SECONDS = 600.0
 RETRY_SECONDS = 5.0
@@ -55,9 +55,9 @@ def visualize(
 
 async def _watch(peer: Peer, recipe_file: Path | None, every: int, once: bool, as_json: bool) -> None:
     from potluck.cli import console
-    from potluck.training.notice import NoticeBoard
+    from potluck.training.manifest.notice import NoticeBoard
 
-    viewing = await console.import_slowly("potluck.training.viewing")
+    viewing = await console.import_slowly("potluck.training.trainer.viewing")
     board = NoticeBoard.of(peer.session)
     await board.start()
     viewer: StateViewer = await viewing.StateViewer.start(peer)
@@ -110,7 +110,7 @@ async def _keep_showing(viewer: StateViewer, recipe: Any, every: int, once: bool
 
 
 def _preview(recipe: Any, tensors: Any) -> tuple[str, dict[str, float]]:
-    from potluck.training.models import load, preview
+    from potluck.training.trainer.models import load, preview
 
     model = recipe.model()
     load(model, tensors)

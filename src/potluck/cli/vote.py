@@ -40,7 +40,7 @@ def vote(
 
     async def cast(peer: Peer, _stop: asyncio.Event) -> None:
         from potluck.errors import NotAdmittedError
-        from potluck.training import ballot as ballots
+        from potluck.training.books import ballot as ballots
 
         await ballots.send_vote(peer.session, name, signer)
         presence = peer.session.roster.get(signer.public_key)

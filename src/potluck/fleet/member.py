@@ -25,11 +25,11 @@ from potluck.errors import (
     QueueFullError,
     RetryableError,
 )
+from potluck.hub.access.application import Answer, Application
+from potluck.hub.access.organise import read_answer
+from potluck.hub.access.queueing import ListQueues, QueueList
 from potluck.hub.address import HubAddress
 from potluck.hub.connection import Handler, Subscription
-from potluck.hub.guard.lobby import Answer, Application
-from potluck.hub.guard.organise import read_answer
-from potluck.hub.guard.queuedesk import ListQueues, QueueList
 from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
 from potluck.hub.nats.jetstream import UNAVAILABLE, JetStreamError
 from potluck.hub.nats.requests import status_of

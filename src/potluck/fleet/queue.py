@@ -25,7 +25,7 @@ from potluck.fleet.items import decode_item, encode_item
 from potluck.fleet.largeitems import WHOLE_BYTES, fetch_parts, is_head, put_parts, read_head
 from potluck.fleet.member import FleetMember
 from potluck.fleet.pulling import FRESH_HEADER, Puller, tries_and_number
-from potluck.hub.guard.queuedesk import ForgetParts, Purged
+from potluck.hub.access.queueing import ForgetParts, Purged
 from potluck.hub.queues import QueueDefinition, check_item_id, sender_of
 
 logger = logging.getLogger(__name__)

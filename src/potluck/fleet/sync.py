@@ -20,7 +20,7 @@ from potluck.fleet import queue as asynchronous
 from potluck.fleet.member import FleetConfig, FleetMember
 from potluck.fleet.queue import Queue
 from potluck.fleet.topic import Topic, Version
-from potluck.hub.guard.lobby import Answer
+from potluck.hub.access.application import Answer
 from potluck.hub.joinlink import JoinLink, fetch_address
 from potluck.hub.queues import QueueDepth
 from potluck.peer import environment

@@ -16,8 +16,8 @@ from potluck.errors import ProtocolError, RetryableError
 from potluck.fleet.items import decode_item, encode_item
 from potluck.fleet.largeitems import WHOLE_BYTES, fetch_parts, is_head, put_parts
 from potluck.fleet.member import FleetMember
+from potluck.hub.access.queueing import ForgetParts, Purged
 from potluck.hub.connection import Delivery
-from potluck.hub.guard.queuedesk import ForgetParts, Purged
 from potluck.hub.queues import sender_of
 
 logger = logging.getLogger(__name__)

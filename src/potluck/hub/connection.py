@@ -1,6 +1,6 @@
 """What a process can do with a hub: the seam between Potluck and NATS.
 
-`NatsConnection` (connection.py) is the real one; `potluck.testing.memoryhub` has the in-memory fake. One contract
+`NatsConnection` (connection.py) is the real one; `potluck.sim.memoryhub` has the in-memory fake. One contract
 suite, tests/unit/test_hub_contract.py, runs on both. All methods are called on the event loop that made the connection.
 """
 

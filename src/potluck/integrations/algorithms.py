@@ -31,7 +31,7 @@ from potluck.optim.methods.outer import OuterSGD
 from potluck.optim.methods.sparseloco import SparseLoCo
 from potluck.optim.options import OptimizerConfig
 from potluck.run.joined import Joined
-from potluck.training.ownloop import DiLoCo, Optimizer
+from potluck.training.trainer.ownloop import DiLoCo, Optimizer
 
 logger = logging.getLogger(__name__)
 

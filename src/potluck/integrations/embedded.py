@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Self
 
 from potluck.errors import ConfigurationError, RetryableError
+from potluck.hub.access.member import Scopes
+from potluck.hub.access.organise import Organiser
 from potluck.hub.guard.guard import GuardConfig
-from potluck.hub.guard.member import Scopes
-from potluck.hub.guard.organise import Organiser
 from potluck.hub.joinlink import JoinLink
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.server.configuration import HubConfig

@@ -3,7 +3,7 @@
 A carrier is simple on purpose: it moves single packets, in order while a path lasts, and may lose what was in
 flight when a path breaks. Everything a user relies on (no loss, no repeat, flow control, fragments, path changes)
 is the channel's work, above. Implementations: direct/ (TCP), relay/ (through the hub), and the fake in
-potluck.testing.memorycarrier.
+potluck.sim.memorycarrier.
 """
 
 from __future__ import annotations

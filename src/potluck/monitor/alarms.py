@@ -15,7 +15,7 @@ from typing import Literal
 
 from potluck.errors import ConfigurationError
 from potluck.hub.presence import Beacon, Presence
-from potluck.round.plan import Commit, CommittedMember
+from potluck.round.plan.messages import Commit, CommittedMember
 from potluck.run.hostnews import FRESH_SECONDS, HostNews
 from potluck.state.announcement import Kept
 

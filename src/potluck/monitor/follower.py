@@ -16,11 +16,11 @@ from potluck.monitor.past import Past
 from potluck.monitor.watcher import Watcher
 from potluck.peer.session import Session
 from potluck.plaintext import clean_all
-from potluck.training import ballot, contributions
-from potluck.training.ballot import Ballot
-from potluck.training.contributions import ContributionBook
-from potluck.training.history import FailureRecord, HistoryTail, Preview, RoundRecord, page_key, read_points
-from potluck.training.manifest import Manifest, Settings
+from potluck.training.books import ballot, contributions
+from potluck.training.books.ballot import Ballot
+from potluck.training.books.contributions import ContributionBook
+from potluck.training.books.history import FailureRecord, HistoryTail, Preview, RoundRecord, page_key, read_points
+from potluck.training.manifest.manifest import Manifest, Settings
 
 logger = logging.getLogger(__name__)
 

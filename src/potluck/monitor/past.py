@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from potluck.monitor.series import EMPTY, Series, downsample
-from potluck.training.history import (
+from potluck.training.books.history import (
     KEPT_FAILURES,
     KEPT_PREVIEWS,
     KEPT_ROUNDS,

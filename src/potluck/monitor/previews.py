@@ -21,9 +21,9 @@ from potluck.messages import decode, encode
 from potluck.recipes.catalogue import open_recipe
 from potluck.state.backupfile import BackupInfo
 from potluck.state.backups import Backups
-from potluck.training.history import LONGEST_PREVIEW, Preview, preview_key
-from potluck.training.manifest import Manifest
-from potluck.training.models import load, preview
+from potluck.training.books.history import LONGEST_PREVIEW, Preview, preview_key
+from potluck.training.manifest.manifest import Manifest
+from potluck.training.trainer.models import load, preview
 
 logger = logging.getLogger(__name__)
 

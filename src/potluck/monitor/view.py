@@ -11,9 +11,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 from potluck.hub.presence import Beacon, Presence
-from potluck.round.plan import Commit
+from potluck.round.plan.messages import Commit
 from potluck.run.linknews import LinkFigures, LinkNews
-from potluck.training.history import mean_loss
+from potluck.training.books.history import mean_loss
 
 SILENT_SECONDS = 10.0  # a beacon older than that says nothing any more
 KEPT_COMMITS = 32  # from which the speed of epochs is taken

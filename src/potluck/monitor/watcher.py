@@ -18,16 +18,16 @@ from potluck.peer.lease import LeaseView
 from potluck.peer.roster import RosterEvent
 from potluck.peer.session import Session
 from potluck.round.lineage import Lineage
-from potluck.round.plan import Commit
+from potluck.round.plan.messages import Commit
 from potluck.run.hostnews import MAX_NEWS_BYTES as MAX_HOST_NEWS_BYTES
 from potluck.run.hostnews import TOPIC as HOST_NEWS
 from potluck.run.hostnews import HostNews
 from potluck.run.linknews import MAX_NEWS_BYTES, LinkNews
 from potluck.run.linknews import TOPIC as LINK_NEWS
 from potluck.state.announcement import KEPT, Kept
-from potluck.training.history import EVALUATION_LOSS, Preview
-from potluck.training.manifest import Change
-from potluck.training.notice import NoticeBoard
+from potluck.training.books.history import EVALUATION_LOSS, Preview
+from potluck.training.manifest.manifest import Change
+from potluck.training.manifest.notice import NoticeBoard
 
 logger = logging.getLogger(__name__)
 

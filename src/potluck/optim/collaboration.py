@@ -21,11 +21,11 @@ from potluck.optim.progress.tracker import RunProgress
 from potluck.peer.session import Session
 from potluck.round.averager import Averager, AveragerConfig, RoundPeer
 from potluck.round.codecs import CodecChoice, CodecSpec
-from potluck.round.coordinator import CoordinatorConfig
+from potluck.round.coordinator.coordinator import CoordinatorConfig
+from potluck.round.member.wish import StandBy
+from potluck.round.member.workers import Workers
 from potluck.round.outcome import RoundResult
-from potluck.round.plan import Commit
-from potluck.round.wish import StandBy
-from potluck.round.workers import Workers
+from potluck.round.plan.messages import Commit
 from potluck.run.joined import Joined
 from potluck.state.keeper import StateKeeper
 

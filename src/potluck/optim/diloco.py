@@ -42,10 +42,10 @@ from potluck.optim.outerloop import OuterLoop, Weighting
 from potluck.optim.progress.pace import Pace
 from potluck.optim.stride import Stride
 from potluck.round.codecs import CodecChoice
-from potluck.round.coordinator import CoordinatorConfig
-from potluck.round.gathering import GatherConfig
-from potluck.round.trigger import Quorum
-from potluck.round.wish import StandBy
+from potluck.round.coordinator.coordinator import CoordinatorConfig
+from potluck.round.coordinator.gathering import GatherConfig
+from potluck.round.coordinator.trigger import Quorum
+from potluck.round.member.wish import StandBy
 from potluck.run.joined import Joined
 from potluck.state.keeper import StateConfig
 

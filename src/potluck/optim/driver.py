@@ -25,8 +25,8 @@ from potluck.errors import ConfigurationError, RoundFailedError
 from potluck.optim.collaboration import Collaboration, has_other_trainers
 from potluck.optim.method import Method, Offer, StateSource
 from potluck.optim.recovery import Recovery, RecoveryConfig
+from potluck.round.member.wish import StandBy
 from potluck.round.outcome import RoundResult
-from potluck.round.wish import StandBy
 from potluck.run.calls import Call, Outcome
 from potluck.run.joined import Joined
 

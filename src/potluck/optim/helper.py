@@ -17,8 +17,8 @@ from potluck.optim.collaboration import Collaboration
 from potluck.optim.methods.quorum import ByMost
 from potluck.round.averager import RoundPeer
 from potluck.round.codecs import CodecChoice
-from potluck.round.coordinator import CoordinatorConfig
-from potluck.round.specs import StartSpec
+from potluck.round.coordinator.coordinator import CoordinatorConfig
+from potluck.round.plan.specs import StartSpec
 from potluck.state.following import Follower
 from potluck.state.keeper import StateConfig, StateKeeper
 

@@ -36,7 +36,7 @@ from potluck.optim.options import OptimizerConfig
 from potluck.optim.parameters import are_finite
 from potluck.optim.progress.pace import Pace, is_worth_another_step, patience_seconds
 from potluck.optim.targetbatch import TargetBatch
-from potluck.round.wish import StandBy
+from potluck.round.member.wish import StandBy
 from potluck.run.joined import Joined
 
 logger = logging.getLogger(__name__)

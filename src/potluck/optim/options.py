@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from potluck.errors import ConfigurationError
 from potluck.optim.driver import DriverConfig
 from potluck.round.codecs import CodecChoice
-from potluck.round.coordinator import CoordinatorConfig
-from potluck.round.gathering import GatherConfig
-from potluck.round.trigger import Quorum
+from potluck.round.coordinator.coordinator import CoordinatorConfig
+from potluck.round.coordinator.gathering import GatherConfig
+from potluck.round.coordinator.trigger import Quorum
 from potluck.state.keeper import StateConfig
 
 

@@ -26,8 +26,8 @@ from potluck.errors import (
     RoleRefusedError,
     SeatsTakenError,
 )
+from potluck.hub.access.application import TRY_LATER, Answer, Application, waiting_subject
 from potluck.hub.connection import Delivery, HubConnection
-from potluck.hub.guard.lobby import TRY_LATER, Answer, Application, waiting_subject
 from potluck.hub.subjects import Subjects
 from potluck.messages import decode, encode
 from potluck.peer.session import Connector

@@ -30,14 +30,14 @@ from potluck.peer.lease import Lease
 from potluck.peer.roster import RosterEvent
 from potluck.peer.session import Session
 from potluck.round.codecs import CodecChoice, Role
-from potluck.round.coordinator import Coordinator, CoordinatorConfig
-from potluck.round.layout import FlatTensors, Layout
+from potluck.round.coordinator.coordinator import Coordinator, CoordinatorConfig
 from potluck.round.lineage import Lineage
+from potluck.round.member.participation import Participation
+from potluck.round.member.wish import StandBy
+from potluck.round.member.workers import Workers
 from potluck.round.outcome import FailedRound, RoundResult
-from potluck.round.participation import Participation
-from potluck.round.plan import Commit, Restoration
-from potluck.round.wish import StandBy
-from potluck.round.workers import Workers
+from potluck.round.plan.layout import FlatTensors, Layout
+from potluck.round.plan.messages import Commit, Restoration
 
 logger = logging.getLogger(__name__)
 

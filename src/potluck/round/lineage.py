@@ -26,8 +26,8 @@ from potluck.hub.connection import Entry, Store, Subscription
 from potluck.messages import Message, decode, encode
 from potluck.peer.identity import Identity
 from potluck.peer.lease import Lease
-from potluck.round.plan import Commit
-from potluck.round.signing import Signed, read_commit, sign_commit
+from potluck.round.plan.messages import Commit
+from potluck.round.plan.signing import Signed, read_commit, sign_commit
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Literal
 
-from potluck.round.plan import Commit, RoundKey
+from potluck.round.plan.messages import Commit, RoundKey
 
 MemberRole = Literal["reducer", "sender", "none"]
 

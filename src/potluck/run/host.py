@@ -20,11 +20,11 @@ import msgspec
 
 from potluck import tasks
 from potluck.errors import ConfigurationError, DeadlineExceededError, FatalError, HubUnavailableError
+from potluck.hub.access.invite import invite_id
+from potluck.hub.access.member import AccessRequest, Scopes
+from potluck.hub.access.organise import Organiser
 from potluck.hub.address import HubAddress
 from potluck.hub.guard.guard import Guard, GuardConfig
-from potluck.hub.guard.invite import invite_id
-from potluck.hub.guard.member import AccessRequest, Scopes
-from potluck.hub.guard.organise import Organiser
 from potluck.hub.joinlink import MAX_HOSTS, HubPlace, JoinLink, fetch_address, organiser_hash
 from potluck.hub.keys import HubKeys
 from potluck.hub.nats.connection import NatsConnection

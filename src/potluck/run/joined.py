@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import potluck
 from potluck.errors import ConfigurationError, StoppedError
-from potluck.hub.guard.lobby import Answer
+from potluck.hub.access.application import Answer
 from potluck.hub.joinlink import JoinLink, fetch_address
 from potluck.link.links import Links
 from potluck.peer import environment

@@ -19,9 +19,9 @@ import potluck
 from potluck import tasks
 from potluck.clock import Clock, SystemClock
 from potluck.errors import AccessError, ConfigurationError, ProtocolError, RetryableError
+from potluck.hub.access.application import Answer, Application
 from potluck.hub.address import HubAddress
 from potluck.hub.bulk.wire import BulkWire, BulkWireConfig
-from potluck.hub.guard.lobby import Answer, Application
 from potluck.hub.joinlink import JoinLink
 from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
 from potluck.hub.nats.keeper import KeeperConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from potluck.clock import Clock
 from potluck.errors import DeadlineExceededError, ProtocolError, RetryableError
-from potluck.hub.guard.ratelimit import RateLimit
+from potluck.hub.ratelimit import RateLimit
 from potluck.link.links import Incoming, Links
 from potluck.messages import Message
 

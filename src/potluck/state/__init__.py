@@ -30,7 +30,7 @@ The state itself:
     publishing.py    from the training thread to a snapshot  copying.py   while training goes on
 
 Among peers:
-    announcement.py  who says to hold what, and who is believed (pure)      herald.py   says and hears it
+    announcement.py  who says to hold what, and who is believed (pure)      directory.py   says and hears it
     comparing.py     what this peer had, against what the others had        following.py   keeping without training
     shelf.py         what this peer holds                    serving.py   gives it to others, within limits
     schedule.py      which chunk to ask of whom (pure)       fetcher.py, source.py   asks    assembly.py   puts together

@@ -28,9 +28,9 @@ from potluck.link.links import Incoming, Links
 from potluck.messages import Message
 from potluck.peer.session import Session
 from potluck.round.lineage import Lineage
-from potluck.round.workers import Workers
+from potluck.round.member.workers import Workers
 from potluck.state.announcement import Appraised, Counted, Digest, KeptState, Verdict
-from potluck.state.herald import APPRAISED_SECONDS, Herald
+from potluck.state.directory import APPRAISED_SECONDS, StateDirectory
 from potluck.state.inventory import MAX_METADATA_BYTES
 from potluck.state.shelf import Held, Shelf
 from potluck.state.sketch import SEED_BYTES, Difference, Sketch, camps, difference, read_sketch, sketch
@@ -94,7 +94,7 @@ class Appraiser:
         self,
         session: Session,
         links: Links,
-        herald: Herald,
+        directory: StateDirectory,
         shelf: Shelf,
         workers: Workers,
         lineage: Lineage,
@@ -105,7 +105,7 @@ class Appraiser:
         self.counts: Counter[str] = Counter()
         self._session = session
         self._links = links
-        self._herald = herald
+        self._directory = directory
         self._shelf = shelf
         self._workers = workers
         self._lineage = lineage
@@ -122,7 +122,7 @@ class Appraiser:
         self._turn = asyncio.Lock()
         links.handle(HoldState, self._hold_asked)
         links.handle(AskSketch, self._sketch_asked)
-        herald.settle = self.settle
+        directory.settle = self.settle
 
     async def close(self) -> None:
         """Compare nothing more. Idempotent."""
@@ -141,7 +141,7 @@ class Appraiser:
 
     def suspect(self, state: KeptState) -> bool:
         """Compare values soon, if somebody announces another state than this one of this peer; whether that is so."""
-        claims = self._herald.claims(state.epoch)
+        claims = self._directory.claims(state.epoch)
         if all(claim.state is None or claim.state.compared == state.compared for claim in claims):
             return False
         self._is_suspect = True
@@ -192,35 +192,35 @@ class Appraiser:
 
     async def look(self) -> None:
         """Where the newest states differ, see whether one of them is damaged: whoever it is, it is named."""
-        offered = self._herald.offered(self._lineage.epoch)
+        offered = self._directory.offered(self._lineage.epoch)
         if offered is None:
             return
         epoch, _ = offered
-        claims = self._herald.claims(epoch)
+        claims = self._directory.claims(epoch)
         if len({claim.state.compared for claim in claims if claim.state is not None}) > 1:
             await self._appraise(epoch, own=self._shelf.get(epoch))
 
     async def settle(self, epoch: int | None, at_least: int) -> bool:
         """Where digests alone decide nothing, compare values; whether that brought a verdict."""
-        disputed = self._herald.disputed(self._lineage.epoch, at_least=at_least, epoch=epoch)
+        disputed = self._directory.disputed(self._lineage.epoch, at_least=at_least, epoch=epoch)
         if disputed is None:
             return False
         await self._appraise(disputed, own=self._shelf.get(disputed))
-        if self._herald.verdict(disputed) is not None:
+        if self._directory.verdict(disputed) is not None:
             return True
         if epoch is not None:
             return False
         # Epochs pass faster than announcements: have everybody hold the next one.
         following = max(self._lineage.epoch + 1, at_least)
         await self._appraise(following, own=None, seconds=NEXT_EPOCH_SECONDS)
-        return self._herald.verdict(following) is not None
+        return self._directory.verdict(following) is not None
 
     async def _appraise(self, epoch: int, *, own: Held | None, seconds: float = 0.0) -> bool:
         """Compare what is held of an epoch; whether all who should have answered did."""
         async with self._turn:
-            session, herald = self._session, self._herald
+            session, directory = self._session, self._directory
             me = session.peer_id
-            asked = [claim.peer for claim in herald.claims(epoch) if claim.peer != me]
+            asked = [claim.peer for claim in directory.claims(epoch) if claim.peer != me]
             held = await asyncio.gather(*(self._ask_held(peer, epoch, seconds) for peer in asked))
             states = {peer: state for peer, state in zip(asked, held, strict=True) if state is not None}
             seed = secrets.token_bytes(SEED_BYTES)
@@ -236,7 +236,7 @@ class Appraiser:
             for old in sorted(self._answers)[:-2]:
                 del self._answers[old]
             refusing = [peer for peer, number in self._refusals.items() if number >= REFUSALS]
-            herald.take_appraisal(Appraised(epoch, states, camps(sketches), refusing))
+            directory.take_appraisal(Appraised(epoch, states, camps(sketches), refusing))
             self._tell(epoch)
             return bool(asked) and all(peer in sketches for peer in asked)
 
@@ -265,10 +265,10 @@ class Appraiser:
 
     def _tell(self, epoch: int) -> None:
         """Name those whose state is damaged, and have the organisers told what cannot be decided."""
-        verdict = self._herald.verdict(epoch)
+        verdict = self._directory.verdict(epoch)
         if verdict is None:
             return
-        herald, now, answers = self._herald, self._session.clock.monotonic(), self._answers[epoch]
+        directory, now, answers = self._directory, self._session.clock.monotonic(), self._answers[epoch]
         reference = next((peer for peer in verdict.vouchers if peer in answers.sketches), None)
         for peer in verdict.dissenters:
             if reference is None or peer not in answers.sketches or peer == self._session.peer_id:
@@ -287,7 +287,7 @@ class Appraiser:
                 self._name(reference),
             )
         if not verdict.is_contested:
-            herald.tell_trouble("")
+            directory.tell_trouble("")
             return
         text = (
             f"the states of epoch {epoch} differ by more than rounding, and as many peers hold the one as the other: "
@@ -295,7 +295,7 @@ class Appraiser:
             f"{', '.join(map(self._name, verdict.dissenters[:3]))}. If that is the wrong one, ban its holders (potluck "
             "members ban) and go back (potluck run rollback); an invite with --trusted says whose state counts"
         )
-        if herald.tell_trouble(text):
+        if directory.tell_trouble(text):
             logger.warning("%s", text)
 
     def _name(self, peer: str) -> str:
@@ -320,7 +320,7 @@ class Appraiser:
                 self._name(peer),
                 verdict.epoch,
             )
-            self._herald.distrust(peer)
+            self._directory.distrust(peer)
         return not liars
 
     # Answering

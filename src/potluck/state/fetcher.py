@@ -19,7 +19,7 @@ from potluck.clock import Clock
 from potluck.errors import ConfigurationError, PotluckError, ProtocolError, StateUnavailableError
 from potluck.faultpoints import reach
 from potluck.link.links import Links
-from potluck.round.workers import Workers
+from potluck.round.member.workers import Workers
 from potluck.state.assembly import Assembly
 from potluck.state.chunkpool import Chunk
 from potluck.state.inventory import CHUNK_BYTES, Inventory, read_inventory

@@ -118,7 +118,7 @@ class Follower:
         """Whether trainers are there, and for a while none of them has had the state of the present epoch."""
         epoch, now = self._averager.lineage.epoch, self._clock.monotonic()
         has_trainers = any(presence.card.role == "trainer" for presence in self._roster)
-        if not (epoch and has_trainers) or self._num_training() or self._keeper.herald.verdict(epoch) is not None:
+        if not (epoch and has_trainers) or self._num_training() or self._keeper.directory.verdict(epoch) is not None:
             self._up_at = now
         return now - self._up_at >= DOWN_SECONDS
 
@@ -134,13 +134,13 @@ class Follower:
         """From which epoch on a state should be fetched now; None: none is due."""
         if not self._keeper.keeps:
             return None
-        herald, least = self._keeper.herald, 1 if self._epoch is None else self._epoch + 1
+        directory, least = self._keeper.directory, 1 if self._epoch is None else self._epoch + 1
         # Whether it can be believed is found out by fetching it: that compares values where digests decide nothing.
-        offered = herald.offered(self._averager.lineage.epoch, at_least=least)
+        offered = directory.offered(self._averager.lineage.epoch, at_least=least)
         if offered is None:
             return None
         epoch, keepers = offered
-        if keepers and all(herald.announcements.is_leaving(peer) for peer in keepers):
+        if keepers and all(directory.announcements.is_leaving(peer) for peer in keepers):
             return epoch
         if self._epoch is not None and self._clock.monotonic() >= self._fresh_at:
             return epoch

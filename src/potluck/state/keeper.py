@@ -16,7 +16,7 @@ from torch import Tensor
 
 from potluck.errors import ConfigurationError
 from potluck.round.averager import RoundPeer
-from potluck.round.workers import Workers
+from potluck.round.member.workers import Workers
 from potluck.state.announcement import KeptState, Verdict
 from potluck.state.appraising import Appraiser
 from potluck.state.assembly import Assembly
@@ -25,13 +25,13 @@ from potluck.state.backups import BackupConfig, Backups
 from potluck.state.chunklog import ChunkLog
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.comparing import Comparison
+from potluck.state.directory import StateDirectory
 from potluck.state.fetched import FetchedState
 from potluck.state.fetcher import FetchConfig, Fetcher, FetchReport, MovedOnError, Progress
 from potluck.state.handingover import hand_over
-from potluck.state.herald import Herald
 from potluck.state.inventory import Metadata
 from potluck.state.publishing import Publication, Publisher
-from potluck.state.restoring import Restoring
+from potluck.state.reinstating import Reinstating
 from potluck.state.resuming import EpochSource, Resuming
 from potluck.state.saving import Saver
 from potluck.state.serving import Serving, ServingConfig
@@ -117,15 +117,15 @@ class StateKeeper:
         self._workers = workers or Workers(2)
         self._shelf = Shelf(self.config.num_kept)
         self._comparison = Comparison(
-            lambda epoch: self.herald.verdict(epoch),
+            lambda epoch: self.directory.verdict(epoch),
             lambda verdict: self._appraiser.difference(verdict),
             lambda state: self._appraiser.suspect(state),
         )
-        self.herald = Herald(session, self._shelf, self._holders, self._comparison.past, self._saved)
+        self.directory = StateDirectory(session, self._shelf, self._holders, self._comparison.past, self._saved)
         self._appraiser = Appraiser(
             session,
             self._links,
-            self.herald,
+            self.directory,
             self._shelf,
             self._workers,
             averager.lineage,
@@ -152,14 +152,16 @@ class StateKeeper:
         self._resuming = Resuming(
             session,
             averager,
-            self.herald,
+            self.directory,
             self._shelf,
             self,
             backups=self.backups,
             workers=self._workers,
             grace_seconds=self.config.grace_seconds,
         )
-        self.restoring = Restoring(session, self.herald, self._shelf, self, backups=self.backups, workers=self._workers)
+        self.restoring = Reinstating(
+            session, self.directory, self._shelf, self, backups=self.backups, workers=self._workers
+        )
         self._stop_listening: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
@@ -171,8 +173,8 @@ class StateKeeper:
                 self._uploads.start()
             if self._saver is not None:
                 await self._saver.look()
-            self._stop_listening = self.herald.listen(self._comparison.compare)
-            await self.herald.start()
+            self._stop_listening = self.directory.listen(self._comparison.compare)
+            await self.directory.start()
         except BaseException:
             await self.close()
             raise
@@ -187,7 +189,7 @@ class StateKeeper:
         await self._publisher.close()
         if self._saver is not None:
             await self._saver.close()
-        await self.herald.close()
+        await self.directory.close()
         await self._serving.close()
         if self._uploads is not None:
             await self._uploads.close(timeout_seconds=LAST_UPLOAD_SECONDS)
@@ -236,7 +238,7 @@ class StateKeeper:
         return self._saver.saved if self._saver is not None else ()
 
     def _backed_up(self, info: BackupInfo) -> None:
-        self.herald.announce()
+        self.directory.announce()
         if self._uploads is not None:
             self._uploads.offer(info)
 
@@ -252,7 +254,7 @@ class StateKeeper:
             self._shelf.put(held.epoch, held.snapshot, made_at=held.made_at)
         else:
             self._shelf.clear()
-        self.herald.announce()
+        self.directory.announce()
         await self._serving.make_room()
         self._appraiser.came(held)
         self._comparison.compare()
@@ -260,7 +262,7 @@ class StateKeeper:
     async def hand_over(self, *, timeout_seconds: float) -> bool:
         """Before leaving: wait until somebody who stays has the newest state, or trains on; False: not in time."""
         await self._publisher.until_idle()
-        return await hand_over(self._session, self.herald, self._shelf, timeout_seconds)
+        return await hand_over(self._session, self.directory, self._shelf, timeout_seconds)
 
     @property
     def kept_epoch(self) -> int | None:
@@ -360,7 +362,7 @@ class StateKeeper:
         report = FetchReport()
         try:
             while True:
-                verdict = await self.herald.until_verdict(
+                verdict = await self.directory.until_verdict(
                     epoch, self._averager.lineage, known_until, at_least=at_least_epoch, settle_seconds=settle_seconds
                 )
                 own = self._shelf.find(verdict.digest)
@@ -400,19 +402,19 @@ class StateKeeper:
             self._workers,
             self.config.fetching,
             assembly,
-            keepers=lambda digest: self.herald.keepers(verdict.epoch, digest),
+            keepers=lambda digest: self.directory.keepers(verdict.epoch, digest),
             report=report,
             progress=progress or self.config.on_progress,
             is_replaceable=verdict.is_replaceable,
         )
-        stop_listening = self.herald.listen(fetcher.keepers_changed)
+        stop_listening = self.directory.listen(fetcher.keepers_changed)
         try:
             snapshot = await fetcher.fetch(verdict.digest, bases, until=until)
         except MovedOnError:
-            self.herald.note_failure(verdict)
+            self.directory.note_failure(verdict)
             raise
         except ConfigurationError as error:  # one keeper's word, where others have not been asked yet
-            if not (verdict.is_replaceable and self.herald.note_failure(verdict)):
+            if not (verdict.is_replaceable and self.directory.note_failure(verdict)):
                 raise
             raise MovedOnError(f"the state {verdict.digest[:12]} is of no use here: {error}") from error
         finally:
@@ -421,12 +423,12 @@ class StateKeeper:
                 base.release()
         if verdict.common and snapshot.common_digest != verdict.common:  # only a keeper's own part is taken on trust
             snapshot.release()
-            self.herald.note_failure(verdict)
+            self.directory.note_failure(verdict)
             await asyncio.sleep(RETRY_SECONDS)
             raise MovedOnError(f"{verdict.digest[:12]} was announced to be {verdict.common[:12]} in part, and is not")
         if not await self._appraiser.verify(verdict, snapshot):
             snapshot.release()
-            self.herald.note_failure(verdict)
+            self.directory.note_failure(verdict)
             raise MovedOnError(f"the state {verdict.digest[:12]} is not what its keeper answered for")
         self.counts["fetched"] += 1
         return snapshot
@@ -488,7 +490,7 @@ class StateKeeper:
             "publish_": self._publisher.counts,
             "serve_": self._serving.counts,
         }
-        parts["announce_"] = self.herald.counts
+        parts["announce_"] = self.directory.counts
         if self._saver is not None:
             parts["save_"] = self._saver.counts
         parts["upload_"] = self.upload_counts

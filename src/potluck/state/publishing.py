@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from torch import Tensor
 
 from potluck.errors import StateUnavailableError
-from potluck.round.workers import Workers
+from potluck.round.member.workers import Workers
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.copying import Copying, TornError
 from potluck.state.inventory import Metadata

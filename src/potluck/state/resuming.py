@@ -13,13 +13,13 @@ from potluck.errors import StateUnavailableError
 from potluck.peer.lease import Lease
 from potluck.peer.session import Session
 from potluck.round.lineage import Lineage
-from potluck.round.workers import Workers
+from potluck.round.member.workers import Workers
 from potluck.state.announcement import Verdict
 from potluck.state.backups import Backups
+from potluck.state.directory import ASK_EVERY_SECONDS, StateDirectory
 from potluck.state.fetched import FetchedState
 from potluck.state.fetcher import FetchReport, MovedOnError, Progress
-from potluck.state.herald import ASK_EVERY_SECONDS, Herald
-from potluck.state.resume import BEGIN_SECONDS, Beginner, Situation, Step, next_step
+from potluck.state.resumechoice import BEGIN_SECONDS, Beginner, Situation, Step, next_step
 from potluck.state.shelf import Held, Shelf
 from potluck.state.snapshot import Snapshot
 
@@ -68,7 +68,7 @@ class Resuming:
         self,
         session: Session,
         averager: EpochSource,
-        herald: Herald,
+        directory: StateDirectory,
         shelf: Shelf,
         taker: StateTaker,
         *,
@@ -79,7 +79,7 @@ class Resuming:
         self.counts: Counter[str] = Counter()
         self._session = session
         self._averager = averager
-        self._herald = herald
+        self._directory = directory
         self._shelf = shelf
         self._taker = taker
         self._backups = backups
@@ -88,23 +88,23 @@ class Resuming:
         self.has_begun = False
         """Whether the run began with this peer's own state."""
         self._beginner = Beginner()
-        herald.on_asked = self._asked
+        directory.on_asked = self._asked
 
     async def resume(
         self, base: Mapping[str, Tensor] | None, *, progress: Progress | None, timeout_seconds: float
     ) -> FetchedState | None:
         """The state to go on from; None: nothing is there yet, begin. What is in `base` is not fetched."""
-        clock, lineage, herald = self._session.clock, self._averager.lineage, self._herald
+        clock, lineage, directory = self._session.clock, self._averager.lineage, self._directory
         until = clock.monotonic() + timeout_seconds
         await self._offer_backup()
         first = head = lineage.epoch
         since = clock.monotonic()
         while True:
-            await herald.ask()
+            await directory.ask()
             self._asked(self._session.peer_id)
-            if lineage.epoch and herald.verdict(lineage.epoch) is None:
-                await herald.settle(None, 0)
-            if herald.disputed(lineage.epoch, at_least=max(lineage.epoch - 1, 1)) is not None:
+            if lineage.epoch and directory.verdict(lineage.epoch) is None:
+                await directory.settle(None, 0)
+            if directory.disputed(lineage.epoch, at_least=max(lineage.epoch - 1, 1)) is not None:
                 since = clock.monotonic()  # others have a state, and cannot agree yet: nothing is adopted
             if lineage.epoch != head:
                 head, since = lineage.epoch, clock.monotonic()
@@ -117,14 +117,14 @@ class Resuming:
                 taken = await self._take_step(step, step.verdict, head, base, progress, until)
                 if taken is not None:
                     self._shelf.drop_backup()
-                    herald.announce()
+                    directory.announce()
                     return taken
             if clock.monotonic() >= until:
                 raise StateUnavailableError(
                     f"the run cannot go on yet: {step.reason}. Start a peer that has a newer backup, or a coordinator"
                 )
             pause = ASK_EVERY_SECONDS if head else BEGIN_SECONDS / 4
-            await herald.until_changed(min(max(until - clock.monotonic(), 0.0), pause))
+            await directory.until_changed(min(max(until - clock.monotonic(), 0.0), pause))
 
     async def _offer_backup(self) -> None:
         if self._backups is None or any(held.is_backup for held in self._shelf):
@@ -133,7 +133,7 @@ class Resuming:
         if restored is not None:
             self._shelf.put(restored.info.epoch, restored.snapshot, made_at=restored.info.made_at, is_backup=True)
             restored.snapshot.release()
-            self._herald.announce()
+            self._directory.announce()
 
     def _asked(self, peer: str) -> None:
         """As the coordinator of a run that has nothing: choose who begins it."""
@@ -143,23 +143,23 @@ class Resuming:
         if not (self._averager.lease.is_held and self._averager.lineage.epoch == 0 and is_trainer):
             return
         if self._beginner.asked_by(peer, self._session.clock.monotonic(), roster.__contains__):
-            self._herald.beginner = peer
-            self._herald.announce()
+            self._directory.beginner = peer
+            self._directory.announce()
 
     def _begins(self) -> bool | None:
         """Whether the coordinator has chosen this peer to begin; None: it has chosen nobody."""
         coordinator = self._averager.lease.view.holder or ""
-        chosen = self._herald.announcements.beginner(coordinator, self._session.roster)
+        chosen = self._directory.announcements.beginner(coordinator, self._session.roster)
         return chosen == self._session.peer_id if chosen else None
 
     def _situation(self, head: int, waited_seconds: float, *, has_moved: bool) -> Situation:
-        herald, own = self._herald, self._session.peer_id
-        offers = [herald.newest(head - 1), herald.newest(backups=True)]
+        directory, own = self._directory, self._session.peer_id
+        offers = [directory.newest(head - 1), directory.newest(backups=True)]
         others = [presence.card.role for presence in self._session.roster if presence.peer != own]
         return Situation(
             head_epoch=head,
-            present=herald.verdict(head),
-            live=herald.newest(head) if has_moved else None,
+            present=directory.verdict(head),
+            live=directory.newest(head) if has_moved else None,
             offers=[offer for offer in offers if offer is not None],
             is_coordinator=self._averager.lease.is_held,
             is_alone="trainer" not in others,

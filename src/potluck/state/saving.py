@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from potluck.errors import BackupError
-from potluck.round.workers import Workers
+from potluck.round.member.workers import Workers
 from potluck.state.announcement import KeptState
 from potluck.state.backupfile import BackupInfo
 from potluck.state.backups import Backups

@@ -22,7 +22,7 @@ from potluck.errors import ConfigurationError, DeadlineExceededError, PeerError,
 from potluck.faultpoints import reach
 from potluck.link.links import Incoming, Links, Receipt, Stream
 from potluck.messages import Message
-from potluck.round.workers import Workers
+from potluck.round.member.workers import Workers
 from potluck.state.announcement import Digest
 from potluck.state.inventory import MIB
 from potluck.state.packing import pack

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from potluck import tasks
 from potluck.errors import ConfigurationError, PotluckError, RetryableError
 from potluck.faultpoints import reach
-from potluck.round.workers import Workers
+from potluck.round.member.workers import Workers
 from potluck.state.backupfile import BackupInfo
 from potluck.state.uploadtargets import UploadTarget
 

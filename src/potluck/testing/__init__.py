@@ -5,17 +5,10 @@
     nursery.py       Python children that need not import torch again: forked from a template (template.py)
     faults.py        faults at named points of a child process, with a record that they fired
     faulty.py        runs a program with those faults: `python -m potluck.testing.faulty -m potluck.cli.main …`
-    virtualclock.py  time that moves only when told to
-    virtualloop.py   an event loop on which waiting takes no time
-    memoryrun.py     a whole run in memory: hub, guard, peers with sessions and links
-    inlineworkers.py tensor work without threads
     leaks.py         threads, sockets and tasks that a test left behind
     ports.py         a TCP port that nobody uses
-    memoryhub.py     a hub in memory (memoryconnection.py, memorystore.py): faults on purpose, time in the test's hands
     plainhub.py      a bare nats-server that can be killed, started again, and told whom to let in
     gate.py          a TCP forwarder that can be shut, opened and frozen
-    memorycarrier.py carriers of packets in memory: rate, delay, loss, cuts; on the event loop or on virtual time
-    linknode.py      a peer's links on virtual time, without an event loop
     natlab.py        hosts, home routers and a public network, in network namespaces
     namespaces.py    the namespaces it is made of, and their removal
     cuts.py          paths that are blocked while in use

@@ -2,7 +2,7 @@
 
 command.py   what a person types, and the answer
 story.py     the play from top to bottom: who comes, who is killed, who joins late
-troupe.py    the processes: each a real `potluck` command, whose JSON lines are read along
+processes.py    the processes: each a real `potluck` command, whose JSON lines are read along
 audience.py  watches the run over the hub, as `potluck monitor` does, and writes down what happened
 stage.py     what is seen meanwhile: a live table and a line for each event
 record.py    what happened, and the figures that follow from it (pure)

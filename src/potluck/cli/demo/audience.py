@@ -18,7 +18,7 @@ from potluck.run.peer import Peer, PeerConfig
 if TYPE_CHECKING:
     from potluck.monitor.view import Overview, PeerRow
     from potluck.monitor.watcher import Watcher
-    from potluck.round.plan import Commit
+    from potluck.round.plan.messages import Commit
 
 NAME = "audience"
 LOOK_EVERY_SECONDS = 0.5

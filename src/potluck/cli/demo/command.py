@@ -74,7 +74,7 @@ async def _perform(folder: Path, epochs: int, *, quiet: bool) -> Outcome:
         await play(folder, Script(epochs=epochs), stage, record)
     except PotluckError as error:
         record.problem = str(error)
-    module = await console.import_slowly("potluck.training.exhibit")
+    module = await console.import_slowly("potluck.training.trainer.exhibit")
     try:
         exhibit = module.examine(folder, folder / "hub" / "states")
     except PotluckError as error:

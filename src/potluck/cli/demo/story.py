@@ -19,9 +19,9 @@ from pathlib import Path
 
 from potluck.cli import console
 from potluck.cli.demo.audience import Audience, watching
+from potluck.cli.demo.processes import Processes
 from potluck.cli.demo.record import Record, samples_per_second
 from potluck.cli.demo.stage import Stage
-from potluck.cli.demo.troupe import Troupe
 
 RUN = "demo"
 HOST = "host"
@@ -69,47 +69,47 @@ def prepare(folder: Path) -> None:
 
 async def play(folder: Path, script: Script, stage: Stage, record: Record) -> None:
     """Play it. What goes wrong is raised; whoever is left is asked to leave in any case."""
-    troupe = Troupe(folder)
+    processes = Processes(folder)
     began_at = time.time()
     try:
-        link = str((await (await troupe.host()).until("ready"))["link"])
+        link = str((await (await processes.host()).until("ready"))["link"])
         stage.say(f"The host is open after {time.time() - began_at:.1f} s.")
         async with watching(link, record, began_at) as audience, stage.table_of(audience):
-            await _come(troupe, audience, stage, script, link)
-            await _bear(troupe, audience, stage, script)
-            await _late(troupe, audience, stage, link)
+            await _come(processes, audience, stage, script, link)
+            await _bear(processes, audience, stage, script)
+            await _late(processes, audience, stage, link)
             await audience.until_epoch(script.epochs)
-            await audience.until("a checkpoint", lambda: any(troupe.states.rglob("*.safetensors")))
+            await audience.until("a checkpoint", lambda: any(processes.states.rglob("*.safetensors")))
             stage.say(f"Epoch {record.epoch} is committed. All are asked to leave.")
     finally:
-        record.exit_codes = await _all_leave(troupe)
+        record.exit_codes = await _all_leave(processes)
 
 
-async def _all_leave(troupe: Troupe) -> dict[str, int]:
+async def _all_leave(processes: Processes) -> dict[str, int]:
     """Have everybody leave, though somebody presses Ctrl-C meanwhile: no process is left behind."""
-    leaving = asyncio.create_task(troupe.leave())
+    leaving = asyncio.create_task(processes.leave())
     try:
-        await console.import_slowly("potluck.training.exhibit")  # needed next, and those who leave mostly wait
+        await console.import_slowly("potluck.training.trainer.exhibit")  # needed next, and those who leave mostly wait
         return await asyncio.shield(leaving)
     except asyncio.CancelledError:
         await leaving
         raise
 
 
-async def _come(troupe: Troupe, audience: Audience, stage: Stage, script: Script, link: str) -> None:
+async def _come(processes: Processes, audience: Audience, stage: Stage, script: Script, link: str) -> None:
     """One peer alone, then all together."""
     record = audience.record
     record.trainers = [ADA]
-    await troupe.join(ADA, link, *BATCH)
-    link_of_alan = await troupe.invite_coordinator(RUN)  # while she imports torch
+    await processes.join(ADA, link, *BATCH)
+    link_of_alan = await processes.invite_coordinator(RUN)  # while she imports torch
     await audience.until_epoch(1)
     stage.say(f"[bold]{ADA}[/bold] trains alone.")
     await audience.until_epoch(script.part(0.15))
     record.alone_until_seconds = audience.now
     record.trainers += [GRACE, EDSGER]
-    await troupe.join(GRACE, link, *BATCH, "--client-mode", niceness=2)
-    await troupe.join(EDSGER, link, *BATCH, "--websocket", "--relay-only", niceness=4)
-    await troupe.join(ALAN, link_of_alan, "--role", "aux")
+    await processes.join(GRACE, link, *BATCH, "--client-mode", niceness=2)
+    await processes.join(EDSGER, link, *BATCH, "--websocket", "--relay-only", niceness=4)
+    await processes.join(ALAN, link_of_alan, "--role", "aux")
     stage.say(
         f"[bold]{GRACE}[/bold] (a client), [bold]{EDSGER}[/bold] (through the hub alone) and [bold]{ALAN}[/bold] "
         "(an aux peer) join."
@@ -123,33 +123,33 @@ async def _come(troupe: Troupe, audience: Audience, stage: Stage, script: Script
         stage.say(f"Together: {together:.0f} samples/s, {together / alone:.1f} times what {ADA} did alone.")
 
 
-async def _bear(troupe: Troupe, audience: Audience, stage: Stage, script: Script) -> None:
+async def _bear(processes: Processes, audience: Audience, stage: Stage, script: Script) -> None:
     """A trainer is killed; then whoever coordinates, twice: first that is the host, hub and all."""
     record = audience.record
     incident = audience.note("trainer killed", ADA)
-    await troupe.kill(ADA)
+    await processes.kill(ADA)
     seconds = await audience.until_over(incident)
     stage.say(f"[bold]{ADA}[/bold] was killed; the first epoch without her came {seconds:.1f} s later.")
     for _ in range(2):
         await audience.until_epoch(record.epoch + script.part(0.08))
-        await audience.until("a coordinator", lambda: audience.coordinator in troupe.actors)
-        await _kill_coordinator(troupe, audience, stage, audience.coordinator)
+        await audience.until("a coordinator", lambda: audience.coordinator in processes.actors)
+        await _kill_coordinator(processes, audience, stage, audience.coordinator)
 
 
-async def _kill_coordinator(troupe: Troupe, audience: Audience, stage: Stage, who: str) -> None:
+async def _kill_coordinator(processes: Processes, audience: Audience, stage: Stage, who: str) -> None:
     incident = audience.note("coordinator killed", who)
-    await troupe.kill(who)
+    await processes.kill(who)
     if who == HOST:
-        await (await troupe.host()).until("ready")
+        await (await processes.host()).until("ready")
     seconds = await audience.until_over(incident)
     what = "the hub with it; the host was started again" if who == HOST else "the hub stayed"
     stage.say(f"[bold]{who}[/bold], who coordinated, was killed ({what}). The next epoch came {seconds:.1f} s later.")
 
 
-async def _late(troupe: Troupe, audience: Audience, stage: Stage, link: str) -> None:
+async def _late(processes: Processes, audience: Audience, stage: Stage, link: str) -> None:
     """Somebody new."""
     audience.record.trainers.append(BARBARA)
     incident = audience.note("newcomer", BARBARA)
-    await troupe.join(BARBARA, link, *BATCH)
+    await processes.join(BARBARA, link, *BATCH)
     seconds = await audience.until_over(incident)
     stage.say(f"[bold]{BARBARA}[/bold] joined; her first samples are in an epoch {seconds:.1f} s after she decided to.")

@@ -2,13 +2,13 @@
 
     guard.py         the driver, of which door.py (connections), lobbydesk.py (newcomers), organiserdesk.py (orders),
                      storedesk.py (stores), presencekeeper.py (the roster) and floodwatch.py do their parts
-    organise.py      what organisers ask for, from their side
+    (the records and messages that members share with it are in access/)
 
 Decisions (pure):
-    lobby.py, invite.py, member.py, permissions.py   who gets in, with which rights
+    lobby.py, permissions.py                         who gets in, with which rights
     lobbycrowd.py                                    which strangers have to leave the lobby
     presencecore.py, connections.py                  who is there
-    floodcore.py, ratelimit.py                       who publishes too much; how often somebody may try
+    floodcore.py                                     who publishes too much
 
 How they are carried out:
     callout.py, jwt.py                 the server's question about a connection, and the answer
@@ -17,5 +17,5 @@ How they are carried out:
     leaders.py                         which servers of a cluster lead the stores
     huggingface.py                     whose token it is
     registry.py, rosterwriter.py       the records, in the hub's stores
-    errands.py                         work on the side
+    backgroundwork.py                  work on the side
 """

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from potluck.clock import Clock
 from potluck.errors import ProtocolError, RetryableError
+from potluck.hub.access.member import Member, Scopes, Service, seats_for
 from potluck.hub.guard import callout
 from potluck.hub.guard.callout import ConnectRequest
 from potluck.hub.guard.connections import SESSION, Connections, Lane
-from potluck.hub.guard.member import Member, Scopes, Service, seats_for
 from potluck.hub.guard.permissions import permissions_for
 from potluck.hub.guard.registry import Registry
 from potluck.hub.keys import Signer

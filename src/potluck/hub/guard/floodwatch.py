@@ -13,10 +13,10 @@ from collections import Counter
 
 from potluck.clock import Clock
 from potluck.errors import ProtocolError, RetryableError
+from potluck.hub.access.member import Ban, ban_key
 from potluck.hub.guard.connections import Lane
 from potluck.hub.guard.floodcore import Flood, FloodCore, Traffic
 from potluck.hub.guard.hubsystem import HubSystem
-from potluck.hub.guard.member import Ban, ban_key
 from potluck.hub.guard.presencekeeper import PresenceKeeper
 from potluck.hub.guard.registry import Registry
 

@@ -26,25 +26,24 @@ from dataclasses import dataclass, field
 
 from potluck.clock import Clock, SystemClock
 from potluck.errors import ConfigurationError, NotAdmittedError
+from potluck.hub.access.application import MAX_APPLICATION_BYTES, Answer, waiting_subject
+from potluck.hub.access.member import ROLES, AccessRequest, Member, Policy, Scopes, person_of_key
 from potluck.hub.address import HubAddress
 from potluck.hub.connection import Delivery, Subscription
 from potluck.hub.guard import callout, huggingface
+from potluck.hub.guard.backgroundwork import BackgroundWork
 from potluck.hub.guard.connections import Connection, Connections, Lane
 from potluck.hub.guard.door import Door, DoorLimits
-from potluck.hub.guard.errands import Errands
 from potluck.hub.guard.floodcore import QUEUE_LIMITS, FloodCore, FloodLimits, Traffic
 from potluck.hub.guard.floodwatch import FloodWatch
 from potluck.hub.guard.hubsystem import HubSystem
 from potluck.hub.guard.leaders import LeaderKeeper
-from potluck.hub.guard.lobby import MAX_APPLICATION_BYTES, Answer, waiting_subject
 from potluck.hub.guard.lobbycrowd import LobbyCrowd, share_of_address
 from potluck.hub.guard.lobbydesk import LobbyDesk
-from potluck.hub.guard.member import ROLES, AccessRequest, Member, Policy, Scopes, person_of_key
 from potluck.hub.guard.organiserdesk import OrganiserDesk
 from potluck.hub.guard.presencecore import PresenceConfig, PresenceCore
 from potluck.hub.guard.presencekeeper import PresenceKeeper
 from potluck.hub.guard.queuedesk import QueueDesk
-from potluck.hub.guard.ratelimit import RateLimit
 from potluck.hub.guard.registry import Registry
 from potluck.hub.guard.rosterwriter import RosterWriter
 from potluck.hub.guard.storedesk import StoreDesk
@@ -52,6 +51,7 @@ from potluck.hub.keys import HubKeys, Signer
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.presence import Presence
 from potluck.hub.queues import QueueSubjects
+from potluck.hub.ratelimit import RateLimit
 from potluck.hub.server.configuration import ACCOUNT
 from potluck.hub.stores import ensure_stores
 from potluck.hub.subjects import PEER_ID, Subjects, check_run_name
@@ -120,7 +120,7 @@ class Guard:
         self._core = PresenceCore(config.presence, self._clock)
         self._compare_wanted = asyncio.Event()
         self._subscriptions: list[Subscription] = []
-        self._errands = Errands(MAX_TASKS)
+        self._background = BackgroundWork(MAX_TASKS)
         self._counts: Counter[str] = Counter()
         self._hub: NatsConnection | None = None
         self._system_hub: NatsConnection | None = None
@@ -141,7 +141,7 @@ class Guard:
 
     async def stop(self) -> None:
         """Answer no more; members stay connected. Calling it twice does no harm."""
-        await self._errands.close()
+        await self._background.close()
         for subscription in self._subscriptions:
             await subscription.cancel()
         self._subscriptions = []
@@ -178,7 +178,7 @@ class Guard:
             return dict(self._counts)
         return {
             **self._counts,
-            **self._errands.counts,
+            **self._background.counts,
             **{f"door_{name}": count for name, count in self._door.counts.items()},
             **{f"lobby_{name}": count for name, count in self._lobby.counts.items()},
             **{f"organise_{name}": count for name, count in self._organisers.counts.items()},
@@ -195,7 +195,7 @@ class Guard:
             "roster": len(self._core),
             "members": len(self._registry.members),
             "waiting": len(self._registry.waiting()),
-            "tasks": len(self._errands),
+            "tasks": len(self._background),
         }
 
     # Beginning
@@ -210,7 +210,7 @@ class Guard:
         )
         self._queues_hub = await self._connect_queues()
         await ensure_stores(self._hub, self._subjects, config.replicas)
-        self._registry = registry = Registry(self._hub, self._errands.spawn)
+        self._registry = registry = Registry(self._hub, self._background.spawn)
         self._writer = RosterWriter(self._hub.store("roster"), self._core)
         self._system = HubSystem(self._system_hub, config.account, clock)
         self._door = Door(
@@ -233,7 +233,7 @@ class Guard:
             run=config.run,
             limits=config.limits,
             clock=clock,
-            spawn=self._errands.spawn,
+            spawn=self._background.spawn,
         )
         self._floods = [
             FloodWatch(FloodCore(limits, clock), self._system, self._keeper, registry, clock, lane)
@@ -280,15 +280,15 @@ class Guard:
             requests = f"{QueueSubjects(self._config.run).root}.ask.*.*"
             self._subscriptions.append(await self._queues_hub.subscribe(requests, self._on_queues, queue=QUEUE))
         keeper = self._keeper
-        self._errands.keep_running(lambda: keeper.tick_forever(self._hears_hub), "presence ticks")
-        self._errands.keep_running(lambda: keeper.compare_forever(self._compare_wanted), "connection lists")
+        self._background.keep_running(lambda: keeper.tick_forever(self._hears_hub), "presence ticks")
+        self._background.keep_running(lambda: keeper.compare_forever(self._compare_wanted), "connection lists")
         for watch in self._floods:
-            self._errands.keep_running(watch.watch_forever, "floods")
-        self._errands.keep_running(self._watch_lobby_forever, "lobby")
+            self._background.keep_running(watch.watch_forever, "floods")
+        self._background.keep_running(self._watch_lobby_forever, "lobby")
         if self._config.replicas > 1:
             self._leaders = leaders = LeaderKeeper(self._hub, self._system, self._connections, self._subjects)
             await leaders.start()
-            self._errands.keep_running(leaders.keep_forever, "leaders of stores")
+            self._background.keep_running(leaders.keep_forever, "leaders of stores")
 
     async def _listen(self, subject: str, handler: Callable[[Delivery], None], queue: str = "") -> None:
         if self._hub is None:
@@ -344,7 +344,7 @@ class Guard:
     # What arrives. The handlers return at once; what takes longer becomes a task.
 
     def _on_callout(self, delivery: Delivery) -> None:
-        self._errands.spawn(self._answer_callout(delivery))
+        self._background.spawn(self._answer_callout(delivery))
 
     async def _answer_callout(self, delivery: Delivery) -> None:
         answer = await self._door.answer(delivery.payload)
@@ -360,14 +360,14 @@ class Guard:
             self._counts["lobby_floods"] += 1
             self._keeper.cut(self._connections.of_peer(peer, "lobby"), "it floods the lobby")
             return
-        self._errands.spawn(self._answer_application(delivery, peer))
+        self._background.spawn(self._answer_application(delivery, peer))
 
     async def _answer_application(self, delivery: Delivery, peer: str) -> None:
         await self._respond(delivery, peer, encode(await self._lobby.answer(peer, delivery.payload)))
 
     def _on_card(self, delivery: Delivery) -> None:
         if (peer := self._sender(delivery)) is not None:
-            self._errands.spawn(self._answer_card(delivery, peer))
+            self._background.spawn(self._answer_card(delivery, peer))
 
     async def _answer_card(self, delivery: Delivery, peer: str) -> None:
         await self._respond(delivery, peer, encode(await self._keeper.card(peer, delivery.payload)))
@@ -378,7 +378,7 @@ class Guard:
 
     def _on_leave(self, delivery: Delivery) -> None:
         if (peer := self._sender(delivery)) is not None:
-            self._errands.spawn(self._answer_leave(delivery, peer))
+            self._background.spawn(self._answer_leave(delivery, peer))
 
     async def _answer_leave(self, delivery: Delivery, peer: str) -> None:
         await self._respond(delivery, peer, encode(await self._keeper.leave(peer, delivery.payload)))
@@ -390,24 +390,24 @@ class Guard:
         if delivery.subject.rpartition(".")[2] != "time":
             self._counts["unknown_questions"] += 1
             return
-        self._errands.spawn(self._respond(delivery, peer, encode(self._clock.wall())))
+        self._background.spawn(self._respond(delivery, peer, encode(self._clock.wall())))
 
     def _on_read(self, delivery: Delivery) -> None:
         peer = self._sender(delivery)
         if peer is not None and self._is_own_inbox(delivery, peer):
-            self._errands.spawn(self._stores.read(delivery))
+            self._background.spawn(self._stores.read(delivery))
 
     def _on_write(self, delivery: Delivery) -> None:
         peer = self._sender(delivery)
         if peer is not None and self._is_own_inbox(delivery, peer):
-            self._errands.spawn(self._stores.write(delivery))
+            self._background.spawn(self._stores.write(delivery))
 
     def _on_queues(self, delivery: Delivery) -> None:
-        self._errands.spawn(self._queues.answer(delivery))
+        self._background.spawn(self._queues.answer(delivery))
 
     def _on_organise(self, delivery: Delivery) -> None:
         if (peer := self._sender(delivery)) is not None:
-            self._errands.spawn(self._answer_organiser(delivery, peer))
+            self._background.spawn(self._answer_organiser(delivery, peer))
 
     async def _answer_organiser(self, delivery: Delivery, peer: str) -> None:
         verb = delivery.subject.rpartition(".")[2]

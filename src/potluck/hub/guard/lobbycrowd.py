@@ -12,8 +12,8 @@ import ipaddress
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from potluck.hub.access.member import AccessRequest
 from potluck.hub.guard.connections import Connection
-from potluck.hub.guard.member import AccessRequest
 from potluck.hub.guard.presencecore import ConnectionId
 
 IDLE_SECONDS = 10.0  # two round trips and the check of a token fit in

@@ -15,15 +15,16 @@ from typing import TypeVar
 
 from potluck.clock import Clock
 from potluck.errors import ProtocolError, RetryableError
+from potluck.hub.access.application import MAX_APPLICATION_BYTES, Answer, Application
+from potluck.hub.access.member import known_service
 from potluck.hub.guard import lobby
 from potluck.hub.guard.connections import Connections
 from potluck.hub.guard.door import Door, DoorLimits
 from potluck.hub.guard.huggingface import TokenAnswer
-from potluck.hub.guard.lobby import MAX_APPLICATION_BYTES, Admit, Answer, Application, Facts, Refuse, Wait
+from potluck.hub.guard.lobby import Admit, Facts, Refuse, Wait
 from potluck.hub.guard.lobbycrowd import first_to_go, num_from_address
-from potluck.hub.guard.member import known_service
-from potluck.hub.guard.ratelimit import RateLimit
 from potluck.hub.guard.registry import Registry
+from potluck.hub.ratelimit import RateLimit
 from potluck.messages import decode
 from potluck.plaintext import check_plain
 

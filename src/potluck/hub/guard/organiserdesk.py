@@ -11,11 +11,10 @@ import msgspec
 
 from potluck.clock import Clock
 from potluck.errors import ConfigurationError, ProtocolError, RetryableError
-from potluck.hub.guard import lobby, organise
-from potluck.hub.guard.connections import Connection
-from potluck.hub.guard.invite import Invite, new_invite
-from potluck.hub.guard.lobby import Answer
-from potluck.hub.guard.member import (
+from potluck.hub.access import organise
+from potluck.hub.access.application import Answer
+from potluck.hub.access.invite import Invite, new_invite
+from potluck.hub.access.member import (
     AccessRequest,
     Ban,
     Member,
@@ -24,7 +23,9 @@ from potluck.hub.guard.member import (
     check_target,
     person_of_key,
 )
-from potluck.hub.guard.organise import Done, Failure
+from potluck.hub.access.organise import Done, Failure
+from potluck.hub.guard import lobby
+from potluck.hub.guard.connections import Connection
 from potluck.hub.guard.registry import POLICY_KEY, Registry
 from potluck.hub.presence import Presence
 from potluck.hub.stores import MANIFEST_KEY

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from potluck.hub.access.member import Scopes
 from potluck.hub.guard.connections import Lane
-from potluck.hub.guard.member import Scopes
 from potluck.hub.queues import QueueDefinition, QueueSubjects, queue_permissions
 from potluck.hub.stores import readable_stores, writable_stores
 from potluck.hub.subjects import Subjects

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 
 from potluck.clock import Clock
 from potluck.errors import ProtocolError, RetryableError
+from potluck.hub.access.member import MAX_NAME_CHARACTERS, Ban, Member
 from potluck.hub.guard import lobby
 from potluck.hub.guard.acknowledgements import Endpoint, unacknowledged
 from potluck.hub.guard.connections import SESSION, Connection, Connections, Lane
 from potluck.hub.guard.door import Door, DoorLimits
 from potluck.hub.guard.hubsystem import HubSystem
-from potluck.hub.guard.member import MAX_NAME_CHARACTERS, Ban, Member
 from potluck.hub.guard.presencecore import ConnectionId, PresenceCore, Standing
 from potluck.hub.guard.registry import Registry, Spawn
 from potluck.hub.guard.rosterwriter import RosterWriter

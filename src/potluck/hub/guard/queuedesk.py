@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 
 from potluck.errors import ConfigurationError, HubUnavailableError, PotluckError, ProtocolError, RetryableError
+from potluck.hub.access.member import Member
+from potluck.hub.access.organise import Done, Failure
+from potluck.hub.access.queueing import CreateQueue, DeleteQueue, ForgetParts, ListQueues, Purged, PurgeQueue, QueueList
 from potluck.hub.connection import Delivery, HubConnection
-from potluck.hub.guard.member import Member
-from potluck.hub.guard.organise import Done, Failure
 from potluck.hub.guard.registry import Registry
 from potluck.hub.nats.jetstream import STREAM_NAME_IN_USE, JetStreamError
 from potluck.hub.queues import (
@@ -44,50 +45,6 @@ MAX_QUEUES = 200
 MAX_MESSAGE_BYTES = 1024 * 1024 + 64 * 1024
 NOT_FOUND = 404
 NO_STORAGE = 10047
-
-
-class ListQueues(Message, frozen=True, kw_only=True, tag=True):
-    """Which queues and topics may I use, and how full are they? Answered by QueueList."""
-
-
-class QueueList(Message, frozen=True, kw_only=True, tag=True):
-    """Those that the sender has a right on; for an organiser all."""
-
-    items: tuple[QueueDepth, ...]
-
-
-class CreateQueue(Message, frozen=True, kw_only=True, tag=True):
-    """Make a queue or topic, or change the limits of one."""
-
-    definition: QueueDefinition
-
-
-class DeleteQueue(Message, frozen=True, kw_only=True, tag=True):
-    """Remove a queue or topic and all that is in it."""
-
-    name: str
-
-
-class PurgeQueue(Message, frozen=True, kw_only=True, tag=True):
-    """Remove what is in a queue, or its dead letters."""
-
-    name: str
-    dead: bool = False
-
-
-class ForgetParts(Message, frozen=True, kw_only=True, tag=True):
-    """The parts of a large item are needed no more."""
-
-    name: str
-    putter: str
-    item: str
-    others: bool = False  # those of all other items of this putter, and not this one's
-
-
-class Purged(Message, frozen=True, kw_only=True, tag=True):
-    """How many items were removed."""
-
-    items: int
 
 
 class _StreamState(msgspec.Struct):

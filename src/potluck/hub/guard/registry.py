@@ -12,10 +12,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Generic, TypeVar
 
 from potluck.errors import ProtocolError, RevisionConflictError
+from potluck.hub.access import invite as invites
+from potluck.hub.access.invite import Invite
+from potluck.hub.access.member import AccessRequest, Ban, Member, Policy, ban_key
 from potluck.hub.connection import Entry, HubConnection, Store, Subscription
-from potluck.hub.guard import invite as invites
-from potluck.hub.guard.invite import Invite
-from potluck.hub.guard.member import AccessRequest, Ban, Member, Policy, ban_key
 from potluck.hub.presence import Role
 from potluck.hub.queues import QueueDefinition
 from potluck.messages import decode, encode

@@ -5,6 +5,6 @@ path.py          the path to one peer
 greeting.py      how both ends prove who they are
 sealing.py       how packets are kept from the hub
 credit.py        who may have how much on its way
-manners.py       who is not listened to any more, since it floods us
+penalties.py       who is not listened to any more, since it floods us
 packet.py        what relays say to each other, as bytes
 """

@@ -29,9 +29,9 @@ from potluck.link.direct.noise import TAG_BYTES
 from potluck.link.direct.sealing import Opened, Slabs
 from potluck.link.relay.credit import CreditConfig, InboundBudget
 from potluck.link.relay.greeting import RelayGreeting
-from potluck.link.relay.manners import Manners, MannersConfig
 from potluck.link.relay.packet import PACKET_OVERHEAD_BYTES, RelayKind, decode
 from potluck.link.relay.path import RelayPath, RelayTimes
+from potluck.link.relay.penalties import Penalties, PenaltyConfig
 from potluck.link.relay.sealing import LostError, ReplayedError, sealing_bytes
 from potluck.messages import PROTOCOL_VERSION
 
@@ -88,7 +88,7 @@ class RelayConfig:
     credit: CreditConfig = field(default_factory=CreditConfig)
     """How much may be on its way to this peer."""
 
-    manners: MannersConfig = field(default_factory=MannersConfig)
+    penalties: PenaltyConfig = field(default_factory=PenaltyConfig)
     """How much may come without credit, before a peer is not listened to any more."""
 
     times: RelayTimes = field(default_factory=RelayTimes)
@@ -136,7 +136,7 @@ class RelayCarrier:
         self._config = config or RelayConfig()
         self._clock = clock or SystemClock()
         self._budget = InboundBudget(self._config.credit)
-        self._manners = Manners(self._config.manners)
+        self._penalties = Penalties(self._config.penalties)
         self._roster: dict[str, Presence] = {}  # all who are there and speak our version
         self._paths: dict[str, RelayPath] = {}
         self._listened = self._whom_to_hear()
@@ -170,7 +170,7 @@ class RelayCarrier:
         self._roster[peer] = presence
         if is_new:
             self._listen_anew()
-        if self._manners.is_shut_out(peer):
+        if self._penalties.is_shut_out(peer):
             return
         path = self._paths.get(peer)
         if path is not None and (path.session, path.link_key) != (card.session, card.link_key):
@@ -222,7 +222,7 @@ class RelayCarrier:
             self._congested[path] = None
             return False
         path.sent(size)
-        self._manners.earned(peer, self._clock.monotonic())
+        self._penalties.earned(peer, self._clock.monotonic())
         self._keep_ticking()
         self._counts["packets_sent"] += 1
         self._counts["bytes_sent"] += num_bytes
@@ -231,7 +231,7 @@ class RelayCarrier:
     def why_no_path(self, peer: str) -> str:
         """What stands in the way of a path, for a person to read; empty when there is one."""
         path = self._paths.get(peer)
-        if self._manners.is_shut_out(peer):
+        if self._penalties.is_shut_out(peer):
             return "it sent more through the hub than it was allowed to, and is not listened to for a while"
         if path is None:
             return f"it is not in the roster, of another version, or {NO_KEY}"
@@ -247,7 +247,7 @@ class RelayCarrier:
         counts["budget_bytes"] = self._budget.budget_bytes
         counts["credited_bytes"] = self._budget.charged_bytes
         counts["senders_waiting"] = self._budget.num_waiting
-        counts["shut_out"] = len(self._manners.shut_out)
+        counts["shut_out"] = len(self._penalties.shut_out)
         return {**counts, **{f"wire_{name}": value for name, value in self._wire.statistics().items()}}
 
     async def close(self) -> None:
@@ -307,14 +307,14 @@ class RelayCarrier:
         if not self._is_connected:
             return
         peer = subject.rpartition(".")[2]
-        if self._manners.is_shut_out(peer):
+        if self._penalties.is_shut_out(peer):
             return  # it was on its way
         size = len(payload) + PACKET_OVERHEAD_BYTES
         opened = self._credited(peer, payload, size)
         if opened is None:
             self._unbidden(peer, size)
             return
-        self._manners.earned(peer, self._clock.monotonic())
+        self._penalties.earned(peer, self._clock.monotonic())
         self._counts["packets_received"] += 1
         self._counts["bytes_received"] += len(opened[0]) + (0 if opened[1] is None else len(opened[1]))
         self._events.packet_arrived(self, peer, *opened)
@@ -322,7 +322,7 @@ class RelayCarrier:
     def message_skipped(self, subject: str, num_bytes: int) -> None:
         """A message larger than any packet."""
         peer = subject.rpartition(".")[2]
-        if self._is_connected and not self._manners.is_shut_out(peer):
+        if self._is_connected and not self._penalties.is_shut_out(peer):
             self._unbidden(peer, num_bytes)
 
     def _credited(self, peer: str, payload: memoryview, size: int) -> Opened | None:
@@ -360,7 +360,7 @@ class RelayCarrier:
 
     def _unbidden(self, peer: str, size: int) -> None:
         """Something came without credit: small words do, but there is a limit."""
-        if self._manners.spent(peer, size, self._clock.monotonic()):
+        if self._penalties.spent(peer, size, self._clock.monotonic()):
             return
         self._counts["floods"] += 1
         logger.warning(
@@ -380,7 +380,7 @@ class RelayCarrier:
 
     def _whom_to_hear(self) -> list[str]:
         """Everybody; or, while somebody is shut out, all others one by one. Those with a path come first."""
-        shut_out = self._manners.shut_out
+        shut_out = self._penalties.shut_out
         if not shut_out:
             return [self._subjects.relay(self._self_id, "*")]
         peers = [peer for peer in dict.fromkeys((*self._paths, *self._roster)) if peer not in shut_out]
@@ -388,7 +388,7 @@ class RelayCarrier:
 
     def _let_in(self, now: float) -> None:
         """Those whose time is over are met again."""
-        for peer in self._manners.let_in(now):
+        for peer in self._penalties.let_in(now):
             self._listen_anew()
             if peer in self._roster:
                 self.update_peer(self._roster[peer])
@@ -405,7 +405,7 @@ class RelayCarrier:
 
     def given_up(self, path: RelayPath, granted_bytes: int) -> None:
         """What was granted may still come."""
-        self._manners.given_up(path.peer, granted_bytes, self._clock.monotonic())
+        self._penalties.given_up(path.peer, granted_bytes, self._clock.monotonic())
 
     def closed(self, path: RelayPath, reason: str) -> None:
         """Packets cannot be sent any more."""
@@ -448,6 +448,6 @@ class RelayCarrier:
     def _on_timer(self) -> None:
         self._timer = None
         self.tick()
-        is_waiting = self._budget.num_waiting or self._manners.shut_out
+        is_waiting = self._budget.num_waiting or self._penalties.shut_out
         if is_waiting or any(path.needs_ticks for path in self._paths.values()):
             self._keep_ticking()

@@ -14,7 +14,7 @@ from potluck.monitor import figures
 from potluck.monitor.past import Axis
 from potluck.monitor.series import Numbers, Series
 from potluck.monitor.view import LinkRow, PeerRow
-from potluck.training.history import FailureRecord, RoundRecord
+from potluck.training.books.history import FailureRecord, RoundRecord
 
 # In the middle between light and dark, so that both backgrounds do.
 TOMATO, BLUE, GREEN, AMBER, PLUM, GREY = "#e8590c", "#4c8dd6", "#3f9d63", "#e0a21b", "#9b6bb3", "#8d867c"

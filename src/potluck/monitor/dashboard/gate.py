@@ -16,8 +16,8 @@ from pathlib import Path
 
 from potluck.clock import Clock
 from potluck.errors import ConfigurationError, PermissionDeniedError
-from potluck.hub.guard.ratelimit import RateLimit
 from potluck.hub.privatefiles import make_private_folder, read_private, write_private
+from potluck.hub.ratelimit import RateLimit
 from potluck.plaintext import clean
 
 TOKEN_FILE = "dashboard-token"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from potluck.errors import PermissionDeniedError, PotluckError
+from potluck.hub.access.organise import Organiser
 from potluck.hub.connection import Store
-from potluck.hub.guard.organise import Organiser
 from potluck.hub.joinlink import JoinLink
 from potluck.hub.keys import Signer
 from potluck.monitor.alarms import Alarm
@@ -18,8 +18,8 @@ from potluck.monitor.dashboard.actions import Action, ActionLog
 from potluck.monitor.dashboard.gate import Gate, Visitor
 from potluck.monitor.follower import RunFollower
 from potluck.monitor.view import Overview, PeerRow
-from potluck.training.manifest import Settings
-from potluck.training.steering import Steering
+from potluck.training.manifest.manifest import Settings
+from potluck.training.manifest.steering import Steering
 
 if TYPE_CHECKING:
     from potluck.monitor.previews import Previewer

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from potluck.round.plan import Commit
+from potluck.round.plan.messages import Commit
 
 KEPT_ROUNDS = 8
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from potluck.errors import ConfigurationError
 from potluck.optim.methods.transform import ErrorFeedback, Tensors
 from potluck.round.codecs import CodecChoice, Role, codec_for
-from potluck.round.layout import Layout
+from potluck.round.plan.layout import Layout
 
 BLOCKED = ("float32", "float16", "bfloat16", "blockwise8", "e3m0")
 

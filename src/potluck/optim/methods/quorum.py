@@ -27,8 +27,8 @@ from typing import Self
 import msgspec
 
 from potluck.errors import ConfigurationError
-from potluck.round.specs import StartSpec
-from potluck.round.trigger import Quorum, ReadySender
+from potluck.round.coordinator.trigger import Quorum, ReadySender
+from potluck.round.plan.specs import StartSpec
 
 KEPT_ROUNDS = 16
 REMEMBERED_ROUNDS = 64
@@ -84,7 +84,7 @@ class AdaptiveGrace:
 
 
 class AdaptiveQuorum:
-    """A trigger (round/trigger.py) with such a window."""
+    """A trigger (round/coordinator/trigger.py) with such a window."""
 
     def __init__(self, *, min_senders: int = 1, grace: AdaptiveGrace | None = None) -> None:
         if min_senders < 1:

@@ -25,7 +25,7 @@ from potluck.errors import ConfigurationError
 from potluck.hub.presence import Beacon
 from potluck.messages import Message
 from potluck.optim.methods.dylu import fast_rate
-from potluck.round.weights import Medians
+from potluck.round.plan.weights import Medians
 
 FORGET_SECONDS = 10.0  # the guard gives up a peer that was silent for so long, and so do we
 LARGEST_COUNT = 10**12  # samples of one peer in one epoch: more is nonsense, and would start every round at once

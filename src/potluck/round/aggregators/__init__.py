@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from potluck.round.aggregators.base import Accumulator, Aggregator, Outcome
 from potluck.round.aggregators.catalogue import aggregator_for
-from potluck.round.specs import AGGREGATOR_NAMES, AggregatorSpec
+from potluck.round.plan.specs import AGGREGATOR_NAMES, AggregatorSpec
 
 __all__ = [
     "AGGREGATOR_NAMES",

@@ -22,7 +22,7 @@ from potluck.errors import ConfigurationError, PeerError
 from potluck.round.codecs import EncodedChunk
 from potluck.round.codecs.base import require_finite
 from potluck.round.codecs.reductions import MAX_FLOAT32, is_finite
-from potluck.round.specs import AggregatorSpec
+from potluck.round.plan.specs import AggregatorSpec
 
 Contribution = Tensor | EncodedChunk
 

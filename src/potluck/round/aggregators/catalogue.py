@@ -8,7 +8,7 @@ from potluck.round.aggregators.base import Aggregator
 from potluck.round.aggregators.clipping import CenteredClipping, MedianNormClipping
 from potluck.round.aggregators.mean import Mean
 from potluck.round.aggregators.order import CoordinateMedian, TrimmedMean
-from potluck.round.specs import AggregatorSpec
+from potluck.round.plan.specs import AggregatorSpec
 
 _AGGREGATORS: dict[str, type[Aggregator]] = {
     kind.name: kind for kind in (Mean, CoordinateMedian, TrimmedMean, CenteredClipping, MedianNormClipping)

@@ -41,7 +41,7 @@ from torch import Tensor
 from potluck.round.aggregators.base import Accumulator, Aggregator, CollectingAccumulator
 from potluck.round.aggregators.order import median_of
 from potluck.round.codecs.reductions import norm
-from potluck.round.specs import AggregatorSpec
+from potluck.round.plan.specs import AggregatorSpec
 
 
 class MedianNormClipping(Aggregator):

@@ -22,7 +22,7 @@ from potluck.round.codecs.base import LARGEST, SMALLEST, Codec, EncodedChunk
 from potluck.round.codecs.catalogue import codec_for
 from potluck.round.codecs.choice import CodecChoice, CodecRule, Role
 from potluck.round.codecs.reductions import is_finite
-from potluck.round.specs import CODEC_NAMES, CodecSpec
+from potluck.round.plan.specs import CODEC_NAMES, CodecSpec
 
 __all__ = [
     "CODEC_NAMES",

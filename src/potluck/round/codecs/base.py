@@ -23,7 +23,7 @@ from torch import Tensor
 from potluck.errors import NotFiniteError, ProtocolError
 from potluck.round.codecs.memory import Buffer, empty_frame, num_bytes, scratch, tensor_over
 from potluck.round.codecs.reductions import MAX_FLOAT32, is_finite, magnitude
-from potluck.round.specs import CodecSpec
+from potluck.round.plan.specs import CodecSpec
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

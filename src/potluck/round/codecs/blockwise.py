@@ -17,7 +17,7 @@ from torch import Tensor
 from potluck.round.codecs.base import LARGEST, SMALLEST, Codec, Fixed, not_finite, read_scales, within_range
 from potluck.round.codecs.memory import Buffer, scratch, tensor_over
 from potluck.round.codecs.reductions import MAX_FLOAT32
-from potluck.round.specs import CodecSpec
+from potluck.round.plan.specs import CodecSpec
 
 
 class Blocked(Codec):

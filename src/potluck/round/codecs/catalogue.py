@@ -11,7 +11,7 @@ from potluck.round.codecs.floats import BFloat16, Float16, Float32, ScaledFloat1
 from potluck.round.codecs.sparse import Sparse2, Sparse16
 from potluck.round.codecs.sparsereply import Sparse8
 from potluck.round.codecs.uniform import Uniform8
-from potluck.round.specs import CodecSpec
+from potluck.round.plan.specs import CodecSpec
 
 _CODECS: dict[str, type[Codec]] = {
     codec.name: codec

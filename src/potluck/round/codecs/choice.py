@@ -11,7 +11,7 @@ from typing import Literal
 
 from potluck.errors import ConfigurationError
 from potluck.messages import Message
-from potluck.round.specs import CodecSpec
+from potluck.round.plan.specs import CodecSpec
 
 Role = Literal["gradient", "parameter", "optimizer", "buffer"]
 

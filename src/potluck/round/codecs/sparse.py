@@ -38,8 +38,8 @@ from potluck.round.codecs.positions import (
 from potluck.round.codecs.reductions import row_sums
 from potluck.round.codecs.sparseframe import HEAD_BYTES, Sparse, write_head
 from potluck.round.codecs.sparsereply import Sparse8
-from potluck.round.specs import TOPK_BLOCK as BLOCK
-from potluck.round.specs import CodecSpec
+from potluck.round.plan.specs import TOPK_BLOCK as BLOCK
+from potluck.round.plan.specs import CodecSpec
 
 NUM_BINS = 4
 RANGE_IN_SIGMAS = 6.0

@@ -12,8 +12,8 @@ from potluck.errors import PotluckError
 from potluck.monitor import figures
 from potluck.monitor.dashboard.frame import Page
 from potluck.monitor.dashboard.parts import Items, box, button, card, confirm, words
-from potluck.training.changes import Value, described, values_of
-from potluck.training.manifest import Change, Settings, Sync
+from potluck.training.manifest.changes import Value, described, values_of
+from potluck.training.manifest.manifest import Change, Settings, Sync
 
 if TYPE_CHECKING:
     from potluck.state.backupfile import BackupInfo

@@ -7,7 +7,7 @@ from nicegui import ui
 from potluck.monitor import figures
 from potluck.monitor.dashboard.frame import Page
 from potluck.monitor.dashboard.parts import Meter, box, card, words
-from potluck.training.contributions import Given
+from potluck.training.books.contributions import Given
 
 SHOWN = 100
 EVERY_SECONDS = 5.0

@@ -10,9 +10,9 @@ import segno
 from nicegui import ui
 
 from potluck.errors import PotluckError
-from potluck.hub.guard.invite import Invite
-from potluck.hub.guard.member import ROLES, AccessRequest, Ban, Scopes
-from potluck.hub.guard.organise import MemberState, Organiser
+from potluck.hub.access.invite import Invite
+from potluck.hub.access.member import ROLES, AccessRequest, Ban, Scopes
+from potluck.hub.access.organise import MemberState, Organiser
 from potluck.hub.presence import Role
 from potluck.monitor import figures
 from potluck.monitor.dashboard.frame import Page

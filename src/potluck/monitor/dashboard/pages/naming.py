@@ -7,7 +7,7 @@ from nicegui import ui
 from potluck.errors import PotluckError
 from potluck.monitor.dashboard.frame import Page
 from potluck.monitor.dashboard.parts import Bars, box, button, card, words
-from potluck.training.ballot import LONGEST_MODEL_NAME, send_vote
+from potluck.training.books.ballot import LONGEST_MODEL_NAME, send_vote
 
 EVERY_SECONDS = 1.0
 

@@ -8,7 +8,7 @@ from potluck.monitor import figures
 from potluck.monitor.dashboard import charts
 from potluck.monitor.dashboard.frame import Page
 from potluck.monitor.dashboard.parts import Chart, box, card, words
-from potluck.training.history import Preview
+from potluck.training.books.history import Preview
 
 EVERY_SECONDS = 2.0
 MOST_FIGURES = 4

@@ -10,7 +10,7 @@ from potluck.monitor import figures
 from potluck.monitor.dashboard import charts
 from potluck.monitor.dashboard.frame import Page
 from potluck.monitor.dashboard.parts import Chart, Figure, Items, box, card, words
-from potluck.training.history import FailureRecord, RoundRecord
+from potluck.training.books.history import FailureRecord, RoundRecord
 
 DRAWN = 60
 LISTED = 12

@@ -1,0 +1,325 @@
+"""`potluck spot`: a run on rented machines that may be taken away."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from potluck.spot.preemption import Change
+    from potluck.spot.provider import Provider
+    from potluck.spot.tiers import Slot
+
+app = typer.Typer(
+    help="A run on spot machines: so many workers and aux peers, kept at that number. On AWS, or as local processes.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+ProviderName = Literal["aws", "local"]
+Experiment = Annotated[str, typer.Option(help="The experiment's name: the tag of all that is made.")]
+ProviderOption = Annotated[ProviderName, typer.Option(help="Where machines come from.")]
+Region = Annotated[str, typer.Option(help="AWS: the region.")]
+EndpointUrl = Annotated[str, typer.Option(help="AWS: another server with the same API, for tests.", hidden=True)]
+AsJson = Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a line.")]
+HOST_START_SECONDS = 120.0
+LOCAL_INTERVAL_SECONDS = 1.0
+
+
+@app.command("up")
+def up(
+    run_file: Annotated[Path | None, typer.Argument(help="The run to host here, unless --link names one.")] = None,
+    link: Annotated[str, typer.Option(help="The join link of a run that is hosted elsewhere.")] = "",
+    provider: ProviderOption = "local",
+    experiment: Experiment = "potluck",
+    workers: Annotated[int, typer.Option(help="How many trainers.")] = 4,
+    aux: Annotated[int, typer.Option(help="How many aux peers; they never count as workers.")] = 0,
+    bandwidth: Annotated[str, typer.Option(help="Workers' lines in Mbit/s, as in 4x200,8x100,4x50.")] = "",
+    aux_bandwidth: Annotated[float, typer.Option(help="Aux peers' lines in Mbit/s; 0: as fast as they are.")] = 0.0,
+    kinds: Annotated[
+        str, typer.Option(help="AWS: kinds of machines, the preferred one first.")
+    ] = "g4dn.xlarge,g4dn.2xlarge",
+    aux_kinds: Annotated[str, typer.Option(help="AWS: the same for aux peers, at the full price.")] = "r5.large",
+    region: Region = "us-east-1",
+    image: Annotated[
+        str, typer.Option(help="AWS: the machine image, a Linux with Python and the AWS command line.")
+    ] = "",
+    instance_profile: Annotated[str, typer.Option(help="AWS: may read the experiment's parameters.")] = "",
+    subnet: Annotated[str, typer.Option(help="AWS: the subnet, unless the default one.")] = "",
+    max_price: Annotated[float, typer.Option(help="Dollars an hour for one machine at most; 0: no limit.")] = 0.0,
+    announce: Annotated[
+        list[str] | None, typer.Option(help="The address by which machines reach the host here.")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="local: a log of preemptions to replay.")] = None,
+    compress: Annotated[float, typer.Option(help="local: replay the trace so many times as fast.")] = 60.0,
+    churn: Annotated[float, typer.Option(help="local: without a trace, so many preemptions an hour.")] = 0.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be started and what it costs.")] = False,
+    endpoint_url: EndpointUrl = "",
+    as_json: AsJson = False,
+) -> None:
+    """Start machines and keep them at that number until Ctrl-C, which leaves them running: `down` removes them.
+
+    Example: [bold]potluck spot up my-run --workers 16 --aux 4 --bandwidth 4x200,8x100,4x50 --provider local[/bold]
+    """
+    from potluck.cli import console
+    from potluck.errors import ConfigurationError
+    from potluck.spot.supervision import Supervision, SupervisionConfig
+    from potluck.spot.tiers import slots
+
+    wanted = slots(num_workers=workers, num_aux=aux, bandwidth=bandwidth, aux_bandwidth_mbit=aux_bandwidth or None)
+    if not link and run_file is None and not dry_run:
+        raise ConfigurationError("which run? Name its folder or run.toml, or --link of one that is hosted elsewhere")
+    if provider == "aws" and not image and not dry_run:
+        raise ConfigurationError("--image is missing: the AMI to start machines from, a Linux with Python")
+    names = ("process",) if provider == "local" else tuple(kind.strip() for kind in kinds.split(",") if kind.strip())
+    config = SupervisionConfig(
+        kinds=names,
+        aux_kinds=() if provider == "local" else (aux_kinds,),
+        max_price=max_price or None,
+        settle_seconds=0.0 if provider == "local" else 60.0,
+        first_wait_seconds=2.0 if provider == "local" else 10.0,
+    )
+    market = _market(trace, compress, churn, len(wanted)) if provider == "local" else []
+
+    async def work(stop: asyncio.Event) -> None:
+        async with _hosted(run_file, link, announce or [], experiment) as found:
+            machines = _provider(
+                provider, experiment, region, endpoint_url, image, instance_profile, subnet, max_price, found, market
+            )
+            if provider == "aws":
+                await asyncio.to_thread(_keep_link, machines, found)
+            await _supervise(machines, Supervision(wanted, config), provider, experiment, stop, as_json)
+
+    if dry_run:
+        _say_plan(wanted, provider, experiment, region, endpoint_url, config.kinds + config.aux_kinds, as_json)
+        return
+    console.run(console.until_interrupted(work))
+    _say(as_json, f"The machines go on. `potluck spot down --provider {provider} --experiment {experiment}` ends them.")
+
+
+@app.command("status")
+def status(
+    provider: ProviderOption = "local",
+    experiment: Experiment = "potluck",
+    region: Region = "us-east-1",
+    endpoint_url: EndpointUrl = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show the machines of an experiment.
+
+    Example: [bold]potluck spot status --provider aws --experiment albert[/bold]
+    """
+    import msgspec
+
+    from potluck.cli import console
+
+    machines = _provider(provider, experiment, region, endpoint_url).machines()
+    if as_json:
+        console.print_json(msgspec.to_builtins(machines))
+        return
+    rows = [{"slot": each.slot, "machine": each.id, "kind": each.kind, "state": each.state} for each in machines]
+    console.show_table(sorted(rows, key=lambda row: row["slot"]), empty=f"{experiment} has no machine.")
+
+
+@app.command("down")
+def down(
+    provider: ProviderOption = "local",
+    experiment: Experiment = "potluck",
+    region: Region = "us-east-1",
+    endpoint_url: EndpointUrl = "",
+    as_json: AsJson = False,
+) -> None:
+    """End all machines of an experiment, and remove all else that carries its tag. Also after a crash of `up`.
+
+    Example: [bold]potluck spot down --provider aws --experiment albert[/bold]
+    """
+    from potluck.cli import console
+
+    removed = _provider(provider, experiment, region, endpoint_url).remove_everything()
+    if as_json:
+        console.print_json({"removed": removed})
+        return
+    _say(
+        False,
+        f"Removed {console.count(len(removed), 'thing')}: {', '.join(removed)}" if removed else "Nothing was left.",
+    )
+
+
+@app.command("watch", context_settings={"ignore_unknown_options": True})
+def watch(
+    command: Annotated[list[str], typer.Argument(help="The command to run, after --.")],
+    metadata_url: Annotated[str, typer.Option(help="The metadata service, for tests.", hidden=True)] = "",
+    poll_seconds: Annotated[float, typer.Option(help="How often to ask.")] = 5.0,
+) -> None:
+    """Run a command on a spot machine, and ask it to leave when the machine is about to be taken away.
+
+    Example: [bold]potluck spot watch -- potluck join 'potluck://…'[/bold]
+    """
+    from potluck.cli import console
+    from potluck.spot import notice
+
+    async def work(stop: asyncio.Event) -> int:
+        asked = notice.MetadataNotice(metadata_url or notice.METADATA_URL)
+        try:
+            return await notice.watch(
+                command, asked, stop=stop, poll_seconds=poll_seconds, say=lambda text: _say(False, text)
+            )
+        finally:
+            await asked.close()
+
+    raise typer.Exit(console.run(console.until_interrupted(work)))
+
+
+def _folder(experiment: str) -> Path:
+    import platformdirs
+
+    from potluck.hub.subjects import check_run_name
+
+    check_run_name(experiment)
+    return Path(platformdirs.user_data_dir("potluck")) / "spot" / experiment
+
+
+def _provider(
+    name: ProviderName,
+    experiment: str,
+    region: str,
+    endpoint_url: str,
+    image: str = "",
+    instance_profile: str = "",
+    subnet: str = "",
+    max_price: float = 0.0,
+    link: str = "",
+    market: Sequence[Change] = (),
+) -> Provider:
+    if name == "local":
+        from potluck.spot.local import LocalProvider
+
+        return LocalProvider(
+            _folder(experiment) / "machines", lambda slot, place: _join(slot, place, link), trace=market
+        )
+    from potluck.spot.aws import AwsConfig, AwsProvider
+
+    _folder(experiment)
+    return AwsProvider(
+        AwsConfig(
+            experiment=experiment,
+            region=region,
+            image=image,
+            instance_profile=instance_profile,
+            subnet=subnet,
+            max_price=max_price or None,
+            endpoint_url=endpoint_url or None,
+        )
+    )
+
+
+def _join(slot: Slot, place: Path, link: str) -> list[str]:
+    """The process of a local machine: a peer with an identity and a name of its own."""
+    line = ["--bandwidth", f"{slot.bandwidth_mbit:g}Mbit"] if slot.bandwidth_mbit is not None else []
+    own = ["--name", slot.name, "--identity-path", str(place / "identity.nkey"), "--json"]
+    return [sys.executable, "-m", "potluck.cli", "join" if slot.role == "worker" else "aux", link, *own, *line]
+
+
+def _keep_link(machines: Any, link: str) -> None:
+    from potluck.errors import ConfigurationError
+    from potluck.hub.joinlink import JoinLink
+
+    line = JoinLink.parse(link).pip_line
+    if not line:
+        raise ConfigurationError("the link names no wheel, so machines cannot install Potluck: host with --wheel")
+    machines.keep_link(link, line.removeprefix("pip install ").strip("'"))
+
+
+def _market(trace: Path | None, compress: float, churn: float, num_machines: int) -> list[Change]:
+    from potluck.spot.preemption import PreemptionConfig, compressed, generate, parse_trace
+
+    if trace is not None:
+        return compressed(parse_trace(trace.read_text(encoding="utf-8")), compress)
+    if churn > 0:
+        return generate(PreemptionConfig(num_machines=num_machines, bursts_per_hour=churn), hours=24.0, seed=0)
+    return []
+
+
+@asynccontextmanager
+async def _hosted(run_file: Path | None, link: str, announce: Sequence[str], experiment: str) -> AsyncIterator[str]:
+    """The run's join link; the run is hosted by a process of ours where no link was given."""
+    if link:
+        yield link
+        return
+    from potluck.cli.demo.processes import Actor
+    from potluck.errors import FatalError
+
+    folder = _folder(experiment)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "host.log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "potluck.cli", "host", str(run_file), "--folder", str(folder / "hub"), "--json"],
+            *(word for address in announce for word in ("--announce", address)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+        )
+    host = Actor("host", process, folder / "host.log")
+    try:
+        said = await asyncio.wait_for(host.until("ready"), HOST_START_SECONDS)
+        yield str(said["link"])
+    except TimeoutError:
+        raise FatalError(f"the host did not start: {host.tail()}") from None
+    finally:
+        await host.leave()
+
+
+async def _supervise(
+    machines: Provider, supervision: Any, provider: ProviderName, experiment: str, stop: asyncio.Event, as_json: bool
+) -> None:
+    from potluck.spot.runner import Runner
+
+    folder = _folder(experiment)
+    folder.mkdir(parents=True, exist_ok=True)
+    runner = Runner(
+        machines,
+        supervision,
+        interval_seconds=LOCAL_INTERVAL_SECONDS if provider == "local" else 15.0,
+        log_path=folder / "turns.jsonl",
+        say=lambda text: _say(as_json, text),
+    )
+    await runner.run(stop)
+
+
+def _say_plan(
+    wanted: Sequence[Slot],
+    provider: ProviderName,
+    experiment: str,
+    region: str,
+    endpoint: str,
+    kinds: Any,
+    as_json: bool,
+) -> None:
+    from potluck.cli import console
+
+    prices = _provider(provider, experiment, region, endpoint).prices(kinds)
+    lines = {slot.name: slot.bandwidth_mbit for slot in wanted}
+    dollars = sum(
+        min((prices[kind] for kind in kinds if kind in prices), default=0.0) for slot in wanted if slot.role == "worker"
+    )
+    if as_json:
+        console.print_json({"slots": lines, "prices": prices, "workers_dollars_per_hour": dollars})
+        return
+    rows = [{"slot": name, "line": "unlimited" if mbit is None else f"{mbit:g} Mbit/s"} for name, mbit in lines.items()]
+    console.show_table(rows, empty="")
+    _say(False, f"Workers cost about {dollars:.2f} $/h at the prices now. Nothing was started.")
+
+
+def _say(as_json: bool, text: str) -> None:
+    from potluck.cli import console
+
+    if as_json:
+        console.print_json({"event": "said", "text": text})
+    else:
+        console.err.print(text)

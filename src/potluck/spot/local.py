@@ -1,0 +1,169 @@
+"""Machines of one's own, for trying: processes that come and go as spot machines do.
+
+A machine is a process in a folder of its own. What it is stands in a file there with the process's number and start
+time, so `machines` and `down` know it after a restart of the runner. The market is a trace (preemption.py): a node of
+the trace is room for one machine. When a node goes, the machine that has it is killed without notice; where no node is
+free, a start fails for want of capacity. Without a trace there is room for all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from potluck.spot.preemption import Change
+from potluck.spot.provider import Machine, NoCapacityError
+from potluck.spot.tiers import Slot
+
+KIND = "process"
+END_SECONDS = 10.0
+
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """What is written down of a machine."""
+
+    id: str
+    slot: str
+    node: str
+    pid: int
+    created_at: float  # by the kernel: another process may get the same number later
+    started_at: float
+
+
+class LocalProvider:
+    """Processes of this machine as machines of an experiment."""
+
+    def __init__(
+        self,
+        folder: Path,
+        command: Callable[[Slot, Path], Sequence[str]],
+        *,
+        trace: Sequence[Change] = (),
+        environment: Mapping[str, str] | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """`command` gives the process of a slot, to be run in the folder it is told; the trace begins now."""
+        self._folder, self._command, self._environment, self._now = folder, command, environment or {}, now
+        self._trace, self._began_at = sorted(trace, key=lambda change: change.seconds), now()
+        self._next, self._nodes = 0, set[str]()
+        self._num_started = 0
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self.num_preempted = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def machines(self) -> list[Machine]:
+        """List processes that are alive, after what the trace took away meanwhile."""
+        self._replay()
+        return [
+            Machine(id=entry.id, slot=entry.slot, kind=KIND, state="running", started_at=entry.started_at)
+            for entry in self._entries()
+        ]
+
+    def start(self, slot: Slot, kind: str) -> Machine:
+        """Start a process for a slot on a free node."""
+        self._replay()
+        free = sorted(self._nodes - {entry.node for entry in self._entries()})
+        if self._trace and not free:
+            raise NoCapacityError("the trace has no machine to spare now")
+        self._num_started += 1
+        started_at = self._now()
+        machine_id = f"{slot.name}-{int(started_at * 1000):x}-{self._num_started}"
+        place = self._folder / machine_id
+        place.mkdir()
+        with (place / "output.log").open("wb") as log:
+            process = subprocess.Popen(
+                [os.fspath(word) for word in self._command(slot, place)],
+                cwd=place,
+                env={**os.environ, **self._environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the runner, which asks its machines to leave
+            )
+        self._children[process.pid] = process
+        entry = _Entry(
+            id=machine_id,
+            slot=slot.name,
+            node=free[0] if free else "",
+            pid=process.pid,
+            created_at=psutil.Process(process.pid).create_time(),
+            started_at=started_at,
+        )
+        (place / "machine.json").write_bytes(msgspec.json.encode(entry))
+        return Machine(id=machine_id, slot=slot.name, kind=KIND, state="running", started_at=started_at)
+
+    def end(self, ids: Sequence[str]) -> None:
+        """Ask machines to leave, and kill those that do not."""
+        entries = [entry for entry in self._entries() if entry.id in set(ids)]
+        for entry in entries:
+            self._signal(entry, signal.SIGTERM)
+        processes = [process for entry in entries if (process := _process(entry)) is not None]
+        _, stubborn = psutil.wait_procs(processes, timeout=END_SECONDS)
+        for process in stubborn:
+            process.kill()
+        psutil.wait_procs(stubborn, timeout=END_SECONDS)
+        self._reap()
+
+    def prices(self, kinds: Sequence[str]) -> dict[str, float]:
+        """Processes cost nothing."""
+        return dict.fromkeys(kinds, 0.0)
+
+    def remove_everything(self) -> list[str]:
+        """End all processes of the experiment and remove their folders."""
+        removed = [entry.id for entry in self._entries()]
+        self.end(removed)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return removed
+
+    def _replay(self) -> None:
+        """Take the trace to the present: nodes come, and those that go take their machine with them."""
+        passed = self._now() - self._began_at
+        while self._next < len(self._trace) and self._trace[self._next].seconds <= passed:
+            change = self._trace[self._next]
+            self._next += 1
+            if change.kind == "add":
+                self._nodes.add(change.node)
+                continue
+            self._nodes.discard(change.node)
+            for entry in self._entries():
+                if entry.node == change.node:
+                    self.num_preempted += 1
+                    self._signal(entry, signal.SIGKILL)
+                    if (process := _process(entry)) is not None:
+                        psutil.wait_procs([process], timeout=END_SECONDS)
+                    self._reap()
+
+    def _entries(self) -> list[_Entry]:
+        self._reap()
+        found = []
+        for path in sorted(self._folder.glob("*/machine.json")):
+            entry = msgspec.json.decode(path.read_bytes(), type=_Entry)
+            if _process(entry) is not None:
+                found.append(entry)
+        return found
+
+    def _signal(self, entry: _Entry, signum: signal.Signals) -> None:
+        if _process(entry) is not None:
+            os.killpg(entry.pid, signum)
+
+    def _reap(self) -> None:
+        for pid in [pid for pid, child in self._children.items() if child.poll() is not None]:
+            del self._children[pid]
+
+
+def _process(entry: _Entry) -> psutil.Process | None:
+    """Return the very process that was started, if it lives."""
+    try:
+        process = psutil.Process(entry.pid)
+        alive = process.create_time() == entry.created_at and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return None
+    return process if alive else None

@@ -1,0 +1,126 @@
+"""Shards on lease: the coordinator keeps the book (ledger.py), a trainer asks it for the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Annotated
+
+import msgspec
+
+from potluck.errors import ConfigurationError, PotluckError, RetryableError, RevisionConflictError
+from potluck.link.links import Incoming
+from potluck.messages import Message, decode, encode
+from potluck.peer.lease import Lease
+from potluck.recipes.recipe import MAX_SHARDS
+from potluck.round.averager import RoundPeer
+from potluck.run.joined import Joined
+from potluck.training.books.ledger import ShardBook, allowances, check_same_data, take
+from potluck.training.trainer.feed import RandomShards
+
+logger = logging.getLogger(__name__)
+
+BOOK = "book"
+ASK_SECONDS = 5.0
+ATTEMPTS = 3
+MAX_READERS = 64
+
+
+class TakeShard(Message, frozen=True, kw_only=True, tag="shards.take"):
+    """Which shard is next for me?"""
+
+    num_shards: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)]
+    finished: int | None = None  # the one before
+    reader: Annotated[int, msgspec.Meta(ge=0, lt=MAX_READERS)] = 0  # which of this peer's threads asks
+
+
+class ShardTaken(Message, frozen=True, kw_only=True, tag="shards.taken"):
+    """This one is yours until you ask again, or leave."""
+
+    shard: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS)]
+    pass_number: int
+
+
+class ShardDesk:
+    """Gives out shards while this peer holds the coordinator's lease. Lives on the event loop."""
+
+    def __init__(
+        self, peer: RoundPeer, lease: Lease, measured: Callable[[Mapping[str, float]], None] = lambda _: None
+    ) -> None:
+        """`measured` is told how many times the median each trainer may give over time, by the shards it takes."""
+        self.counts: Counter[str] = Counter()
+        self._measured = measured
+        self._session = peer.session
+        self._store = peer.session.hub.store("shards")
+        self._lease = lease
+        self._turn = asyncio.Lock()
+        peer.links.handle(TakeShard, self._asked)
+
+    async def _asked(self, incoming: Incoming[TakeShard]) -> ShardTaken:
+        if not self._lease.token:
+            raise RetryableError("this peer does not coordinate (any more): ask whoever does")
+        async with self._turn:
+            for _ in range(ATTEMPTS):
+                try:
+                    return await self._give(incoming.sender, incoming.message)
+                except RevisionConflictError:
+                    self.counts["conflicts"] += 1  # an earlier coordinator wrote last: its book counts
+        raise RetryableError("the book of shards is being written by another coordinator: ask again")
+
+    async def _give(self, peer: str, asked: TakeShard) -> ShardTaken:
+        entry = await self._store.get(BOOK)
+        if entry is None or entry.value is None:
+            book, revision = ShardBook(num_shards=asked.num_shards), 0
+        else:
+            book, revision = decode(ShardBook, entry.value), entry.revision
+        check_same_data(book, asked.num_shards)
+        present = {presence.peer for presence in self._session.roster if presence.state in ("alive", "suspect")}
+        now = self._session.now()
+        book, shard = take(book, peer, finished=asked.finished, present=present, reader=asked.reader, now=now)
+        await self._store.put(BOOK, encode(book), expected=revision)
+        trainers = {presence.peer for presence in self._session.roster if presence.card.role == "trainer"}
+        self._measured(allowances(book, trainers & present, now))
+        self.counts["given"] += 1
+        return ShardTaken(shard=shard, pass_number=book.pass_number)
+
+
+class LeasedShards:
+    """A trainer's shards, from whoever coordinates; chosen by chance while nobody answers. For one of its readers."""
+
+    def __init__(self, run: Joined, lease: Lease, num_shards: int, seed: int, reader: int = 0) -> None:
+        self.counts: Counter[str] = Counter()
+        self._reader = reader
+        self._run = run
+        self._lease = lease
+        self._num_shards = num_shards
+        self._by_chance = RandomShards(num_shards, seed)
+        self._present: int | None = None  # on lease
+
+    def take(self) -> int:
+        """The next shard; the one before is done. ConfigurationError when the run's data are cut otherwise."""
+        try:
+            self._present = self._ask()
+        except ConfigurationError:
+            raise
+        except PotluckError as error:
+            logger.debug("no shard on lease just now, any will do: %s", error)
+            self.counts["by_chance"] += 1
+            self._present = None
+            return self._by_chance.take()
+        self.counts["on_lease"] += 1
+        return self._present
+
+    def _ask(self) -> int:
+        coordinator = self._lease.view.holder
+        if coordinator is None:
+            raise RetryableError("nobody coordinates just now")
+        request = TakeShard(num_shards=self._num_shards, finished=self._present, reader=self._reader)
+        links = self._run.peer.links
+        answer = self._run.call(
+            links.request(coordinator, request, reply=ShardTaken, timeout_seconds=ASK_SECONDS)
+        ).message
+        if not 0 <= answer.shard < self._num_shards:
+            raise RetryableError(f"the coordinator gave shard {answer.shard} of {self._num_shards}")
+        return answer.shard

@@ -1,0 +1,11 @@
+"""What a run trains and how, signed by an organiser and followed by all.
+
+manifest.py     Manifest: every joiner takes its arguments from here
+runfile.py      run.toml, which an organiser writes, as a manifest      skeleton.py: one to start from
+notice.py       the manifest in the hub: signed, checked, followed
+organising.py   puts up a manifest, and later what has changed in run.toml
+steering.py     the organiser's orders: pause, resume, settings (changes.py: by name), rollback; all written down
+rollback.py     the coordinator's part in a rollback                    earlier.py: what a run could go back to
+curriculum.py   which data count at which epoch
+readiness.py    whether there is something to train on this machine, before torch is imported
+"""

@@ -1,0 +1,218 @@
+"""What a run trains and how. Every joiner takes its arguments from here.
+
+Recipe, model, algorithm and codecs are fixed for the life of a run. What may change while it trains stands in
+`Settings`, each entry with the epoch from which on it counts: so all peers change at the same one, a newcomer knows
+what counted when, and a curriculum (curriculum.py) is nothing but entries that were written beforehand. An organiser
+signs each revision (notice.py); nobody else can change it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+
+from potluck.errors import ConfigurationError
+from potluck.messages import PROTOCOL_VERSION, Message
+from potluck.recipes.reference import RecipeRef
+from potluck.round.plan.specs import AggregatorSpec, CodecSpec
+from potluck.round.plan.weights import check_cap
+
+Positive = Annotated[float, msgspec.Meta(gt=0.0, le=sys.float_info.max)]  # so neither is infinity
+NotNegative = Annotated[float, msgspec.Meta(ge=0.0, le=sys.float_info.max)]
+Share = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+Options = dict[str, bool | int | float | str]
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # of torch.manual_seed
+
+MAX_OPTIONS = 256  # of a model, of its data
+MAX_SETTINGS = 256
+MAX_HISTORY = 64  # changes that are told; the oldest go first
+MAX_WORDS = 300  # characters of what somebody writes down
+
+
+class OptimizerSpec(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A torch optimizer."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    learning_rate: Positive = 3e-4
+    weight_decay: NotNegative = 0.01
+    beta1: Share = 0.9  # adam and adamw; the momentum of sgd
+    beta2: Share = 0.99
+    max_grad_norm: NotNegative = 1.0  # 0: not clipped
+
+
+class ScheduleSpec(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the learning rate goes, by epochs of the run."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_epochs: Count = 0
+    total_epochs: Count = 0  # where it has fallen to `final_share`; needed unless it is constant
+    final_share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.1
+
+    def __post_init__(self) -> None:
+        if self.kind != "constant" and self.total_epochs <= self.warmup_epochs:
+            raise ConfigurationError(
+                f"a {self.kind} schedule needs total_epochs above warmup_epochs={self.warmup_epochs}, "
+                f"not {self.total_epochs}"
+            )
+
+
+class Sync(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="algorithm", tag="sync"):
+    """Everybody's gradients together make one large batch, and one step."""
+
+    target_batch_size: AtLeastOne = 256
+    matchmaking_seconds: NotNegative = 3.0
+    delay_averaging: bool = False  # average in the background, on gradients that are one batch older
+
+
+class DiLoCo(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="algorithm", tag="diloco"):
+    """Many local steps, then one exchange: for slow lines."""
+
+    inner_steps: AtLeastOne = 100
+    steps_by_speed: bool = True  # slow peers take fewer of them, so that all are done at the same time
+    outer_learning_rate: Positive = 0.7
+    outer_momentum: Share = 0.9
+    min_peers: AtLeastOne = 1
+    grace_seconds: NotNegative = 30.0
+    num_fragments: AtLeastOne = 1
+    overlap_steps: Count = 0
+    mixing: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
+
+
+class Exchange(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How values travel, and what becomes of them."""
+
+    codec: str = "float16"
+    aggregator: str = "mean"
+    reducers: Literal["everybody", "trusted"] = "everybody"
+    weight_cap: NotNegative = 16.0  # nobody counts for more than so many times what others give; 0: as they say
+
+    def __post_init__(self) -> None:
+        CodecSpec(name=self.codec)  # they say what is wrong with a name
+        AggregatorSpec(name=self.aggregator)
+        check_cap(self.weight_cap or None)
+
+
+class Settings(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What may change while a run trains."""
+
+    from_epoch: Count = 0  # it counts for the steps that make later epochs
+    training: Sync | DiLoCo = Sync()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    schedule: ScheduleSpec = ScheduleSpec()
+    data: Options = {}  # all that the recipe's `Data` has
+    paused: bool = False
+    end_epoch: Count = 0  # the run is done then; 0: it goes on for ever
+
+
+class Change(Message, frozen=True, kw_only=True):
+    """What an organiser did, for everybody to read."""
+
+    revision: AtLeastOne  # of the manifest that it made
+    at: float  # seconds since 1970, by the organiser's clock
+    by: Annotated[str, msgspec.Meta(max_length=MAX_WORDS)]  # as the person calls itself; the key signs the manifest
+    what: Annotated[str, msgspec.Meta(max_length=MAX_WORDS)]
+    from_epoch: Count = 0  # it counts from here on
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_WORDS)] = ""
+
+
+class Rollback(Message, frozen=True, kw_only=True):
+    """An organiser's order to go back to the state of an earlier epoch; the coordinator carries it out."""
+
+    number: AtLeastOne  # the lineage counts those that were carried out
+    to_epoch: Count
+    digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]  # of that state
+    given_at_epoch: Count  # a lineage that is not as far is another one, and the order not for it
+
+
+class Manifest(Message, frozen=True, kw_only=True):
+    """One revision of a run's description."""
+
+    run: str
+    recipe: RecipeRef
+    settings: Annotated[tuple[Settings, ...], msgspec.Meta(min_length=1, max_length=MAX_SETTINGS)] = (Settings(),)
+    revision: AtLeastOne = 1
+    protocol: int = PROTOCOL_VERSION
+    model: Options = {}
+    exchange: Exchange = Exchange()
+    seed: Seed = 0
+    written: tuple[Settings, ...] = ()  # what run.toml said last: what was changed by command since then stays
+    rollback: Rollback | None = None  # the newest order
+    history: Annotated[tuple[Change, ...], msgspec.Meta(max_length=MAX_HISTORY)] = ()  # the newest last
+
+    def __post_init__(self) -> None:
+        for options in (self.model, *(entry.data for entry in self.settings)):
+            if len(options) > MAX_OPTIONS:
+                raise ConfigurationError(f"{len(options)} options of a model or its data: at most {MAX_OPTIONS}")
+        epochs = [entry.from_epoch for entry in self.settings]
+        if epochs != sorted(set(epochs)):
+            raise ConfigurationError(f"settings from the epochs {epochs}: they must be in order, one for an epoch")
+        if len({_fixed(entry) for entry in self.settings}) > 1:
+            raise ConfigurationError(
+                "the algorithm, the kind of optimizer and max_grad_norm cannot change while a run trains: start "
+                "another run for that"
+            )
+
+    @property
+    def newest(self) -> Settings:
+        """What counts in the end."""
+        return self.settings[-1]
+
+    def at(self, epoch: int) -> Settings:
+        """What counts for the step that makes the epoch after `epoch`."""
+        return counting_at(self.settings, epoch)
+
+    def amended(
+        self, change: Callable[[Settings], Settings], *, from_epoch: int, epoch: int, turns: Iterable[int] = ()
+    ) -> Manifest:
+        """With what counts from `from_epoch` on changed, entries for later epochs included, and such from `turns` on.
+
+        The run is at `epoch`: entries that ended before it are forgotten. The revision is the caller's to count.
+        """
+        from_epoch = max(from_epoch, epoch)
+        current = self.at(epoch)
+        first = msgspec.structs.replace(current, from_epoch=min(current.from_epoch, epoch))
+        entries = [first, *(entry for entry in self.settings if entry.from_epoch > epoch)]
+        for turn in (from_epoch, *(turn for turn in turns if turn > from_epoch)):
+            counting = [entry for entry in entries if entry.from_epoch <= turn]
+            if counting[-1].from_epoch != turn:
+                entries.insert(len(counting), msgspec.structs.replace(counting[-1], from_epoch=turn))
+        amended = [change(entry) if entry.from_epoch >= from_epoch else entry for entry in entries]
+        return msgspec.structs.replace(self, settings=_without_repeats(amended))
+
+    def newest_change(self, what: str) -> Change | None:
+        """What an organiser did last of that kind, if it is among the last changes."""
+        return next((change for change in reversed(self.history) if change.what == what), None)
+
+    def recorded(self, what: str, *, by: str, at: float, from_epoch: int, reason: str = "") -> Manifest:
+        """The next revision, with what was done written down."""
+        words = {"by": by[:MAX_WORDS], "what": what[:MAX_WORDS], "reason": reason[:MAX_WORDS]}
+        change = Change(revision=self.revision + 1, at=at, from_epoch=from_epoch, **words)
+        history = (*self.history, change)[-MAX_HISTORY:]
+        return msgspec.structs.replace(self, revision=self.revision + 1, history=history)
+
+
+def counting_at(settings: Sequence[Settings], epoch: int) -> Settings:
+    """What of these counts for the step that makes the epoch after `epoch`."""
+    return next((entry for entry in reversed(settings) if entry.from_epoch <= epoch), settings[0])
+
+
+def _without_repeats(entries: list[Settings]) -> tuple[Settings, ...]:
+    """Without those that say the same as the one before."""
+    kept: list[Settings] = []
+    for entry in entries:
+        if not kept or msgspec.structs.replace(entry, from_epoch=kept[-1].from_epoch) != kept[-1]:
+            kept.append(entry)
+    return tuple(kept)
+
+
+def _fixed(settings: Settings) -> tuple[Sync | DiLoCo, str, float]:
+    """What of the settings stays for the life of a run."""
+    training, optimizer = settings.training, settings.optimizer
+    if isinstance(training, Sync):
+        training = msgspec.structs.replace(training, target_batch_size=1)
+    return training, optimizer.name, optimizer.max_grad_norm

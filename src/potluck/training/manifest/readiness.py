@@ -1,0 +1,48 @@
+"""Whether there is something to train here: all that can be told from the manifest, before torch is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import potluck
+from potluck.errors import ConfigurationError, RetryableError
+from potluck.messages import PROTOCOL_VERSION
+from potluck.peer.session import Session
+from potluck.recipes.reference import check_copy
+from potluck.round.lineage import Lineage
+from potluck.training.manifest.manifest import Manifest
+
+
+def check_ready(manifest: Manifest, recipe: Path | None) -> None:
+    """ConfigurationError when this Potluck does not know what the run speaks of, or has not its recipe."""
+    _check_protocol(manifest)
+    check_copy(manifest.recipe, recipe)
+
+
+async def last_epoch(session: Session, manifest: Manifest) -> int | None:
+    """The epoch that a run has ended with; None while it goes on."""
+    if not any(settings.end_epoch for settings in manifest.settings):
+        return None
+    lineage = Lineage(session.hub.store("lineage"), session.subjects.run)
+    try:
+        await lineage.start()
+    except RetryableError:  # a hub that is away is waited for by whoever trains, and then it is seen
+        return None
+    finally:
+        await lineage.close()
+    end = manifest.at(lineage.epoch).end_epoch
+    return lineage.epoch if end and lineage.epoch >= end else None
+
+
+def _check_protocol(manifest: Manifest) -> None:
+    if manifest.protocol > PROTOCOL_VERSION:
+        raise ConfigurationError(
+            f"this Potluck ({potluck.__version__}, protocol {PROTOCOL_VERSION}) is too old for the run, which speaks "
+            f"protocol {manifest.protocol}: install the version of its host. `potluck join` with a new link from the "
+            "organiser prints the command"
+        )
+    if manifest.protocol < PROTOCOL_VERSION:
+        raise ConfigurationError(
+            f"the run speaks protocol {manifest.protocol}, and this Potluck ({potluck.__version__}) protocol "
+            f"{PROTOCOL_VERSION}: ask the organiser to update, or install their version"
+        )

@@ -1,0 +1,379 @@
+"""One peer's training loop: batches in, gradients or changes out to the run, until told to stop.
+
+The loop knows nothing of rounds: the optimizer takes part in them. It follows the manifest: what may change while a run
+trains is looked at before each step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from potluck.errors import ConfigurationError, StoppedError
+from potluck.optim.cores import share_cores
+from potluck.optim.diloco import DiLoCo
+from potluck.optim.optimizer import Optimizer
+from potluck.peer.lease import LeaseView
+from potluck.recipes.recipe import Batch, Recipe, RecipeConfig, require_downloads
+from potluck.round.plan.messages import Commit
+from potluck.run.joined import Joined
+from potluck.state.keeper import StateConfig
+from potluck.training.books.contributions import given_by
+from potluck.training.books.receipts import ReceiptKeeper
+from potluck.training.books.shards import MAX_READERS, LeasedShards
+from potluck.training.manifest.curriculum import data_at
+from potluck.training.manifest.manifest import Manifest, Settings, Sync
+from potluck.training.trainer.batchsize import BatchSearch, find_batch_size, to_device, wait_for
+from potluck.training.trainer.feed import AHEAD_BATCHES, Feed
+from potluck.training.trainer.helping import Desks
+from potluck.training.trainer.machine import MemoryLimit, find_device
+from potluck.training.trainer.models import untrained
+from potluck.training.trainer.optimizers import SharedOptimizer, follow, make_optimizer
+
+logger = logging.getLogger(__name__)
+
+LOSS_MEMORY = 0.9  # of the smoothed loss, per step
+MEMORY_EVERY_STEPS = 16  # between two looks at how much memory is used
+PAUSE_SECONDS = 0.5
+TELL_EVERY_SECONDS = 0.5
+# What comes beside a model and its gradients once it trains: the gradients so far, and the optimizer's statistics.
+STATE_TENSORS = {"adam": 3, "adamw": 3, "sgd": 2}
+SMALLEST_SHARE = 4  # a batch found by trial is at most such a share of the target: several peers fill it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How this machine trains."""
+
+    batch_size: int | None = None
+    """Samples per step; None: found by trial, while it trains where that is possible (batchsize.py)."""
+
+    device: str = ""
+    """Where to compute, as torch names it; empty: the fastest there is."""
+
+    max_steps: int | None = None
+    """End after so many steps; None: go on until the run ends."""
+
+    receipts: Path | None = None
+    """The file that receipts are kept in; None: they are not."""
+
+    num_readers: int = 1
+    """Threads that read data, each with a shard of its own."""
+
+    num_threads: int | None = None
+    """Threads that torch computes with; None: this machine's cores, shared among its peers (machine.py)."""
+
+    max_memory_bytes: int | None = None
+    """What this process may use: batches are chosen, and halved, so that it stays below; None: whatever there is."""
+
+    state: StateConfig = field(default_factory=StateConfig)
+    """Whether to keep states for others, and where and how often to write backups."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ConfigurationError(f"batch_size={self.batch_size}: a step needs at least 1 sample")
+        if self.max_steps is not None and self.max_steps < 0:
+            raise ConfigurationError(f"max_steps={self.max_steps}: it must be 0 or more")
+        if not 1 <= self.num_readers <= MAX_READERS:
+            raise ConfigurationError(f"n_workers={self.num_readers}: choose 1 to {MAX_READERS}")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ConfigurationError(f"threads={self.num_threads}: torch needs at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainProgress:
+    """How far this peer is."""
+
+    epoch: int
+    steps: int
+    samples: int  # that this peer has computed since it started
+    loss: float  # smoothed
+    samples_per_second: float
+    paused: bool = False
+    handed_in: int = 0  # samples that would have been lost by leaving at once
+    given: int = 0  # samples of it that epochs hold, as the run's book says
+
+    def describe_given(self) -> str:
+        """For a person who leaves: what is in the model, and what of the work is not."""
+        if self.given >= self.samples:
+            return f"You gave {self.given:,} samples, up to epoch {self.epoch}. Thank you!"
+        return (
+            f"You gave {self.given:,} samples, up to epoch {self.epoch}; {self.samples - self.given:,} more that you "
+            "computed came too late for an epoch. Thank you!"
+        )
+
+
+class Trainer:
+    """Trains until the run ends, or somebody says stop. Lives in the thread that calls `train`."""
+
+    def __init__(
+        self,
+        run: Joined,
+        manifest: Callable[[], Manifest],
+        recipe: Recipe[Any],
+        config: TrainConfig | None = None,
+        on_progress: Callable[[TrainProgress], None] | None = None,
+        *,
+        on_model: Callable[[], None] = lambda: None,
+        on_batch_size: Callable[[int], None] = lambda _size: None,
+    ) -> None:
+        """`manifest` returns the newest one each time it is asked.
+
+        `on_model` is called when the model is there and the run's state is about to be looked for, `on_batch_size` when
+        the batch size is found while it trains.
+        """
+        self._run = run
+        self._manifest = manifest
+        self._recipe = recipe
+        self._config = config or TrainConfig()
+        self._on_progress = on_progress or (lambda _progress: None)
+        self._on_batch_size = on_batch_size
+        self._told_at = 0.0
+        first = manifest()
+        require_downloads(recipe)
+        self.num_threads = share_cores(self._config.num_threads)
+        self.device = find_device(self._config.device)
+        self._memory = MemoryLimit(self._config.max_memory_bytes, self.device)
+        self.model = untrained(recipe, first.seed, self.device)
+        self._search: BatchSearch | None = None
+        self.batch_size = self._config.batch_size or self._first_batch_size(first)
+        on_model()
+        self.optimizer: SharedOptimizer = make_optimizer(run, self.model, first, self._config.state)
+        self._lease = self.optimizer.collaboration.averager.lease
+        run.attach(run.call(_open_desks(run, self.optimizer, manifest)).close)
+        if self._config.receipts is not None:
+            keeper = run.call(_keep_receipts(run, self._lease.view, self._config.receipts))
+            run.attach(keeper.close)
+        self._seed = zlib.crc32(run.peer_id.encode())
+        self.steps = 0
+        self.samples = 0
+        self.given = 0.0
+        """Samples of this peer that committed epochs hold."""
+        self.optimizer.collaboration.averager.listen(self._committed)
+        self.loss = float("nan")
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether batches of several sizes are still tried."""
+        return self._search is not None
+
+    def train(self, stop: threading.Event) -> TrainProgress:
+        """Go on until `stop` is set, the steps are done, or the run has reached its end."""
+        self._memory.begin_trials()
+        feed = self._open_feed()
+        started = time.monotonic()
+        self.optimizer.driver.gives_up = lambda: stop.is_set() and not self._run.peer.session.hub.is_connected
+        try:
+            while not stop.is_set() and not self._is_done():
+                if self._is_paused():
+                    started += self._wait_while_paused(started, stop)
+                    continue
+                if self._data() != self._recipe.data:  # a feed reads ahead, and goes by what counted when it was opened
+                    feed.close()
+                    self._search_anew()
+                    feed = self._open_feed()
+                if self._step(feed):
+                    self._tell(started)
+                    if self.steps % MEMORY_EVERY_STEPS == 0 and self._memory.is_exceeded():
+                        self._halve_batches(feed)
+        except StoppedError:  # while it caught up with the others; what it has done may still be handed in
+            pass
+        finally:
+            feed.close()
+        return self._progress(started)
+
+    def _wait_while_paused(self, started: float, stop: threading.Event) -> float:
+        """Do nothing, and say so, until the run goes on or `stop` is set; how many seconds that took."""
+        began = time.monotonic()
+        self.optimizer.rest()
+        while self._is_paused() and not stop.is_set():
+            self._run.check()
+            self._tell(started, paused=True)
+            stop.wait(PAUSE_SECONDS)
+        self.optimizer.go_on()
+        return time.monotonic() - began
+
+    def hand_in(self, timeout_seconds: float) -> int:
+        """Before leaving: bring the samples so far into the run's next epoch, if that comes in time; how many did."""
+        return self.optimizer.hand_in(timeout_seconds) if self.unfinished_samples else 0
+
+    @property
+    def unfinished_samples(self) -> int:
+        """Of this peer, towards the next epoch, if one is to come."""
+        optimizer = self.optimizer
+        if self._is_paused() or self._is_over():
+            return 0
+        return optimizer.method.samples if isinstance(optimizer, DiLoCo) else optimizer.samples
+
+    def _committed(self, commit: Commit) -> None:
+        self.given += given_by(self._run.peer_id, commit)
+
+    def _data(self) -> RecipeConfig:
+        return data_at(self._recipe, self._manifest(), self.optimizer.epoch)
+
+    def _open_feed(self) -> Feed:
+        self._recipe.data = self._data()
+        readers = [
+            LeasedShards(self._run, self._lease, self._recipe.num_shards, self._seed + number, number)
+            for number in range(self._config.num_readers)
+        ]
+        return Feed(self._recipe, readers, self.batch_size, self._seed, self._ahead_batches)
+
+    @property
+    def _ahead_batches(self) -> int:
+        return 0 if self._search is not None else AHEAD_BATCHES  # which size is next is known after each step
+
+    def _halve_batches(self, feed: Feed) -> None:
+        limit = self._memory.describe()
+        if self.batch_size == 1:
+            raise ConfigurationError(
+                f"training needs more than {limit}, even in batches of 1: allow more, take another --device, or take "
+                "part as an aux peer (potluck aux)"
+            )
+        self.batch_size //= 2
+        logger.warning("training needs more than %s: batches of %d from here on", limit, self.batch_size)
+        if self._search is not None:
+            self._search = None
+            self._on_batch_size(self.batch_size)
+        feed.resize(self.batch_size)
+
+    def _settings(self) -> Settings:
+        return self._manifest().at(self.optimizer.epoch)
+
+    def _is_paused(self) -> bool:
+        """By the run's epoch and not by ours: who was left behind when it paused goes on with the others."""
+        return self._manifest().at(max(self.optimizer.epoch, self.optimizer.collaboration.epoch)).paused
+
+    def _is_done(self) -> bool:
+        most = self._config.max_steps
+        return self._is_over() or (most is not None and self.steps >= most)
+
+    def _is_over(self) -> bool:
+        """Whether the run has reached its end."""
+        end = self._settings().end_epoch
+        return bool(end and self.optimizer.epoch >= end)
+
+    def _step(self, feed: Feed) -> bool:
+        """Train on a batch; False, and nothing done, where memory ends: the next one is smaller."""
+        size, search = self.batch_size, self._search
+        computed = self._compute(feed.next())
+        if computed is None:
+            self.optimizer.zero_grad()
+            self._make_room(feed)
+            return False
+        loss, seconds = computed
+        follow(self.optimizer, self._settings())
+        counts = self.optimizer.driver.counts
+        num_outdated = counts["outdated_batches"]
+        self.optimizer.step(batch_size=size)
+        self.optimizer.zero_grad()
+        if search is not None:
+            self._observe(search, seconds, feed)
+        self.steps += 1
+        if counts["outdated_batches"] == num_outdated:
+            self.samples += size
+        value = loss.item()
+        is_first = not math.isfinite(self.loss)  # or the first again after something broke
+        self.loss = value if is_first else LOSS_MEMORY * self.loss + (1 - LOSS_MEMORY) * value
+        return True
+
+    def _compute(self, batch: Batch) -> tuple[Tensor, float] | None:
+        """The loss, with its gradients made, and the seconds that took; None where memory ends."""
+        # Before the first epoch there are no statistics, and a batch has to leave room for them.
+        is_early = self._search is not None and self.optimizer.epoch == 0
+        num_beside = STATE_TENSORS[self._settings().optimizer.name] if is_early else 0
+        try:
+            with self._memory.reserved(self.model, num_beside):
+                there = to_device(batch, self.device)
+                started = time.perf_counter()
+                loss = self._recipe.loss(self.model, there)
+                loss.backward()  # type: ignore[no-untyped-call]
+                if self._search is not None:
+                    wait_for(self.device)  # else nobody needs to know how long it took
+                return loss, time.perf_counter() - started
+        except torch.OutOfMemoryError:
+            return None
+
+    # The batch size, where it is found by trial
+
+    def _first_batch_size(self, manifest: Manifest) -> int:
+        if isinstance(manifest.newest.training, Sync):
+            self._search_anew()
+            return self.batch_size
+        self._recipe.data = data_at(self._recipe, manifest, manifest.newest.from_epoch)  # what comes in the end
+        with self._memory.reserved(self.model, STATE_TENSORS[manifest.newest.optimizer.name]):
+            size = find_batch_size(self._recipe, self.model, self.device, fits=self._memory.fits)
+        logger.info("batches of %d samples suit this machine", size)
+        return size
+
+    def _search_anew(self) -> None:
+        """Other data, other batches. Where steps are what counts, and where the size was given, it stays."""
+        training = self._manifest().newest.training
+        if self._config.batch_size is None and isinstance(training, Sync):
+            self._search = BatchSearch(max(1, training.target_batch_size // SMALLEST_SHARE))
+            self.batch_size = self._search.size
+
+    def _observe(self, search: BatchSearch, seconds: float, feed: Feed) -> None:
+        """A batch was computed: go on with the size that the search says."""
+        if self._memory.fits():
+            search.observe(seconds)
+        else:
+            search.refuse()
+        self._take_size(search, feed)
+
+    def _make_room(self, feed: Feed) -> None:
+        if self._search is not None and self.batch_size > 1:
+            self._search.refuse()
+            self._take_size(self._search, feed)
+        else:
+            self._halve_batches(feed)
+
+    def _take_size(self, search: BatchSearch, feed: Feed) -> None:
+        self.batch_size = search.size
+        if search.is_over:
+            self._search = None
+            if isinstance(self.optimizer, Optimizer):
+                self.optimizer.forget_pace()
+            logger.info("batches of %d samples suit this machine", self.batch_size)
+            self._on_batch_size(self.batch_size)
+        feed.resize(self.batch_size, self._ahead_batches)
+
+    def _tell(self, started: float, *, paused: bool = False) -> None:
+        now = time.monotonic()
+        if now - self._told_at >= TELL_EVERY_SECONDS:
+            self._told_at = now
+            loss = self.loss if self.steps else None  # one that is not finite is told too: it raises an alarm
+            session = self._run.peer.session
+            self._run.soon(lambda: session.update_beacon(loss=loss))
+            self._on_progress(self._progress(started, paused=paused))
+
+    def _progress(self, started: float, *, paused: bool = False) -> TrainProgress:
+        seconds = max(time.monotonic() - started, 1e-9)
+        return TrainProgress(
+            epoch=self.optimizer.epoch,
+            steps=self.steps,
+            samples=self.samples,
+            loss=self.loss,
+            samples_per_second=0.0 if paused else self.samples / seconds,
+            paused=paused,
+            given=round(self.given),
+        )
+
+
+async def _open_desks(run: Joined, optimizer: SharedOptimizer, manifest: Callable[[], Manifest]) -> Desks:
+    """Be ready to do what coordinators do: in a private run trainers are."""
+    return Desks(run.peer, optimizer.collaboration, manifest)
+
+
+async def _keep_receipts(run: Joined, coordinators: LeaseView, path: Path) -> ReceiptKeeper:
+    return ReceiptKeeper(run.peer, coordinators, path)

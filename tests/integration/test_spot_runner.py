@@ -1,0 +1,217 @@
+"""The spot runner against a server that speaks EC2's API, and with real processes as machines."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import boto3
+import pytest
+from aiohttp import web
+from botocore.exceptions import ClientError
+from moto.server import ThreadedMotoServer
+
+from potluck.errors import ConfigurationError
+from potluck.spot import notice
+from potluck.spot.aws import AwsConfig, AwsProvider
+from potluck.spot.local import LocalProvider
+from potluck.spot.preemption import PreemptionConfig, generate
+from potluck.spot.runner import Runner
+from potluck.spot.supervision import Supervision, SupervisionConfig
+from potluck.spot.tiers import Slot, slots
+from potluck.testing.polling import poll_until
+
+IMAGE = "ami-12c6146b"  # one of those that moto knows
+SECRET = "potluck://host:4222/run?ca=secret&invite=topsecret"
+SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def ec2(server: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., AwsProvider]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    names = iter(range(1000))
+
+    def provider(experiment: str = "") -> AwsProvider:
+        name = experiment or f"trial-{next(names)}-{time.time_ns()}"
+        return AwsProvider(
+            AwsConfig(experiment=name, region="us-east-1", image=IMAGE, endpoint_url=server, max_price=1.0)
+        )
+
+    return provider
+
+
+WANTED = slots(num_workers=4, num_aux=2, bandwidth="1x200,2x100,1x50", aux_bandwidth_mbit=500)
+CONFIG = SupervisionConfig(kinds=("g4dn.xlarge", "g4dn.2xlarge"), aux_kinds=("r5.large",), settle_seconds=0)
+
+
+def filled(provider: AwsProvider | LocalProvider) -> Counter[str]:
+    return Counter(machine.slot for machine in provider.machines() if machine.state != "ending")
+
+
+async def test_the_number_is_reached_and_kept_and_down_leaves_nothing(ec2: Callable[..., AwsProvider]) -> None:
+    provider, other = ec2(), ec2()
+    other.start(Slot(role="worker", index=0), "g4dn.xlarge")  # another experiment, which is left alone
+    provider.keep_link(SECRET, "potluck-train @ http://host/wheel")
+    runner = Runner(provider, Supervision(WANTED, CONFIG))
+    everybody = Counter(slot.name for slot in WANTED)
+    assert (await runner.turn()).is_full
+    assert filled(provider) == everybody
+    by_slot = {machine.slot: machine for machine in provider.machines()}
+    assert by_slot["aux-0"].kind == "r5.large"
+    provider.end([by_slot["worker-1"].id, by_slot["worker-3"].id])  # preempted
+    assert (await runner.turn()).is_full
+    assert filled(provider) == everybody
+    fresh = Runner(provider, Supervision(WANTED, CONFIG))  # the runner crashed, and another goes on
+    await fresh.turn()
+    assert filled(provider) == everybody
+    removed = ec2(provider.config.experiment).remove_everything()
+    assert {machine.id for machine in by_slot.values()} - {by_slot["worker-1"].id, by_slot["worker-3"].id} <= set(
+        removed
+    )
+    assert not filled(provider)
+    assert "/potluck/" in " ".join(removed)
+    assert filled(other) == Counter(["worker-0"])
+    other.remove_everything()
+
+
+async def test_machines_get_their_own_tier_again_and_no_secret_is_in_user_data(
+    ec2: Callable[..., AwsProvider], server: str
+) -> None:
+    provider = ec2()
+    provider.keep_link(SECRET, "potluck-train @ http://host/wheel")
+    runner = Runner(provider, Supervision(WANTED, CONFIG))
+    await runner.turn()
+    first = {machine.slot: machine.id for machine in provider.machines()}
+    provider.end([first["worker-0"], first["worker-3"]])
+    await runner.turn()
+    client = boto3.client("ec2", region_name="us-east-1", endpoint_url=server)
+    lines = {}
+    for machine in provider.machines():
+        if machine.state == "ending":
+            continue
+        answer = client.describe_instance_attribute(InstanceId=machine.id, Attribute="userData")
+        script = base64.b64decode(answer["UserData"]["Value"]).decode()
+        assert "secret" not in script
+        lines[machine.slot] = script.split("--bandwidth ")[1].split("Mbit")[0]
+        assert ("potluck join" in script) == machine.slot.startswith("worker")
+    assert lines == {slot.name: f"{slot.bandwidth_mbit:g}" for slot in WANTED}
+    provider.remove_everything()
+
+
+async def test_errors_of_the_provider_never_end_the_supervision(
+    ec2: Callable[..., AwsProvider], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = ec2()
+    real = provider._ec2.run_instances
+    failures = ["InsufficientInstanceCapacity", "RequestLimitExceeded"]
+
+    def run_instances(**request: object) -> object:
+        if failures:
+            raise ClientError({"Error": {"Code": failures.pop(0), "Message": "no"}}, "RunInstances")
+        return real(**request)
+
+    monkeypatch.setattr(provider._ec2, "run_instances", run_instances)
+    said: list[str] = []
+    config = SupervisionConfig(kinds=CONFIG.kinds, settle_seconds=0, first_wait_seconds=0.01)
+    runner = Runner(
+        provider, Supervision(slots(num_workers=2, num_aux=0), config), interval_seconds=0.05, say=said.append
+    )
+    stop = asyncio.Event()
+    running = asyncio.create_task(runner.run(stop))
+    await poll_until(lambda: len(filled(provider)) == 2, 60, "two machines")
+    stop.set()
+    await running
+    assert not failures
+    assert any("no such machine now (InsufficientInstanceCapacity)" in line for line in said)
+    assert any("wants fewer requests" in line for line in said)
+    assert {machine.kind for machine in provider.machines()} == {"g4dn.xlarge", "g4dn.2xlarge"}
+    provider.remove_everything()
+
+
+def test_what_aws_refuses_is_told_as_a_mistake(ec2: Callable[..., AwsProvider]) -> None:
+    provider = ec2()
+    config = provider.config
+    wrong = AwsProvider(replace(config, subnet="subnet-none"))
+    with pytest.raises(ConfigurationError, match="AWS refuses this"):
+        wrong.start(Slot(role="worker", index=0), "g4dn.xlarge")
+    assert provider.prices(["g4dn.xlarge"])["g4dn.xlarge"] > 0
+
+
+def a_sleeper(slot: Slot, place: Path) -> Sequence[str]:
+    return SLEEP
+
+
+async def test_a_trace_of_preemptions_with_real_processes(tmp_path: Path) -> None:
+    """Machines are killed by the trace, come back in their own slot, and none is left or there twice."""
+    wanted = slots(num_workers=5, num_aux=1)
+    trace = generate(PreemptionConfig(num_machines=6, bursts_per_hour=40, mean_return_seconds=60), hours=1, seed=3)
+    seconds = [0.0]
+    provider = LocalProvider(tmp_path / "machines", a_sleeper, trace=trace, now=lambda: seconds[0])
+    config = SupervisionConfig(kinds=("process",), settle_seconds=0, first_wait_seconds=0.0)
+    runner = Runner(provider, Supervision(wanted, config), log_path=tmp_path / "turns.jsonl")
+    for _ in range(60):
+        await runner.turn()
+        seconds[0] += 30
+    assert provider.num_preempted > 10
+    turns = [json.loads(line) for line in (tmp_path / "turns.jsonl").read_text().splitlines()]
+    assert all(len(turn["slots"]) == len(set(turn["slots"])) for turn in turns)
+    assert max(turn["workers"] for turn in turns) == 5
+    assert min(turn["workers"] for turn in turns) < 5
+    after = LocalProvider(tmp_path / "machines", a_sleeper)  # the runner crashed: its machines are found by their files
+    there = after.machines()
+    assert there
+    assert set(after.remove_everything()) == {machine.id for machine in there}
+    assert not after.machines()
+    assert not provider.machines()  # which also lets go of the processes that it started
+
+
+async def test_the_metadata_service_is_asked_with_a_token() -> None:
+    """A server that behaves as version 2 does: no answer without a token, 404 until there is a notice."""
+    state = {"notice": False, "tokens": 0}
+
+    async def token(request: web.Request) -> web.Response:
+        assert request.headers["X-aws-ec2-metadata-token-ttl-seconds"] == "21600"
+        state["tokens"] += 1
+        return web.Response(text=f"token-{state['tokens']}")
+
+    async def action(request: web.Request) -> web.Response:
+        if request.headers.get("X-aws-ec2-metadata-token") != f"token-{state['tokens']}":
+            return web.Response(status=401)
+        if not state["notice"]:
+            return web.Response(status=404)
+        return web.json_response({"action": "terminate", "time": "2026-11-18T02:30:00Z"})
+
+    app = web.Application()
+    app.router.add_put("/latest/api/token", token)
+    app.router.add_get("/latest/meta-data/spot/instance-action", action)
+    site = web.AppRunner(app)
+    await site.setup()
+    await web.TCPSite(site, "127.0.0.1", 0).start()
+    asked = notice.MetadataNotice(f"http://127.0.0.1:{site.addresses[0][1]}")
+    try:
+        assert await asked() == ""
+        state["notice"], state["tokens"] = True, 2  # the first token has expired
+        assert await asked() == ""
+        assert await asked() == "terminate at 2026-11-18T02:30:00Z"
+    finally:
+        await asked.close()
+        await site.cleanup()
+    assert await notice.MetadataNotice("http://127.0.0.1:9")() == ""  # nobody answers there

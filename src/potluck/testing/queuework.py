@@ -73,17 +73,17 @@ class QueueWork:
 
     async def _take(self) -> None:
         while not (self._is_over.is_set() and self.done >= self.put):
+            done_before = set(self.done)  # what another taker finishes meanwhile was handed out before it was done
             try:
                 items = await self._takers.take(TAKEN_AT_ONCE, wait_seconds=1.0)
             except RetryableError:
                 continue  # the hub is away
+            self.again_after_done += [item.value["name"] for item in items if item.value["name"] in done_before]
             while items:
                 await self._finish(items.pop())
 
     async def _finish(self, item: Item[Any]) -> None:
         name = item.value["name"]
-        if name in self.done:
-            self.again_after_done.append(name)
         self.taken[name] = self.taken.get(name, 0) + 1
         if self.taken[name] == 1 and hash(name) % 8 == 0:
             return

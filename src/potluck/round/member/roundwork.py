@@ -232,7 +232,7 @@ class RoundWork:
 
     @property
     def moved_at(self) -> float:
-        """When something came last from another member, or arrived there; attempts in which nothing does count not."""
+        """When something came last from another member, or arrived there. An attempt as such moves nothing."""
         others = [member.peer for member in self.plan.members if member.peer != self.peer]
         moved = [self._links.arrived_at(peer, bulk=True) for peer in others]
         moved += [self._links.delivered_at(peer, bulk=True) for peer in others]

@@ -73,7 +73,7 @@ def company(groups: Sequence[str], elements: int) -> Iterator[tuple[list[Member]
     """Members of these groups, and the processes of hub and guard."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        host = stack.enter_context(process("crowd.py", "host", str(folder)))
+        host = stack.enter_context(process("group_host.py", str(folder)))
         assert host.stdout is not None
         told = json.loads(host.stdout.readline())
         arguments = {"link": told["link"], "groups": list(groups), "elements": elements, "members": NUM_MEMBERS}

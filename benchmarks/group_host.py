@@ -1,0 +1,52 @@
+"""The host of bench_groups.py: hub and guard, and a link by which trainers may coordinate.
+
+python group_host.py FOLDER      says {"link": …, "hub": PID}, then serves until its input ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from potluck.hub.access.member import Scopes
+from potluck.hub.access.organise import Organiser
+from potluck.hub.guard.guard import GuardConfig
+from potluck.hub.nats.connection import NatsConnection
+from potluck.hub.server.configuration import HubConfig
+from potluck.hub.subjects import Subjects
+from potluck.run.host import Host, HostConfig
+
+RUN = "groups"
+SCOPES = Scopes(roles=("trainer",), coordinates=True, trusted=True)
+
+
+async def invite(host: Host) -> str:
+    assert host._hub is not None
+    keys = host._hub.keys
+    connection = await NatsConnection.connect(host.address, seed=keys.organiser_seed, run=RUN, name="main")
+    try:
+        _, secret = await Organiser(connection, Subjects(RUN), keys.organiser_public).create_invite(
+            scopes=SCOPES, uses=None
+        )
+        return secret
+    finally:
+        await connection.close()
+
+
+async def main(folder: Path) -> None:
+    hub = HubConfig(folder=folder, run=RUN, host="127.0.0.1", advertised_hosts=("127.0.0.1",))
+    host = Host(HostConfig(hub=hub, guard=GuardConfig(run=RUN), peer=None))
+    await host.start()
+    try:
+        link = replace(host.link, invite=await invite(host))
+        print(json.dumps({"link": str(link), "hub": int((folder / "server.pid").read_text())}), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+    finally:
+        await host.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))

@@ -11,8 +11,8 @@ BILLION = 10**9
 class LyingAccumulator(GradientAccumulator):
     """Counts as nobody can."""
 
-    def add(self, batch_size: int) -> bool:
-        is_good = super().add(batch_size)
+    def add(self, batch_size: int, *, is_checked: bool = False) -> bool:
+        is_good = super().add(batch_size, is_checked=is_checked)
         self.samples = BILLION
         return is_good
 

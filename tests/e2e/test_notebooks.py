@@ -82,7 +82,7 @@ def test_a_notebook_installs_nothing_but_what_the_link_names(terminal: Terminal,
     for other, says in (
         (None, "its host offers no Potluck"),
         (replace(link.wheel, sha256="0" * 64), "is not what the link names. Ask the organiser for a new link"),
-        (replace(link.wheel, version="9.9"), "This host serves one file"),
+        (replace(link.wheel, version="9.9"), "If your join link names another version"),
     ):
         colab = start_notebook(children, terminal, "colab", str(replace(link, wheel=other)))
         assert colab.wait(NOTEBOOK_SECONDS) != 0

@@ -202,7 +202,7 @@ def run_name(text: str) -> str:
 def _join(link: str, config: JoinConfig) -> Joined:
     identity = Identity.open(Path(config.identity_path).expanduser()) if config.identity_path is not None else None
     try:
-        return join(link, identity=identity, kind=Joined, **config.peer_options()).open()
+        return join(link, identity=identity, **config.peer_options()).open()
     except BaseException:
         if identity is not None:
             identity.close()

@@ -177,6 +177,8 @@ def are_whole(manifest: Manifest) -> bool:
 
 def checks_of(link: JoinLink) -> Iterator[Check]:
     """What `potluck doctor` tells of all this; nothing is fetched but the manifest, and nothing runs."""
+    if not link.files_url(MANIFEST):  # a host on an existing hub serves no files: there is nothing to check
+        return
     try:
         manifest = fetch_manifest(link)
     except ConfigurationError as error:

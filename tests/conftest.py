@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -44,6 +45,18 @@ def children(tmp_path: Path) -> Iterator[Children]:
     """Real processes that end with the test; what they write is kept beside the test's other files."""
     with Children(log_folder=tmp_path) as running:
         yield running
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """Commands that run in this process set up logging: later tests look for lines that would be left out."""
+    ours, root = logging.getLogger("potluck"), logging.getLogger()
+    level, root_level, handlers = ours.level, root.level, list(root.handlers)
+    yield
+    if (ours.level, root.level) != (level, root_level):
+        ours.setLevel(level)
+        root.setLevel(root_level)
+        root.handlers[:] = handlers
 
 
 # A failing test often leaves things behind because it failed: only tests that passed are checked.

@@ -142,3 +142,8 @@ def for_job() -> dict[str, str]:
 def for_child(changes: Mapping[str, str]) -> dict[str, str]:
     """The whole environment, with these changes, for a process that this one starts."""
     return {**os.environ, **changes}
+
+
+def keep_gloo_on_this_machine() -> None:
+    """Have the processes of one peer talk over loopback, unless the environment names another interface."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

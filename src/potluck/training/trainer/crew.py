@@ -39,6 +39,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 
 from potluck.errors import FatalError
+from potluck.peer import environment
 from potluck.recipes.catalogue import open_recipe
 from potluck.recipes.recipe import Batch, Recipe
 from potluck.recipes.reference import RecipeRef
@@ -239,7 +240,7 @@ def _end_with(parent: int) -> None:
 
 
 def _meet(spec: CrewSpec, rank: int) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environment.keep_gloo_on_this_machine()
     device = torch.device(spec.devices[rank])
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)

@@ -176,14 +176,16 @@ class ContainerRunner:
         is_running = state["Status"] in ("running", "paused", "restarting", "stopping", "removing")
         is_stopped = JobFolder(self._folder, name).is_stopped
         code = int(state.get("ExitCode") or 0)
+        started_at = _seconds(state.get("StartedAt", ""))
         return Instance(
             job=name,
             digest=labels[f"{LABEL}.digest"],
             state="running" if is_running else "ended",
             restarts=int(labels[f"{LABEL}.restarts"]),
             failures=int(labels[f"{LABEL}.failures"]),
-            started_at=_seconds(state.get("StartedAt", "")),
-            ended_at=0.0 if is_running else _seconds(state.get("FinishedAt", "")),
+            started_at=started_at,
+            # Engines take both times from different processes: a short job may seem to end before it began.
+            ended_at=0.0 if is_running else max(started_at, _seconds(state.get("FinishedAt", ""))),
             stopped=is_stopped,
             exit=Exit() if is_running else Exit(code=code, out_of_memory=_is_out_of_memory(attrs, is_stopped)),
         )

@@ -78,6 +78,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     inventory: str
     metadata: Any = None
     checksum: str = ""
+    cut: int | msgspec.UnsetType = msgspec.UNSET  # left out where it is no part of one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,8 @@ class BackupInfo:
     record_path: Path
     tensors_path: Path
     inventory: Inventory
+    cut: int = 0
+    """Of which cut it is the group's part; 0: of none."""
 
 
 def record_path(folder: Path, epoch: int) -> Path:
@@ -102,7 +105,7 @@ def record_path(folder: Path, epoch: int) -> Path:
 
 
 def write_backup(
-    folder: Path, snapshot: Snapshot, *, epoch: int, made_at: int, run: str, saved_at: float
+    folder: Path, snapshot: Snapshot, *, epoch: int, made_at: int, run: str, saved_at: float, cut: int = 0
 ) -> BackupInfo:
     """Write a backup; OSError when the disk will not have it, and nothing is left of it then."""
     inventory = snapshot.inventory
@@ -120,6 +123,7 @@ def write_backup(
         saved_at=saved_at,
         inventory=base64.b64encode(inventory.encoded).decode(),
         metadata=snapshot.metadata,
+        cut=cut or msgspec.UNSET,
     )
     record = msgspec.structs.replace(record, checksum=_checksum(record))
     path = record_path(folder, epoch)
@@ -133,8 +137,21 @@ def write_backup(
     return _info(record, path, inventory)
 
 
+def write_cut(info: BackupInfo, cut: int) -> BackupInfo:
+    """Say that a backup is the part of a cut; its tensors stay. OSError or BackupError when that cannot be."""
+    record = msgspec.structs.replace(_read_record(info.record_path)[0], cut=cut)
+    record = msgspec.structs.replace(record, checksum=_checksum(record))
+    _write_whole(info.record_path, [msgspec.json.format(msgspec.json.encode(record), indent=1)])
+    return _info(record, info.record_path, info.inventory)
+
+
 def read_info(path: Path) -> BackupInfo:
     """What a JSON file says; BackupError when it is torn or corrupt."""
+    record, inventory = _read_record(path)
+    return _info(record, path, inventory)
+
+
+def _read_record(path: Path) -> tuple[Record, Inventory]:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_RECORD_BYTES + 1)
@@ -148,7 +165,7 @@ def read_info(path: Path) -> BackupInfo:
         inventory = read_inventory(base64.b64decode(record.inventory, validate=True), record.digest)
     except (OSError, ValueError, RecursionError, PotluckError) as error:
         raise BackupError(f"{path} cannot be used: {error}") from error
-    return _info(record, path, inventory)
+    return record, inventory
 
 
 def read_snapshot(info: BackupInfo, pool: ChunkPool) -> Snapshot:
@@ -244,6 +261,7 @@ def _info(record: Record, path: Path, inventory: Inventory) -> BackupInfo:
         record_path=path,
         tensors_path=path.parent / record.tensors_file,
         inventory=inventory,
+        cut=record.cut or 0,
     )
 
 

@@ -13,8 +13,10 @@ from typing import TypeVar
 from torch import Tensor
 
 from potluck.errors import ConfigurationError
+from potluck.hub.subjects import MAIN
 from potluck.round.averager import RoundPeer
 from potluck.round.member.workers import Workers, workers_for
+from potluck.run.cutboard import board_of
 from potluck.run.group import group_of
 from potluck.state.announcement import Verdict
 from potluck.state.appraising import Appraiser
@@ -25,6 +27,8 @@ from potluck.state.chunklog import ChunkLog
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.comparing import Comparison
 from potluck.state.config import StateConfig
+from potluck.state.cutdesk import CutDesk
+from potluck.state.cutting import Cutting
 from potluck.state.directory import StateDirectory
 from potluck.state.fetched import FetchedState
 from potluck.state.fetcher import Fetcher, FetchReport, MovedOnError, Progress
@@ -106,10 +110,20 @@ class StateKeeper:
             backups=self.archive.backups,
             workers=self._workers,
             grace_seconds=self.config.grace_seconds,
+            cuts=board_of(session.whole),
         )
         self.restoring = Reinstating(
             session, self.directory, self._shelf, self, backups=self.archive.backups, workers=self._workers
         )
+        is_watching = session.card.role == "observer"
+        self.cutting = (
+            None if is_watching else Cutting(session, averager, self.directory, self._shelf, self, self.archive)
+        )
+        """This group's part in the cuts of the run; None: this peer only looks."""
+        self.cut_desk: CutDesk | None = None
+        """What makes them, where this peer coordinates main."""
+        if group.name == MAIN and not is_watching:
+            self.cut_desk = CutDesk(session, self._links, averager.lease, self.config.cut_every_seconds)
         self._stop_listening: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
@@ -121,6 +135,10 @@ class StateKeeper:
             await self.archive.start()
             self._stop_listening = self.directory.listen(self._comparison.compare)
             await self.directory.start()
+            if self.cutting is not None:
+                await self.cutting.start()
+            if self.cut_desk is not None:
+                await self.cut_desk.start()
         except BaseException:
             await self.close()
             raise
@@ -131,6 +149,10 @@ class StateKeeper:
         What is uploaded gets there first, if it does in 30 s.
         """
         self._stop_listening()
+        if self.cut_desk is not None:
+            await self.cut_desk.close()
+        if self.cutting is not None:
+            await self.cutting.close()
         await self._appraiser.close()
         await self._publisher.close()
         await self.archive.finish_writing()
@@ -191,6 +213,8 @@ class StateKeeper:
             self._shelf.put(held.epoch, held.snapshot, made_at=held.made_at)
         else:
             self._shelf.clear()
+        if self.cutting is not None:
+            self.cutting.came()
         self.directory.announce()
         await self._serving.make_room()
         self._appraiser.came(held)

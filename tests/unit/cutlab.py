@@ -49,6 +49,7 @@ class Post:
     async def start(self) -> None:
         await self.averager.start()
         await self.keeper.start()
+        self.returning = self.keeper.go_back_with(self.averager)
         if self.group.session.card.role == "aux":
             clock = self.group.session.clock
             self.follower = Follower(
@@ -64,6 +65,7 @@ class Post:
             await asyncio.wait([self.task])
         if self.follower is not None:
             await self.follower.close()
+        await self.returning.close()
         await self.keeper.close()
         await self.averager.close()
 
@@ -139,6 +141,11 @@ class CutLab:
     @property
     def board(self) -> CutBoard:
         return board_of(next(iter(self.peers.values())).session)
+
+    def head(self, group: str) -> Commit:
+        """The newest commit of a group that any peer knows."""
+        heads = [posts[group].averager.lineage.head for posts in self.posts.values() if group in posts]
+        return max((head for head in heads if head is not None), key=lambda head: head.epoch)
 
     def epochs(self, group: str) -> set[int]:
         return {posts[group].epoch for posts in self.posts.values() if group in posts and not posts[group].follower}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from cutlab import CutLab, cut_lab
 
+from potluck.errors import RetryableError, RevisionConflictError
 from potluck.run import cuts
 from potluck.sim.virtualloop import in_virtual_time
 from potluck.state.backups import Backups, backup_folder
@@ -64,3 +66,94 @@ async def test_groups_at_different_epochs_resume_at_one_cut_after_all_were_kille
         again = await cuts.propose(there.peers["ann"], {}, True, 100.0)
         assert again.number > cut.number
         assert all(again.epochs[group] >= heads[group] for group in THREE), "the lineage is not turned back"
+
+
+@in_virtual_time
+async def test_all_groups_go_back_to_a_cut_once_whoever_coordinates_them(tmp_path: Path) -> None:
+    async with cut_lab(tmp_path) as there:
+        await three_groups(there)
+        cut = await cuts.propose(there.peers["ann"], {}, True, 100.0)
+        for group in THREE:
+            await there.until_epoch(group, cut.parts[group].epoch + 3)
+        with pytest.raises(RetryableError, match="only peers that are trusted or may coordinate"):
+            await cuts.ask_to_return(there.peers["ann"], cut.number, 60.0)
+        with pytest.raises(RetryableError, match=r"there is no cut 99 any more: there are 1"):
+            await cuts.ask_to_return(there.peers["host"], 99, 60.0)
+        order = await cuts.ask_to_return(there.peers["host"], cut.number, 60.0)
+        for group in THREE:
+            await there.until(lambda g=group: there.head(g).num_returned == order, f"{group} to go back")
+        for group in THREE:
+            await there.until_epoch(group, there.head(group).epoch + 2)
+        for name, posts in there.posts.items():
+            for group, post in posts.items():
+                went = [commit.restored for commit in post.commits if commit.restored is not None]
+                expected = (cut.parts[group].epoch, cut.parts[group].digest)
+                assert [(each.epoch, each.digest) for each in went] == [expected], f"{name}: {group} went back once"
+
+
+@in_virtual_time
+async def test_a_cut_has_the_epochs_that_a_program_names_also_those_to_come(tmp_path: Path) -> None:
+    async with cut_lab(tmp_path) as there:
+        await three_groups(there)
+        wanted = {group: there.head(group).epoch + 3 for group in ("x", "y")}
+        cut = await cuts.propose(there.peers["bob"], wanted, True, 100.0)
+        assert {group: cut.epochs[group] for group in wanted} == wanted
+        with pytest.raises(RetryableError, match=r"group x is at epoch \d+, and nobody holds the state of epoch 1 any"):
+            await cuts.propose(there.peers["bob"], {"x": 1}, False, 100.0)
+        with pytest.raises(RetryableError, match=r"the run has no group 'z' now: there are main, x, y"):
+            await cuts.propose(there.peers["bob"], {"z": 1}, False, 100.0)
+
+
+@in_virtual_time
+async def test_parts_are_held_until_they_are_on_a_trusted_disk(tmp_path: Path) -> None:
+    async with cut_lab(tmp_path) as there:
+        await there.join("lea", ("main", "x"), coordinates=True)  # coordinates, and writes nothing
+        await there.join("ann", ("main", "x"))
+        for group in ("main", "x"):
+            await there.until_epoch(group, 2)
+        cut = await cuts.propose(there.peers["ann"], {}, False, 100.0)
+        for group in ("main", "x"):
+            await there.until_epoch(group, cut.epochs[group] + 6)
+            held = there.posts["ann"][group].keeper._shelf.of_cut(cut.number)
+            assert held is not None
+            assert held.snapshot.digest == cut.parts[group].digest
+        assert there.board.safe is None
+        await there.join_host(("main", "x"))
+        assert (await there.until_safe(cut.number)) == cut, "whoever comes later saves it"
+        await there.until(
+            lambda: all(
+                posts[group].keeper._shelf.of_cut(cut.number) is None
+                for posts in there.posts.values()
+                for group in ("main", "x")
+            ),
+            "the parts to be let go",
+        )
+
+
+@in_virtual_time
+async def test_a_cut_that_was_begun_before_a_group_went_back_does_not_become_safe(tmp_path: Path) -> None:
+    async with cut_lab(tmp_path) as there:
+        await three_groups(there)
+        first = await cuts.propose(there.peers["ann"], {}, True, 100.0)
+        begun_at = there.board.safe_revision
+        await there.board.note_return(first.number)
+        with pytest.raises(RevisionConflictError):
+            await there.board.declare_safe(first.number + 1, expected=begun_at)
+        latest = there.board.latest()
+        assert latest == first
+
+
+@in_virtual_time
+async def test_cuts_go_on_while_coordinators_die(tmp_path: Path) -> None:
+    async with cut_lab(tmp_path) as there:
+        options = {"cut_every_seconds": 10.0}
+        await there.join_host(THREE, **options)
+        second = {"folder": tmp_path / "lea", **options}
+        await there.join("lea", THREE, coordinates=True, **second)
+        await there.join("ann", THREE)
+        await there.until_safe(1)
+        await there.kill("host")
+        before = there.board.last_number
+        cut = await there.until_safe(before + 1)
+        assert set(cut.epochs) == set(THREE)
+        assert cut.coordinator == there.peers["lea"].peer_id

@@ -121,7 +121,7 @@ class Collaboration:
     def num_restored(self) -> int:
         """How often the run went back to an earlier state on purpose, as far as this peer knows (any thread)."""
         head = self.averager.lineage.head
-        return head.num_restored if head is not None else 0
+        return head.num_restored + head.num_returned if head is not None else 0
 
     @property
     def latest(self) -> RunProgress | None:

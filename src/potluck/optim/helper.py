@@ -22,6 +22,7 @@ from potluck.round.plan.specs import StartSpec
 from potluck.state.config import StateConfig
 from potluck.state.following import Follower
 from potluck.state.keeper import StateKeeper
+from potluck.state.returning import Returning
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Helper:
         self.collaboration = collaboration
         self._keeper = keeper
         self._follower = follower
+        self._returning: Returning | None = None
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -79,6 +81,7 @@ class Helper:
         except BaseException:
             await helper.close()
             raise
+        helper._returning = keeper.go_back_with(collaboration.averager)
         follower.start()
         helper._task = asyncio.create_task(helper._help(), name="optimizer: helping")
         return helper
@@ -86,6 +89,8 @@ class Helper:
     async def close(self) -> None:
         """Leave the round that is under way. Calling it twice does no harm."""
         await tasks.end(self._task)
+        if self._returning is not None:
+            await self._returning.close()
         await self._follower.close()
         await self._keeper.close()
         await self.collaboration.close()

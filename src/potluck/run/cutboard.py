@@ -78,6 +78,7 @@ class ReturnOrder(Message, frozen=True, kw_only=True):
 
     order: Counted  # they are counted
     number: Counted  # of the cut
+    of_manifest: Counted = 0  # the organiser's order that it is part of, by which `main` goes back; 0: a program's
 
 
 class PartRecord(Message, frozen=True, kw_only=True):

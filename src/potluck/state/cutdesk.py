@@ -109,13 +109,15 @@ class CutDesk:
             return CutNumber(trouble="only peers that are trusted or may coordinate can have the run go back to a cut")
         return await self.order_return(number)
 
-    async def order_return(self, number: int) -> CutNumber:
-        """Have all groups of a cut go back to it."""
+    async def order_return(self, number: int, *, of_manifest: int = 0) -> CutNumber:
+        """Have all groups of a cut go back to it; once for each order of a manifest."""
+        last = self.board.returning
+        if last is not None and of_manifest and last.of_manifest == of_manifest:
+            return CutNumber(number=last.number, order=last.order)
         if number not in self.board.made:
             there = ", ".join(map(str, sorted(self.board.made))) or "none"
             return CutNumber(trouble=f"there is no cut {number} any more: there are {there}")
-        last = self.board.returning
-        order = ReturnOrder(order=(last.order if last is not None else 0) + 1, number=number)
+        order = ReturnOrder(order=(last.order if last is not None else 0) + 1, number=number, of_manifest=of_manifest)
         await self.board.order_return(order)
         logger.warning("all groups go back to %s", self.board.made[number].describe())
         return CutNumber(number=number, order=order.order)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from potluck.errors import ConfigurationError
 from potluck.hub.subjects import MAIN
-from potluck.round.averager import RoundPeer
+from potluck.round.averager import Averager, RoundPeer
 from potluck.round.member.workers import Workers, workers_for
 from potluck.run.cutboard import board_of
 from potluck.run.group import group_of
@@ -37,6 +37,7 @@ from potluck.state.inventory import Metadata
 from potluck.state.publishing import Publication, Publisher
 from potluck.state.reinstating import Reinstating
 from potluck.state.resuming import EpochSource, Resuming
+from potluck.state.returning import Returning
 from potluck.state.serving import Serving
 from potluck.state.shelf import Held, Shelf
 from potluck.state.sketch import SEED_BYTES, difference, sketch
@@ -458,6 +459,10 @@ class StateKeeper:
         """This is the peer's state from now on, whatever it had before."""
         self._comparison.start_anew()
         await self._put(held, keeps=keeps, is_taken=True)
+
+    def go_back_with(self, averager: Averager) -> Returning:
+        """Carry out orders to go back to a cut, from now on; to be closed before this keeper is."""
+        return Returning(self._session.group, averager, self.restoring, board_of(self._session.whole))
 
     async def work(self, on_tensors: Callable[[], T]) -> T:
         """Have work on tensors done by one of the workers."""

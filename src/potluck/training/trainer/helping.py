@@ -31,7 +31,9 @@ class Desks:
         self.shards = ShardDesk(peer, averager.lease, averager.measured)
         self.contributions = ContributionDesk(peer.session, averager)
         self.receipts = ReceiptDesk(peer, averager)
-        self.restorations = RestorationDesk(averager, keeper.restoring, manifest) if keeper is not None else None
+        self.restorations = (
+            RestorationDesk(averager, keeper.restoring, manifest, keeper.cut_desk) if keeper is not None else None
+        )
         self.history = HistoryDesk(peer.session, averager)
         self.ballot = BallotDesk(peer.session, averager)
 

@@ -131,7 +131,7 @@ class CutBoard:
 
     async def close(self) -> None:
         """The last user has the following end."""
-        self._num_users -= 1
+        self._num_users = max(self._num_users - 1, 0)
         watch = self._watch
         if self._num_users == 0 and watch is not None:
             self._watch = None

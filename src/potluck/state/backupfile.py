@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # they import torch, which whoever lists backups does without
     from potluck.state.snapshot import Snapshot
 
 FORMAT = "potluck-backup-1"
+MOST_CUTS = 64  # that a backup is said to be part of; as many as the hub remembers
 MAX_RECORD_BYTES = 2 * MAX_INVENTORY_BYTES
 MAX_HEADER_BYTES = 100 * 1024 * 1024  # as the safetensors library has it
 _LENGTH = struct.Struct("<Q")
@@ -78,7 +79,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     inventory: str
     metadata: Any = None
     checksum: str = ""
-    cut: int | msgspec.UnsetType = msgspec.UNSET  # left out where it is no part of one
+    cuts: list[int] | msgspec.UnsetType = msgspec.UNSET  # left out where it is no part of one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +96,13 @@ class BackupInfo:
     record_path: Path
     tensors_path: Path
     inventory: Inventory
-    cut: int = 0
-    """Of which cut it is the group's part; 0: of none."""
+    cuts: tuple[int, ...] = ()
+    """Of which cuts it is the group's part."""
+
+    @property
+    def cut(self) -> int:
+        """The newest of them; 0: none."""
+        return max(self.cuts, default=0)
 
 
 def record_path(folder: Path, epoch: int) -> Path:
@@ -123,7 +129,7 @@ def write_backup(
         saved_at=saved_at,
         inventory=base64.b64encode(inventory.encoded).decode(),
         metadata=snapshot.metadata,
-        cut=cut or msgspec.UNSET,
+        cuts=[cut] if cut else msgspec.UNSET,
     )
     record = msgspec.structs.replace(record, checksum=_checksum(record))
     path = record_path(folder, epoch)
@@ -138,8 +144,9 @@ def write_backup(
 
 
 def write_cut(info: BackupInfo, cut: int) -> BackupInfo:
-    """Say that a backup is the part of a cut; its tensors stay. OSError or BackupError when that cannot be."""
-    record = msgspec.structs.replace(_read_record(info.record_path)[0], cut=cut)
+    """Say that a backup is the part of a cut too; its tensors stay. OSError or BackupError when that cannot be."""
+    cuts = sorted({*info.cuts, cut})[-MOST_CUTS:]
+    record = msgspec.structs.replace(_read_record(info.record_path)[0], cuts=cuts)
     record = msgspec.structs.replace(record, checksum=_checksum(record))
     _write_whole(info.record_path, [msgspec.json.format(msgspec.json.encode(record), indent=1)])
     return _info(record, info.record_path, info.inventory)
@@ -261,7 +268,7 @@ def _info(record: Record, path: Path, inventory: Inventory) -> BackupInfo:
         record_path=path,
         tensors_path=path.parent / record.tensors_file,
         inventory=inventory,
-        cut=record.cut or 0,
+        cuts=tuple(record.cuts or ()),
     )
 
 

@@ -22,7 +22,7 @@ from potluck.state.announcement import Verdict
 from potluck.state.appraising import Appraiser
 from potluck.state.archive import Archive
 from potluck.state.assembly import Assembly
-from potluck.state.backups import Backups
+from potluck.state.backups import Backups, backup_folder
 from potluck.state.chunklog import ChunkLog
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.comparing import Comparison
@@ -362,7 +362,9 @@ class StateKeeper:
             self._pool.trim()  # so much memory is not needed otherwise
 
     def _chunk_log(self) -> ChunkLog | None:
-        return ChunkLog(self.config.folder / "fetching.chunks") if self.config.folder is not None else None
+        if self.config.folder is None:
+            return None
+        return ChunkLog(backup_folder(self.config.folder, self._session.group).parent / "fetching.chunks")
 
     async def _fetch_one(
         self,

@@ -150,6 +150,11 @@ class CutLab:
     def epochs(self, group: str) -> set[int]:
         return {posts[group].epoch for posts in self.posts.values() if group in posts and not posts[group].follower}
 
+    def resumed_from(self, group: str) -> list[int]:
+        """At which epoch the states were made that the trainers of a group began with."""
+        found = [posts[group].resumed_from for posts in self.posts.values() if group in posts]
+        return [epoch for epoch in found if epoch is not None]
+
     async def until(self, condition: Callable[[], bool], what: str) -> float:
         loop = asyncio.get_running_loop()
         began = loop.time()

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from cutlab import CutLab, cut_lab
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from potluck.errors import RetryableError, RevisionConflictError
+from potluck.recipes.reference import RecipeRef
 from potluck.run import cuts
+from potluck.run.cutboard import Cut
 from potluck.sim.virtualloop import in_virtual_time
-from potluck.state.backups import Backups, backup_folder
+from potluck.state.backups import BackupConfig, Backups, backup_folder
+from potluck.training.manifest.manifest import Manifest, Rollback
+from potluck.training.manifest.rollback import RestorationDesk
 
 THREE = ("main", "x", "y")
 
@@ -157,3 +165,72 @@ async def test_cuts_go_on_while_coordinators_die(tmp_path: Path) -> None:
         cut = await there.until_safe(before + 1)
         assert set(cut.epochs) == set(THREE)
         assert cut.coordinator == there.peers["lea"].peer_id
+
+
+@in_virtual_time
+async def test_an_organiser_s_order_has_main_and_the_other_groups_go_back(tmp_path: Path) -> None:
+    async with cut_lab(tmp_path) as there:
+        await three_groups(there)
+        cut = await cuts.propose(there.peers["ann"], {}, True, 100.0)
+        await there.until_epoch("main", cut.epochs["main"] + 3)
+        part, at_epoch = cut.parts["main"], there.head("main").epoch
+        order = Rollback(number=1, to_epoch=part.epoch, digest=part.digest, given_at_epoch=at_epoch, cut=cut.number)
+        manifest = Manifest(run="bakery", recipe=RecipeRef(name="digits"), rollback=order)
+        host = there.posts["host"]["main"]
+        desk = RestorationDesk(host.averager, host.keeper.restoring, lambda: manifest, host.keeper.cut_desk)
+        await there.until(lambda: there.head("main").num_restored == 1, "main to go back")
+        for group in ("x", "y"):
+            await there.until(lambda g=group: there.head(g).num_returned == 1, f"{group} to go back")
+        await there.until_epoch("x", there.head("x").epoch + 3)
+        await desk.close()
+        assert there.head("main").num_returned == 0, "main went back by the manifest's order alone"
+        assert there.board.returning is not None
+        assert there.board.returning.order == 1
+
+
+ALL = {"host": THREE, "lea": THREE, "ann": ("main", "x"), "bob": ("x", "y"), "cid": ("main", "y")}
+
+
+async def come(there: CutLab, name: str) -> None:
+    options = {"cut_every_seconds": 7.0, "folder": there.folder / name, "backups": BackupConfig(every_epochs=3)}
+    if name == "host":
+        await there.join_host(ALL[name], **options)
+    else:
+        await there.join(name, ALL[name], coordinates=name == "lea", **(options if name == "lea" else {}))
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(st.floats(0.5, 12.0), st.sampled_from(sorted(ALL))), max_size=5))
+def test_whoever_dies_when_all_groups_go_back_to_the_newest_safe_cut(troubles: list[tuple[float, str]]) -> None:
+    with TemporaryDirectory() as folder:
+        in_virtual_time(_live_through)(Path(folder), troubles)
+
+
+async def _live_through(folder: Path, troubles: list[tuple[float, str]]) -> None:
+    async with cut_lab(folder) as there:
+        for name in ALL:
+            await come(there, name)
+        made: dict[int, Cut] = {}
+        for pause_seconds, name in troubles:  # who is there is killed, who is gone comes back
+            await asyncio.sleep(pause_seconds)
+            if name not in there.peers:
+                await come(there, name)
+            elif len(there.peers) > 1:
+                await there.kill(name)
+            for number, cut in there.board.made.items():
+                assert made.setdefault(number, cut) == cut, "a cut is written once"
+        for name in sorted(ALL.keys() - there.peers.keys()):
+            await come(there, name)
+        before = await there.until_safe(there.board.last_number + 1)
+        await asyncio.sleep(3.0)
+        await there.kill(*there.peers)
+        await come(there, "host")
+        latest = there.board.latest()
+        for name in sorted(ALL.keys() - {"host"}):
+            await come(there, name)
+        assert latest is not None
+        assert latest.number >= before.number
+        assert set(latest.epochs) == set(THREE)
+        for group in THREE:
+            await there.until(lambda g=group: len(there.resumed_from(g)) == 3, f"all of {group} to go on")
+            assert min(there.resumed_from(group)) == latest.epochs[group], f"{group} goes back to {latest.epochs}"

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from potluck.testing import ports
+from potluck.testing.forkserver import NURSERY
 from potluck.testing.leaks import Snapshot, pending_tasks
-from potluck.testing.nursery import NURSERY
 from potluck.testing.processes import Children
 
 os.environ["POTLUCK_NO_DASHBOARD"] = "1"  # hosts that tests start have none, unless a test says otherwise

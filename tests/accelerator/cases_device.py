@@ -16,8 +16,8 @@ from trainlab import DEVICE, loss_of, make_batch, make_model, train_lab
 
 from potluck.errors import ConfigurationError
 from potluck.optim.diloco import DiLoCo
+from potluck.optim.epochlistener import Listener
 from potluck.optim.lamb import Lamb
-from potluck.optim.listening import Listener
 from potluck.optim.methods.delayed import DelayedNesterov
 from potluck.optim.methods.outer import Nesterov
 from potluck.optim.methods.powersgd import PowerSGD

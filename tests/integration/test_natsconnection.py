@@ -29,11 +29,11 @@ from potluck.hub.connection import Delivery, Entry
 from potluck.hub.guard.permissions import Permissions
 from potluck.hub.nats import watch as natswatch
 from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
-from potluck.hub.nats.keeper import KeeperConfig
+from potluck.hub.nats.linkkeeper import KeeperConfig
 from potluck.hub.server.certificate import prepare_certificates
 from potluck.hub.stores import STORES, StoreDefinition, ensure_store, ensure_stores
 from potluck.hub.subjects import Subjects
-from potluck.testing.gate import Gate
+from potluck.testing.forwarder import Gate
 from potluck.testing.plainhub import PlainHub, PlainUser, TlsFiles
 from potluck.testing.polling import poll_until
 from potluck.testing.ports import unused_tcp_port

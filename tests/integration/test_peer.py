@@ -39,7 +39,7 @@ from potluck.link.links import Incoming
 from potluck.messages import Message
 from potluck.run.peer import Peer, PeerConfig
 from potluck.run.speedtest import TESTS_AT_ONCE, SpeedTest, SpeedTestAnswer
-from potluck.testing.gate import Gate
+from potluck.testing.forwarder import Gate
 from potluck.testing.polling import poll_until
 from potluck.testing.processes import Children
 

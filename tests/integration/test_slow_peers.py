@@ -8,7 +8,7 @@ import pytest
 from runhouse import open_run
 from traincompany import PATIENCE_SECONDS, Company
 
-from potluck.optim.helper import Helper
+from potluck.optim.auxiliary import Helper
 from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
 from potluck.round.coordinator.coordinator import CoordinatorConfig
 from potluck.testing.processes import Children

@@ -11,7 +11,7 @@ from runhouse import open_run
 from trainchild import loss_of, make_inner, make_model, values_of
 from traincompany import PATIENCE_SECONDS, Company, house_with_link
 
-from potluck.optim.helper import Helper
+from potluck.optim.auxiliary import Helper
 from potluck.testing.processes import Children
 
 

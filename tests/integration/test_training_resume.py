@@ -11,7 +11,7 @@ from runhouse import RunHouse, open_run
 from traincompany import PATIENCE_SECONDS, Company, house_with_link
 
 from potluck.hub.joinlink import JoinLink
-from potluck.optim.helper import Helper
+from potluck.optim.auxiliary import Helper
 from potluck.state import following
 from potluck.state.backups import BackupConfig
 from potluck.state.config import StateConfig

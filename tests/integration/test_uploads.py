@@ -13,7 +13,7 @@ from runhouse import open_run
 
 from potluck.cli.host import Backing, _state_config
 from potluck.errors import AccessError, ConfigurationError, RetryableError
-from potluck.optim.helper import Helper
+from potluck.optim.auxiliary import Helper
 from potluck.state.backupfile import BackupInfo
 from potluck.state.backups import Backups
 from potluck.state.chunkpool import ChunkPool

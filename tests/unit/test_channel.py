@@ -13,10 +13,10 @@ from potluck.errors import ConfigurationError, ProtocolError
 from potluck.hub.presence import State
 from potluck.link.channel.budget import Ledger, ReceiveBudget
 from potluck.link.channel.channel import Channel
+from potluck.link.channel.congestion import INITIAL_WINDOW_BYTES, Pace
 from potluck.link.channel.inbox import ChannelBrokenError, Delivery
-from potluck.link.channel.pace import INITIAL_WINDOW_BYTES, Pace
 from potluck.link.channel.packet import ACK_NOW, PACKET_BYTES, Kind, Packet, Urgency, decode
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import Receipt
 from potluck.link.counters import Counters, PeerStatistics
 from potluck.link.limits import BULK_RESERVE_BYTES, INITIAL_CREDIT_BYTES, KIB, MIB, LinkConfig
 from potluck.sim.linknode import LinkNode, presence_of

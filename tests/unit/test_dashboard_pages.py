@@ -17,7 +17,7 @@ from potluck.hub.presence import Beacon, Card, Presence, Role
 from potluck.monitor import figures
 from potluck.monitor.dashboard import charts
 from potluck.monitor.dashboard.actions import Action, ActionLog
-from potluck.monitor.dashboard.gate import (
+from potluck.monitor.dashboard.login import (
     ALL_TRIES,
     SECONDS_PER_TRY,
     SESSION_SECONDS,

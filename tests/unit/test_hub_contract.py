@@ -20,13 +20,13 @@ from potluck.errors import (
 from potluck.hub.connection import Delivery, Entry, HubConnection
 from potluck.hub.guard.permissions import Permissions
 from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
-from potluck.hub.nats.keeper import KeeperConfig
+from potluck.hub.nats.linkkeeper import KeeperConfig
 from potluck.hub.stores import StoreDefinition, ensure_store
 from potluck.hub.subjects import Subjects
 from potluck.sim.memoryconnection import MemoryConnection
 from potluck.sim.memoryhub import MemoryHub
 from potluck.sim.virtualclock import VirtualClock
-from potluck.testing.gate import Gate
+from potluck.testing.forwarder import Gate
 from potluck.testing.plainhub import PlainHub, PlainUser
 from potluck.testing.polling import poll_until
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from potluck.errors import ConfigurationError, PeerUnreachableError
 from potluck.link.channel.packet import Urgency
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import Receipt
 from potluck.link.limits import KIB, MIB, LinkConfig
 from potluck.link.line import MOVING_SECONDS, Line
 from potluck.link.throttle import Throttle

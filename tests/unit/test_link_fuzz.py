@@ -29,7 +29,7 @@ from potluck.link.channel.packet import (
     encode_manifest,
     session_tag,
 )
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import Receipt
 from potluck.link.envelope import Envelope, Role, encode_envelope
 from potluck.link.limits import INITIAL_CREDIT_BYTES, KIB, MIB, LinkConfig
 from potluck.link.links import Links, Stream

@@ -31,7 +31,7 @@ from potluck.optim.methods.decoupled import Demo
 from potluck.optim.methods.powersgd import PowerSGD
 from potluck.optim.optimizer import Optimizer
 from potluck.optim.options import OptimizerConfig
-from potluck.optim.progress.keeper import ProgressKeeper
+from potluck.optim.progress.progresskeeper import ProgressKeeper
 from potluck.round.codecs import CodecChoice, CodecSpec
 from potluck.round.coordinator.coordinator import CoordinatorConfig
 from potluck.round.coordinator.director import Patience

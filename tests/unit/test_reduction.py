@@ -13,7 +13,7 @@ from potluck.round.aggregators import AggregatorSpec, aggregator_for
 from potluck.round.audit.merkle import NOTHING, is_under
 from potluck.round.audit.seals import Notary, Sealer, sealed_hash
 from potluck.round.codecs import CODEC_NAMES, CodecChoice, CodecSpec
-from potluck.round.member.held import hash_of
+from potluck.round.member.heldaverages import hash_of
 from potluck.round.member.lane import Letter
 from potluck.round.member.reduction import Own, encode_values, reduce_chunk
 from potluck.round.member.tensorwork import SealedWork

@@ -20,7 +20,7 @@ from potluck.messages import PROTOCOL_VERSION, decode, encode
 from potluck.recipes.reference import RecipeRef
 from potluck.round.plan.messages import Commit, Restoration, RoundKey
 from potluck.sim.memoryhub import MemoryHub
-from potluck.training.manifest import notice, steering
+from potluck.training.manifest import noticeboard, steering
 from potluck.training.manifest.changes import described, differences, full_name, values_of, with_values
 from potluck.training.manifest.manifest import (
     DiLoCo,
@@ -192,7 +192,7 @@ async def helm_of(first: Manifest | None, epoch: int = 4) -> AsyncIterator[tuple
     connection = hub.connect("guard")
     await connection.subscribe(hub.subjects.organise("*", "manifest"), guard.asked)
     if first is not None:
-        await guard.store.put(MANIFEST_KEY, notice.sign(first, signer))
+        await guard.store.put(MANIFEST_KEY, noticeboard.sign(first, signer))
     run = hub.subjects.run
     helm = Steering(hub.connect(signer.public_key), run, signer, wall=lambda: 1000.0)
     head = commit(epoch)
@@ -247,7 +247,7 @@ async def test_of_two_organisers_the_second_changes_what_the_first_made(
     monkeypatch.setattr(steering, "RETRY_SECONDS", 0.0)
     async with helm_of(run_manifest) as (helm, guard, signer):
         theirs = run_manifest.recorded("end_epoch = 9", by="Grace", at=0.0, from_epoch=0)
-        guard.others.append(notice.sign(theirs, signer))
+        guard.others.append(noticeboard.sign(theirs, signer))
         paused = await helm.pause(by="Ada")
         assert paused.revision == 3
         assert [change.by for change in paused.history] == ["Grace", "Ada"]

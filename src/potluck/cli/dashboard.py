@@ -147,7 +147,7 @@ async def _of_hosted_run(
     from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
     from potluck.hub.subjects import Subjects
     from potluck.monitor.dashboard.actions import LOG_FILE, ActionLog
-    from potluck.monitor.dashboard.gate import Gate, load_or_create_token
+    from potluck.monitor.dashboard.login import Gate, load_or_create_token
     from potluck.monitor.dashboard.state import Organising
     from potluck.run.peer import Peer, PeerConfig
     from potluck.training.manifest.steering import Steering

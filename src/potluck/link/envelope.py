@@ -11,7 +11,7 @@ import msgspec
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.link.carrier import Buffer
 from potluck.link.channel.packet import MAX_BODY_BYTES, Urgency
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import Receipt
 from potluck.messages import MAX_MESSAGE_BYTES, Message, decode, encode, kind_name
 
 MAX_REASON_CHARACTERS = 200

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from potluck.link.carrier import Buffer
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import Receipt
 from potluck.link.dispatch import Handler, Incoming
 from potluck.link.links import Links
 from potluck.link.stream import Stream

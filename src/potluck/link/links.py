@@ -26,7 +26,7 @@ from potluck.hub.presence import Presence
 from potluck.link.carrier import Buffer, Carrier
 from potluck.link.channel.inbox import Delivery
 from potluck.link.channel.packet import Urgency
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import Receipt
 from potluck.link.counters import Counters, LinkStatistics
 from potluck.link.dispatch import Arrived, Dispatcher, Handler, Incoming
 from potluck.link.envelope import Envelope, Role, as_views, decode_envelope, encode_envelope, encode_message

@@ -18,10 +18,10 @@ from potluck.errors import PeerUnreachableError, ProtocolError
 from potluck.link.carrier import Buffer, Carrier
 from potluck.link.channel.budget import Ledger, ReceiveBudget
 from potluck.link.channel.channel import Channel
+from potluck.link.channel.congestion import Pace
 from potluck.link.channel.inbox import ChannelBrokenError, Delivery
-from potluck.link.channel.pace import Pace
 from potluck.link.channel.packet import LOADED, MAX_GENERATION, Kind, Packet, Urgency, session_tag, urgency_of
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import Receipt
 from potluck.link.counters import Counters, PeerStatistics
 from potluck.link.limits import LinkConfig
 from potluck.link.line import Line

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from potluck.link.channel.outbox import message_bytes
 from potluck.link.channel.packet import Urgency
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import Receipt
 from potluck.link.counters import Counters, PeerStatistics
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from potluck.errors import DeadlineExceededError, PeerUnreachableError
 from potluck.link.channel.outbox import message_bytes
 from potluck.link.channel.packet import Urgency
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import Receipt
 
 
 class Queue(Protocol):

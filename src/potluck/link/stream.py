@@ -18,7 +18,7 @@ from types import TracebackType
 from potluck.errors import ConfigurationError, DeadlineExceededError, PeerError, ProtocolError
 from potluck.link.carrier import Buffer
 from potluck.link.channel.packet import Urgency
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import Receipt
 from potluck.link.envelope import MAX_REASON_CHARACTERS, Envelope, Post, Role, Tell, as_views
 from potluck.link.limits import STREAM_ITEM_BYTES, LinkConfig
 from potluck.messages import Message

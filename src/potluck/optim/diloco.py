@@ -47,7 +47,7 @@ from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator.coordinator import CoordinatorConfig
 from potluck.round.coordinator.gathering import GatherConfig
 from potluck.round.coordinator.trigger import Quorum
-from potluck.round.member.wish import StandBy
+from potluck.round.member.intent import StandBy
 from potluck.run.joined import Joined
 from potluck.state.config import StateConfig
 

@@ -28,7 +28,7 @@ from potluck.optim.collaboration import Collaboration, has_other_trainers
 from potluck.optim.method import Hyperparameters, Method, Offer, StateSource
 from potluck.optim.recovery import Recovery, RecoveryConfig
 from potluck.optim.staging import Moment, Staged, Staging
-from potluck.round.member.wish import StandBy
+from potluck.round.member.intent import StandBy
 from potluck.round.outcome import RoundResult
 from potluck.run.calls import Call, Outcome
 from potluck.run.joined import Joined

@@ -1,7 +1,7 @@
 """Which state a peer stands on: taken over at the start, caught up with, repaired, rolled back; and kept for others.
 
     begin       the run's state, from whoever has it, in memory or on disk; this peer's own where there is none
-    catch_up    the lineage is further than this peer: the newest state there is, and what came since (listening.py)
+    catch_up    the lineage is further than this peer: the newest state there is, and what came since (epochlistener.py)
     mend        this peer's bits are not those of the others: the chunks that differ
     roll_back   a step made something that is not finite: another peer's state, or the last good one
 
@@ -24,8 +24,8 @@ from typing import Any
 
 from potluck.errors import ConfigurationError, DeadlineExceededError, FatalError, RetryableError
 from potluck.optim.collaboration import Collaboration
+from potluck.optim.epochlistener import Listener
 from potluck.optim.lastgood import LastGood
-from potluck.optim.listening import Listener
 from potluck.optim.method import Hyperparameters, Method, Offer, Published, Snapshot, StateSource
 from potluck.optim.parameters import are_finite
 from potluck.run.joined import Joined

@@ -17,7 +17,7 @@ from potluck.optim.methods.cadence import Cadence
 from potluck.optim.methods.dylu import ALIKE_SHARE, inner_steps, steps_within
 from potluck.optim.methods.streaming import Schedule
 from potluck.optim.progress.pace import Pace
-from potluck.round.member.wish import StandBy
+from potluck.round.member.intent import StandBy
 
 AWAITED_SHARE = 0.5  # of the others' weight in the last epoch
 LATER_SHARE = 1.25  # of the time that is left: how much later than expected a round may start

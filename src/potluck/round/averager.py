@@ -30,8 +30,8 @@ from potluck.peer.roster import RosterEvent
 from potluck.round.codecs import CodecChoice, Role
 from potluck.round.coordinator.coordinator import Coordinator, CoordinatorConfig
 from potluck.round.lineage import Lineage
+from potluck.round.member.intent import StandBy
 from potluck.round.member.participation import Participation
-from potluck.round.member.wish import StandBy
 from potluck.round.member.workers import Workers, workers_for
 from potluck.round.outcome import FailedRound, RoundResult
 from potluck.round.plan.layout import FlatTensors, Layout

@@ -11,7 +11,7 @@ from potluck.errors import PeerUnreachableError
 from potluck.hub.presence import Card, Presence, State
 from potluck.link.channel.inbox import Delivery
 from potluck.link.channel.packet import Urgency
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import Receipt
 from potluck.link.limits import LinkConfig
 from potluck.link.peerlink import PeerLink
 from potluck.link.table import LinkTable

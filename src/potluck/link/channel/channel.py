@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 
 from potluck.link.carrier import Buffer
 from potluck.link.channel.budget import Ledger, ReceiveBudget
+from potluck.link.channel.congestion import Pace
 from potluck.link.channel.inbox import AT_ONCE, Delivery, Inbox
 from potluck.link.channel.outbox import LOADED_BYTES, AdmitsStreams, Outbox, Segment, where_no_bulk_waits
-from potluck.link.channel.pace import Pace
 from potluck.link.channel.packet import ACK_NOW, GAP, LOADED, MAX_REASON_BYTES, Kind, Packet, Urgency, encode_header
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import Receipt
 from potluck.link.counters import Counters
 from potluck.link.limits import LinkConfig
 

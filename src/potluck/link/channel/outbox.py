@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from potluck.errors import ProtocolError
-from potluck.link.channel.pace import LARGEST_TIMEOUT_SECONDS, LEAST_FRAGMENT_BYTES, Pace, Stamp
+from potluck.link.channel.congestion import LARGEST_TIMEOUT_SECONDS, LEAST_FRAGMENT_BYTES, Pace, Stamp
 from potluck.link.channel.packet import (
     PACKET_BYTES,
     PACKET_OVERHEAD_BYTES,
@@ -30,7 +30,7 @@ from potluck.link.channel.packet import (
     encode_manifest,
     urgency_flag,
 )
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import Receipt
 from potluck.link.counters import Counters
 from potluck.link.limits import BULK_RESERVE_BYTES, INITIAL_CREDIT_BYTES, KIB
 

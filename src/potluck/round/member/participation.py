@@ -33,10 +33,10 @@ from potluck.round.audit.seals import Notary, Sealer
 from potluck.round.audit.witness import Witness
 from potluck.round.lineage import Lineage
 from potluck.round.member.incoming import IncomingFrames
+from potluck.round.member.intent import StandBy, Wish, ready_message
 from potluck.round.member.messenger import Audience, Messenger
 from potluck.round.member.roundwork import RoundWork
 from potluck.round.member.tensorwork import SealedWork, TensorWork
-from potluck.round.member.wish import StandBy, Wish, ready_message
 from potluck.round.member.workers import Workers
 from potluck.round.outcome import LeftBehind, MemberRole, PhaseSeconds, RoundResult
 from potluck.round.plan.layout import FlatTensors

@@ -3,7 +3,7 @@
 Recipe, model, algorithm and codecs are fixed for the life of a run. What may change while it trains stands in
 `Settings`, each entry with the epoch from which on it counts: so all peers change at the same one, a newcomer knows
 what counted when, and a curriculum (curriculum.py) is nothing but entries that were written beforehand. An organiser
-signs each revision (notice.py); nobody else can change it.
+signs each revision (noticeboard.py); nobody else can change it.
 """
 
 from __future__ import annotations

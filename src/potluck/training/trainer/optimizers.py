@@ -31,7 +31,7 @@ from potluck.run.joined import Joined
 from potluck.state.config import StateConfig
 from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, ScheduleSpec, Settings
-from potluck.training.trainer.inner import inner_optimizer
+from potluck.training.trainer.inneroptimizer import inner_optimizer
 
 SharedOptimizer = Optimizer | DiLoCo
 

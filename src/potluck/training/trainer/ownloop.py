@@ -30,8 +30,8 @@ from potluck.round.lineage import Lineage
 from potluck.run.joined import Joined
 from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, OptimizerSpec, Settings
-from potluck.training.manifest.notice import NoticeBoard
-from potluck.training.trainer.inner import KINDS, parameter_groups
+from potluck.training.manifest.noticeboard import NoticeBoard
+from potluck.training.trainer.inneroptimizer import KINDS, parameter_groups
 from potluck.training.trainer.optimizers import SharedOptimizer, follow, following, options_of, outer_of, transform_of
 
 logger = logging.getLogger(__name__)

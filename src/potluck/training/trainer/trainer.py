@@ -37,10 +37,10 @@ from potluck.training.books.receipts import ReceiptKeeper
 from potluck.training.books.shards import MAX_READERS, LeasedShards
 from potluck.training.manifest.curriculum import data_at
 from potluck.training.manifest.manifest import Manifest, Settings, Sync
+from potluck.training.trainer.auxiliarywork import Desks
 from potluck.training.trainer.batchsize import BatchSearch, find_batch_size, to_device
 from potluck.training.trainer.feed import AHEAD_BATCHES, Feed
-from potluck.training.trainer.helping import Desks
-from potluck.training.trainer.inner import STATE_TENSORS
+from potluck.training.trainer.inneroptimizer import STATE_TENSORS
 from potluck.training.trainer.machine import MemoryLimit, find_devices, free_cache, is_out_of_memory, wait_for
 from potluck.training.trainer.models import untrained
 from potluck.training.trainer.optimizers import SharedOptimizer, follow, make_optimizer
@@ -48,7 +48,7 @@ from potluck.training.trainer.precision import PRECISIONS, MixedPrecision, find_
 from potluck.training.trainer.smoothed import SmoothedLoss
 
 if TYPE_CHECKING:
-    from potluck.training.trainer.crew import Crew
+    from potluck.training.trainer.devicepool import Crew
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,10 @@ class Trainer:
 
     def _start_crew(self, manifest: Manifest) -> Crew:
         """Processes for the further devices; they end with the run."""
-        from potluck.training.trainer.crew import Crew, CrewSpec  # torch.distributed, which one device does not need
+        from potluck.training.trainer.devicepool import (  # torch.distributed, which one device does not need
+            Crew,
+            CrewSpec,
+        )
 
         spec = CrewSpec(
             recipe=manifest.recipe,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import potluck
-from potluck.peer import preflight
-from potluck.peer.preflight import GIB, Check, check_clock, check_machine, check_round_trip, worst
+from potluck.peer import machinecheck
+from potluck.peer.machinecheck import GIB, Check, check_clock, check_machine, check_round_trip, worst
 
 Memory = namedtuple("Memory", "available")
 Disk = namedtuple("Disk", "total used free")
@@ -25,9 +25,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine with plenty of everything, for a test to take something away from."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(available=64 * GIB))
     monkeypatch.setattr(psutil, "cpu_count", lambda: 8)
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: Disk(100 * GIB, 0, 100 * GIB))
+    monkeypatch.setattr(machinecheck.shutil, "disk_usage", lambda _: Disk(100 * GIB, 0, 100 * GIB))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (65536, 65536))
-    monkeypatch.setattr(preflight, "NVIDIA_DRIVER", Path("/nowhere"))
+    monkeypatch.setattr(machinecheck, "NVIDIA_DRIVER", Path("/nowhere"))
     return monkeypatch
 
 
@@ -61,7 +61,7 @@ def test_little_memory_is_yellow(machine: pytest.MonkeyPatch, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("free", "level"), [(4 * GIB, "yellow"), (GIB // 8, "red")])
 def test_a_full_disk(machine: pytest.MonkeyPatch, tmp_path: Path, free: int, level: str) -> None:
-    machine.setattr(preflight.shutil, "disk_usage", lambda _: Disk(100 * GIB, 0, free))
+    machine.setattr(machinecheck.shutil, "disk_usage", lambda _: Disk(100 * GIB, 0, free))
     disk = by_name(tmp_path)["disk"]
     assert disk.level == level
     assert str(tmp_path) in disk.remedy
@@ -71,7 +71,7 @@ def test_the_disk_of_each_folder_counts(machine: pytest.MonkeyPatch, tmp_path: P
     states = tmp_path / "states"
     states.mkdir()
     free = {tmp_path: 100 * GIB, states: 0}
-    machine.setattr(preflight.shutil, "disk_usage", lambda place: Disk(100 * GIB, 0, free[place]))
+    machine.setattr(machinecheck.shutil, "disk_usage", lambda place: Disk(100 * GIB, 0, free[place]))
     disks = [check for check in check_machine(tmp_path, states) if check.name == "disk"]
     assert [disk.level for disk in disks] == ["green", "red"]
 
@@ -86,13 +86,13 @@ def test_a_gpu_that_torch_cannot_use(
     driver = tmp_path / "version"
     if has_gpu:
         driver.touch()
-    machine.setattr(preflight, "NVIDIA_DRIVER", driver)
-    machine.setattr(preflight, "_torch_version", lambda: version)
+    machine.setattr(machinecheck, "NVIDIA_DRIVER", driver)
+    machine.setattr(machinecheck, "_torch_version", lambda: version)
     assert by_name(tmp_path)["device"].level == level
 
 
 def test_a_machine_without_torch(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    machine.setattr(preflight, "_torch_version", lambda: "")
+    machine.setattr(machinecheck, "_torch_version", lambda: "")
     assert by_name(tmp_path)["torch"].level == "yellow"
 
 

@@ -17,8 +17,8 @@ from potluck.state.backupfile import BackupInfo
 from potluck.state.backups import BackupConfig, Backups
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.snapshot import stage
-from potluck.training.books.gate import Evaluated, leaves_band, members_between, upper_edge
 from potluck.training.books.history import Preview, RoundMember, RoundRecord, round_key
+from potluck.training.books.lossband import Evaluated, leaves_band, members_between, upper_edge
 from potluck.training.manifest.manifest import Evaluation, Manifest
 
 CONFIG = Evaluation(every_epochs=10, gate=True)

@@ -22,7 +22,7 @@ def make_ready(link: JoinLink, *, yes: bool, as_json: bool, own_copy: bool = Fal
     `own_copy`: the person has named a file as the recipe, which is consent enough.
     """
     from potluck.cli import console
-    from potluck.training.manifest.baggage import fetch_manifest
+    from potluck.training.manifest.requirements import fetch_manifest
 
     with console.err.status(f"asking {link.host} what the run trains"):
         manifest = fetch_manifest(link)
@@ -35,7 +35,7 @@ def see_to(
     manifest: Manifest, link: JoinLink, *, yes: bool, as_json: bool, own_copy: bool = False, may_ask: bool = False
 ) -> None:
     """Check packages, ask whether the organiser's code may run, and fetch the run's files; ConfigurationError tells."""
-    from potluck.training.manifest.baggage import check_requirements, fetches_of
+    from potluck.training.manifest.requirements import check_requirements, fetches_of
 
     check_requirements(manifest)
     fetches = fetches_of(manifest, link)
@@ -51,7 +51,7 @@ def _ask(
     from potluck.cli import console
     from potluck.errors import ConfigurationError
     from potluck.recipes.approval import approve, is_approved
-    from potluck.training.manifest.baggage import fetch_recipe, recipe_ref
+    from potluck.training.manifest.requirements import fetch_recipe, recipe_ref
 
     ref = recipe_ref(manifest)
     if not manifest.recipe.digest or is_approved(manifest.recipe):
@@ -101,7 +101,7 @@ def fetch_with_bars(downloads: Sequence[Download], as_json: bool, folder: Path |
     from rich.progress import Progress as Bars
 
     from potluck.cli import console
-    from potluck.training.manifest.baggage import fetch_all
+    from potluck.training.manifest.requirements import fetch_all
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Bars(*columns, TimeRemainingColumn(), console=console.err, disable=as_json or not downloads) as bars:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from potluck.errors import RoundFailedError
-from potluck.optim.listening import Listener
+from potluck.optim.epochlistener import Listener
 from potluck.sim.virtualloop import in_virtual_time
 
 

@@ -3,7 +3,7 @@
 All of it is in the manifest, which the organiser signs. The host's file server shows the manifest to whoever has a
 link (run/fileserver.py), so that everything can be looked at, asked and fetched before anybody asks to be let in:
 
-    fetch_manifest ─▶ missing_requirements ─▶ consent (cli/baggage.py) ─▶ fetch_all
+    fetch_manifest ─▶ missing_requirements ─▶ consent (cli/requirements.py) ─▶ fetch_all
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from potluck.errors import ConfigurationError, ProtocolError, RetryableError
 from potluck.hub.joinlink import JoinLink
+from potluck.peer.machinecheck import Check, Level
 from potluck.peer.organisers import checking
-from potluck.peer.preflight import Check, Level
 from potluck.recipes.approval import is_approved
 from potluck.recipes.downloads import Download, Progress, fetch, is_whole, path_of
 from potluck.recipes.reference import FileRef
 from potluck.recipes.shipped import as_download
-from potluck.training.manifest import notice
+from potluck.training.manifest import noticeboard
 from potluck.training.manifest.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ FILES = "files/"
 KEPT_FILE = "manifest.signed"
 
 
-def offer_of(board: notice.NoticeBoard) -> Callable[[str], bytes | Path | None]:
+def offer_of(board: noticeboard.NoticeBoard) -> Callable[[str], bytes | Path | None]:
     """What a host serves of its run: the newest manifest, and the files that it names."""
 
     def find(name: str) -> bytes | Path | None:
@@ -55,7 +55,7 @@ def offer_of(board: notice.NoticeBoard) -> Callable[[str], bytes | Path | None]:
     return find
 
 
-def keep_manifest(folder: Path, board: notice.NoticeBoard) -> None:
+def keep_manifest(folder: Path, board: noticeboard.NoticeBoard) -> None:
     """Leave the newest manifest in the host's folder, for commands that come when no hub is there."""
     if board.signed:
         part = folder / f"{KEPT_FILE}.part"
@@ -82,7 +82,7 @@ def fetch_manifest(link: JoinLink) -> Manifest | None:
     if answer.status_code != httpx.codes.OK:
         return None
     try:
-        manifest, organiser = notice.read(answer.content[: notice.LIMIT_BYTES], link.run)
+        manifest, organiser = noticeboard.read(answer.content[: noticeboard.LIMIT_BYTES], link.run)
     except ProtocolError as error:
         raise ConfigurationError(f"what the host says the run trains cannot be believed: {error}") from error
     checking(link)(organiser)

@@ -15,7 +15,7 @@ from potluck.cli.demo.record import Record, samples_per_second
 from potluck.monitor.lossplot import Mark, plot_loss
 
 if TYPE_CHECKING:
-    from potluck.training.trainer.exhibit import Exhibit
+    from potluck.training.trainer.resultpreview import Exhibit
 
 PLOT_FILE = "loss.png"
 

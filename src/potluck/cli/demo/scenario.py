@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from potluck.cli import console
-from potluck.cli.demo.audience import Audience, watching
+from potluck.cli.demo.display import Stage
+from potluck.cli.demo.observer import Audience, watching
 from potluck.cli.demo.processes import Processes
 from potluck.cli.demo.record import Record, samples_per_second
-from potluck.cli.demo.stage import Stage
 
 RUN = "demo"
 HOST = "host"
@@ -89,7 +89,7 @@ async def _all_leave(processes: Processes) -> dict[str, int]:
     """Have everybody leave, though somebody presses Ctrl-C meanwhile: no process is left behind."""
     leaving = asyncio.create_task(processes.leave())
     try:
-        await console.import_slowly("potluck.training.trainer.exhibit")  # needed next, and those who leave mostly wait
+        await console.import_slowly("potluck.training.trainer.resultpreview")  # needed next
         return await asyncio.shield(leaving)
     except asyncio.CancelledError:
         await leaving

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from potluck.testing import nursery
-from potluck.testing.nursery import ForkedProcess, Nursery, Template, python_program, start_settings
+from potluck.testing import forkserver
+from potluck.testing.forkserver import ForkedProcess, Nursery, Template, python_program, start_settings
 from potluck.testing.polling import poll_until_sync
 from potluck.testing.processes import Children, ManagedProcess
 
@@ -26,10 +26,10 @@ def forking() -> Iterator[Nursery]:
     """A nursery whose templates are ready, for children with one and with two threads."""
     own = Nursery()
     own.open()
-    for threads, num_templates in (("1", nursery.NUM_TEMPLATES), ("2", 1)):
+    for threads, num_templates in (("1", forkserver.NUM_TEMPLATES), ("2", 1)):
         settings = start_settings({**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads})
         own._templates[settings] = [Template(settings) for _ in range(num_templates)]
-        own._asked[settings] = nursery.PLAIN_STARTS
+        own._asked[settings] = forkserver.PLAIN_STARTS
     for templates in own._templates.values():
         for template in templates:
             poll_until_sync(lambda template=template: template.is_ready, READY_SECONDS, "a template to be ready")
@@ -209,7 +209,7 @@ def test_a_folder_that_is_not_there(children: Children, program: Path, tmp_path:
 
 PARENT = """
 import sys, time
-from potluck.testing.nursery import Template
+from potluck.testing.forkserver import Template
 template = Template(())
 print("template", template._process.pid, flush=True)
 time.sleep(600)
@@ -229,7 +229,7 @@ def test_a_template_that_has_ended_is_reported() -> None:
     try:
         template._process.kill()
         template._process.wait()
-        with pytest.raises(nursery.NurseryError, match="a template has ended with -9"):
+        with pytest.raises(forkserver.NurseryError, match="a template has ended with -9"):
             assert template.is_ready
     finally:
         template.close()
@@ -244,13 +244,13 @@ def test_the_first_children_are_plain_and_nobody_waits_for_a_template(monkeypatc
         def __init__(self, settings: object) -> None:
             started.append(settings)
 
-    monkeypatch.setattr(nursery, "Template", Slow)
+    monkeypatch.setattr(forkserver, "Template", Slow)
     own = Nursery()
     own.open()
     before = time.monotonic()
     for asked in range(1, 9):
         assert own._ready_template(()) is None
-        assert len(started) == min(max(asked - nursery.PLAIN_STARTS, 0), nursery.NUM_TEMPLATES)
+        assert len(started) == min(max(asked - forkserver.PLAIN_STARTS, 0), forkserver.NUM_TEMPLATES)
     assert time.monotonic() - before < READY_SECONDS
     Slow.is_ready = True
     assert own._ready_template(()) is not own._ready_template(())
@@ -259,7 +259,7 @@ def test_the_first_children_are_plain_and_nobody_waits_for_a_template(monkeypatc
 def test_a_closed_nursery_forks_nothing() -> None:
     with open(os.devnull, "wb") as output:  # noqa: PTH123
         command = [sys.executable, "-m", "json.tool"]
-        for _ in range(nursery.PLAIN_STARTS + 2):
+        for _ in range(forkserver.PLAIN_STARTS + 2):
             assert Nursery().start(command, env={}, cwd=None, network="", stdin=False, output=output) is None
 
 

@@ -8,7 +8,7 @@ from potluck.errors import NotAdmittedError, PotluckError
 from potluck.hub.address import HubAddress
 from potluck.hub.joinlink import JoinLink, fetch_address
 from potluck.peer.identity import Identity
-from potluck.peer.preflight import Check, check_clock, check_round_trip
+from potluck.peer.machinecheck import Check, check_clock, check_round_trip
 from potluck.run.peer import Peer, PeerConfig
 
 SPEED_TEST_SECONDS = 30.0

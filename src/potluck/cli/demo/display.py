@@ -10,7 +10,7 @@ from rich.live import Live
 
 from potluck import tasks
 from potluck.cli import console
-from potluck.cli.demo.audience import Audience
+from potluck.cli.demo.observer import Audience
 from potluck.cli.monitor import picture
 
 EVERY_SECONDS = 0.5

@@ -1,8 +1,8 @@
 """Python children that are forked from a process which has torch imported already, instead of importing it again.
 
 Importing torch and Potluck takes 2 to 3 s of a core, and the tests start hundreds of processes. A nursery keeps
-templates (`template.py`), processes that have done these imports and nothing else, and has them fork. What comes out
-is a real process: it can be killed, frozen and waited for, and has an exit code, a session and streams of its own.
+templates (`forktemplate.py`), processes that have done these imports and nothing else, and has them fork. What comes
+out is a real process: it can be killed, frozen and waited for, and has an exit code, a session and streams of its own.
 
 What an interpreter or a native library reads from its environment when it starts (`OMP_NUM_THREADS`, `PYTHON…`) cannot
 be changed in a fork. So there are templates for each set of such settings, started when it is asked for the third time,
@@ -89,7 +89,7 @@ class ForkedProcess:
 
 
 class Template:
-    """One process that forks; `template.py` is its program."""
+    """One process that forks; `forktemplate.py` is its program."""
 
     def __init__(self, settings: Settings) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
@@ -98,7 +98,7 @@ class Template:
             self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - open as long as the process runs
             # One thread for BLAS: it starts its threads when it is imported, and then nothing could be forked.
             environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **dict(settings), "ROOM": "-" * ROOM_BYTES}
-            program = ["-m", "potluck.testing.template", str(listener.fileno()), str(os.getpid()), "-" * ROOM_BYTES]
+            program = ["-m", "potluck.testing.forktemplate", str(listener.fileno()), str(os.getpid()), "-" * ROOM_BYTES]
             self._process = subprocess.Popen(
                 [sys.executable, *program],
                 env={name: value for name, value in environment.items() if _is_kept(name, settings)},

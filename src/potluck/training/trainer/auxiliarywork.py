@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Self
 
+from potluck.optim.auxiliary import Helper
 from potluck.optim.collaboration import Collaboration
-from potluck.optim.helper import Helper
 from potluck.round.averager import RoundPeer
 from potluck.run.group import Group, LinkedPeer, group_of
 from potluck.state.config import StateConfig
@@ -16,7 +16,7 @@ from potluck.training.books.historydesk import HistoryDesk
 from potluck.training.books.receipts import ReceiptDesk
 from potluck.training.books.shards import ShardDesk
 from potluck.training.manifest.manifest import Manifest
-from potluck.training.manifest.notice import NoticeBoard
+from potluck.training.manifest.noticeboard import NoticeBoard
 from potluck.training.manifest.rollback import RestorationDesk
 from potluck.training.trainer.optimizers import coordinating
 

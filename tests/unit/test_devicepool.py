@@ -23,7 +23,7 @@ from potluck.recipes.catalogue import open_recipe, refer_to
 from potluck.recipes.recipe import Recipe
 from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, Settings, Sync
-from potluck.training.trainer.crew import Crew, CrewSpec
+from potluck.training.trainer.devicepool import Crew, CrewSpec
 from potluck.training.trainer.models import untrained
 from potluck.training.trainer.trainer import TrainConfig, Trainer
 

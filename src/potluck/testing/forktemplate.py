@@ -1,6 +1,6 @@
-"""A process that has imported torch and Potluck, and becomes others by forking; `nursery.py` starts it and asks.
+"""A process that has imported torch and Potluck, and becomes others by forking; `forkserver.py` starts it and asks.
 
-    python -m potluck.testing.template LISTENER PARENT ROOM
+    python -m potluck.testing.forktemplate LISTENER PARENT ROOM
 
 LISTENER is the descriptor of a Unix socket on which orders come: to fork a child that runs a program, or to say how a
 child ended. PARENT is the process that this one must not outlive; ROOM is a long word, as in the environment, whose
@@ -9,7 +9,7 @@ place in memory the children's own words take.
 A child is what a fresh interpreter would be, but for the time that it takes. It has a session, streams, environment
 and folder of its own, and a `__main__` of its own; it ends as any interpreter ends, since what runs it is the last
 thing that this program does. Nothing has happened here before that could tell: no thread was started, no tensor
-computed. (The seed of hashes is the template's: `nursery.py` keeps several, so that peers of a run differ in it.)
+computed. (The seed of hashes is the template's: `forkserver.py` keeps several, so that peers of a run differ in it.)
 """
 
 from __future__ import annotations

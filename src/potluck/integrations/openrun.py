@@ -1,7 +1,7 @@
 """Which run a framework's trainer takes part in: by a link, by the environment, or one that it starts itself.
 
 An explicit link comes before the environment (POTLUCK_LINK, and the two names that hivemind's users know). Without any,
-a run of this program's own is started (embedded.py) and its link is printed, for others to join. A loop of one's own
+a run of this program's own is started (embeddedrun.py) and its link is printed, for others to join. A loop of one's own
 does the same:
 
     with open_run() as run:
@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from potluck.errors import ConfigurationError
 from potluck.hub.joinlink import JoinLink
-from potluck.integrations.embedded import EmbeddedConfig, EmbeddedRun
+from potluck.integrations.embeddedrun import EmbeddedConfig, EmbeddedRun
 from potluck.peer import environment
 from potluck.peer.identity import Identity
 from potluck.run.joined import Joined, join

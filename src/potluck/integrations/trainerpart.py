@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from potluck.errors import ConfigurationError, PotluckError
 from potluck.integrations.algorithms import Algorithm, SharedOptimizer, TrainingConfig, buffers_of
-from potluck.integrations.embedded import EmbeddedConfig
-from potluck.integrations.joining import PEER_OPTIONS, JoinConfig, Participation, take_part
+from potluck.integrations.embeddedrun import EmbeddedConfig
 from potluck.integrations.naming import translated
+from potluck.integrations.openrun import PEER_OPTIONS, JoinConfig, Participation, take_part
 from potluck.integrations.runoptimizer import RunOptimizer
 from potluck.integrations.samples import SampleCounter
 from potluck.integrations.schedules import RunSchedule

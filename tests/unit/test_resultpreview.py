@@ -14,8 +14,8 @@ from potluck.recipes.stdlib_lm import Config, StdlibLM
 from potluck.state.backups import Backups
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.snapshot import stage
-from potluck.training.trainer.exhibit import examine
 from potluck.training.trainer.models import preview, untrained
+from potluck.training.trainer.resultpreview import examine
 
 RUN_FILE = """
 name = "tiny"

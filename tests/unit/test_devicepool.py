@@ -22,8 +22,8 @@ from potluck.errors import FatalError
 from potluck.recipes.catalogue import open_recipe, refer_to
 from potluck.recipes.recipe import Recipe
 from potluck.training.manifest import manifest as manifests
-from potluck.training.manifest.manifest import Manifest, Settings, Sync
-from potluck.training.trainer.devicepool import Crew, CrewSpec
+from potluck.training.manifest.manifest import Manifest, Settings, SyncSettings
+from potluck.training.trainer.devicepool import DevicePool, DevicePoolSpec
 from potluck.training.trainer.models import untrained
 from potluck.training.trainer.trainer import TrainConfig, Trainer
 
@@ -69,7 +69,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def manifest_of(file: Path, training: Sync | manifests.DiLoCo) -> Manifest:
+def manifest_of(file: Path, training: SyncSettings | manifests.DiLoCoSettings) -> Manifest:
     return Manifest(run="test", recipe=refer_to(file.name, file.parent), settings=(Settings(training=training),))
 
 
@@ -78,10 +78,10 @@ def opened(file: Path) -> Recipe[object]:
 
 
 @pytest.fixture
-def crew(file: Path) -> Iterator[Crew]:
+def crew(file: Path) -> Iterator[DevicePool]:
     recipe = opened(file)
     model = untrained(recipe, 7)
-    spec = CrewSpec(
+    spec = DevicePoolSpec(
         recipe=refer_to(file.name, file.parent),
         model={},
         file=file,
@@ -89,12 +89,12 @@ def crew(file: Path) -> Iterator[Crew]:
         precision="float32",
         devices=("cpu", "cpu"),
     )
-    crew = Crew(spec, recipe, model)
+    crew = DevicePool(spec, recipe, model)
     yield crew
     crew.close()
 
 
-def gradients(crew: Crew, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+def gradients(crew: DevicePool, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
     share, weight = crew.hand_out(batch, 1.0)
     with crew.computed_together():
         (crew._recipe.loss(crew.computing, share) * weight).backward()  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ def gradients(crew: Crew, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
     return found
 
 
-def test_gradients_are_those_of_the_whole_batch_however_it_is_shared(crew: Crew) -> None:
+def test_gradients_are_those_of_the_whole_batch_however_it_is_shared(crew: DevicePool) -> None:
     model = crew._model
     for size in (8, 5, 1):
         inputs = torch.randn(size, 3)
@@ -118,7 +118,7 @@ def test_gradients_are_those_of_the_whole_batch_however_it_is_shared(crew: Crew)
                 parameter.add_(0.1)
 
 
-def test_the_crew_ends_with_its_peer(crew: Crew) -> None:
+def test_the_crew_ends_with_its_peer(crew: DevicePool) -> None:
     ((process, _),) = crew._members
     pid = process.pid
     assert pid is not None
@@ -128,7 +128,12 @@ def test_the_crew_ends_with_its_peer(crew: Crew) -> None:
 
 
 def make_trainer(
-    lab: TrainLab, name: str, file: Path, devices: str, training: Sync | manifests.DiLoCo, max_steps: int | None
+    lab: TrainLab,
+    name: str,
+    file: Path,
+    devices: str,
+    training: SyncSettings | manifests.DiLoCoSettings,
+    max_steps: int | None,
 ) -> Trainer:
     config = TrainConfig(num_threads=1, batch_size=8, device=devices, recipe_file=file, max_steps=max_steps)
     return Trainer(lab.join(name), lambda: manifest_of(file, training), opened(file), config)
@@ -136,10 +141,13 @@ def make_trainer(
 
 @pytest.mark.parametrize(
     "training",
-    [Sync(target_batch_size=32, matchmaking_seconds=20.0), manifests.DiLoCo(inner_steps=2, grace_seconds=20.0)],
+    [
+        SyncSettings(target_batch_size=32, matchmaking_seconds=20.0),
+        manifests.DiLoCoSettings(inner_steps=2, grace_seconds=20.0),
+    ],
     ids=["sync", "diloco"],
 )
-def test_the_run_sees_one_peer(file: Path, training: Sync | manifests.DiLoCo) -> None:
+def test_the_run_sees_one_peer(file: Path, training: SyncSettings | manifests.DiLoCoSettings) -> None:
     """Its traffic and its state are those of a peer with one device."""
     with train_lab() as lab:
         ada, bob = (make_trainer(lab, name, file, on, training, None) for name, on in (("Ada", TWO), ("Bob", "cpu")))
@@ -163,7 +171,7 @@ def test_the_run_sees_one_peer(file: Path, training: Sync | manifests.DiLoCo) ->
 
 
 def test_who_loses_one_of_its_devices_ends_with_a_reason_and_the_run_goes_on(file: Path) -> None:
-    training = Sync(target_batch_size=32, matchmaking_seconds=1.0)
+    training = SyncSettings(target_batch_size=32, matchmaking_seconds=1.0)
     with train_lab() as lab:
         bob, ada = (make_trainer(lab, name, file, on, training, None) for name, on in (("Bob", "cpu"), ("Ada", TWO)))
         assert ada._crew is not None

@@ -10,7 +10,7 @@ from torch import nn
 from trainlab import DEVICE, TrainLab, loss_of, make_batch, make_model, parameters_of, quality_of, together, train_lab
 
 from potluck.errors import ConfigurationError
-from potluck.optim.auxiliary import Helper
+from potluck.optim.auxiliary import AuxiliaryPeer
 from potluck.optim.diloco import DiLoCo, DiLoCoConfig
 from potluck.optim.methods.delayed import DelayedNesterov
 from potluck.optim.methods.outer import Nesterov, OuterSGD
@@ -180,7 +180,7 @@ def test_sparseloco_travels_in_its_own_codec() -> None:
 def join_host(lab: TrainLab) -> None:
     """A peer as a host has it: it coordinates, and knows nothing of how the trainers were set up."""
     run = lab.join("host", role="aux")
-    helper = lab.loop.call(Helper.of(run.peer, num_threads=1, state=StateConfig(keep="never")))
+    helper = lab.loop.call(AuxiliaryPeer.of(run.peer, num_threads=1, state=StateConfig(keep="never")))
     run.attach(helper.close)
 
 

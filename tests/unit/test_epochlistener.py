@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from potluck.errors import RoundFailedError
-from potluck.optim.epochlistener import Listener
+from potluck.optim.epochlistener import EpochListener
 from potluck.sim.virtualloop import in_virtual_time
 
 
@@ -40,9 +40,9 @@ class Held:
     holds = True
 
 
-async def listener(rounds: Rounds) -> Listener:
+async def listener(rounds: Rounds) -> EpochListener:
     """One that has begun to listen when the state has come."""
-    hearing = Listener(Nothing(), rounds)  # type: ignore[arg-type]
+    hearing = EpochListener(Nothing(), rounds)  # type: ignore[arg-type]
     await hearing.start()
     await asyncio.sleep(1.0)
     return hearing
@@ -121,7 +121,7 @@ class Passing(Rounds):
         return type("Result", (), {"holds": False})
 
 
-async def fetched(hearing: Listener, rounds: Rounds, seconds: float) -> tuple[int, int]:
+async def fetched(hearing: EpochListener, rounds: Rounds, seconds: float) -> tuple[int, int]:
     """The epoch of a state that takes so long to fetch, and how often its fetch began."""
     num_starts = 0
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from potluck.testing import forkserver
-from potluck.testing.forkserver import ForkedProcess, Nursery, Template, python_program, start_settings
+from potluck.testing.forkserver import ForkedProcess, ForkServer, Template, python_program, start_settings
 from potluck.testing.polling import poll_until_sync
 from potluck.testing.processes import Children, ManagedProcess
 
@@ -22,9 +22,9 @@ READY_SECONDS = 100.0
 
 
 @pytest.fixture(scope="module")
-def forking() -> Iterator[Nursery]:
-    """A nursery whose templates are ready, for children with one and with two threads."""
-    own = Nursery()
+def forking() -> Iterator[ForkServer]:
+    """A fork server whose templates are ready, for children with one and with two threads."""
+    own = ForkServer()
     own.open()
     for threads, num_templates in (("1", forkserver.NUM_TEMPLATES), ("2", 1)):
         settings = start_settings({**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads})
@@ -38,8 +38,8 @@ def forking() -> Iterator[Nursery]:
 
 
 @pytest.fixture(autouse=True)
-def _in_use(forking: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("potluck.testing.processes.NURSERY", forking)
+def _in_use(forking: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("potluck.testing.processes.FORK_SERVER", forking)
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_a_template_that_has_ended_is_reported() -> None:
     try:
         template._process.kill()
         template._process.wait()
-        with pytest.raises(forkserver.NurseryError, match="a template has ended with -9"):
+        with pytest.raises(forkserver.ForkServerError, match="a template has ended with -9"):
             assert template.is_ready
     finally:
         template.close()
@@ -245,7 +245,7 @@ def test_the_first_children_are_plain_and_nobody_waits_for_a_template(monkeypatc
             started.append(settings)
 
     monkeypatch.setattr(forkserver, "Template", Slow)
-    own = Nursery()
+    own = ForkServer()
     own.open()
     before = time.monotonic()
     for asked in range(1, 9):
@@ -256,11 +256,11 @@ def test_the_first_children_are_plain_and_nobody_waits_for_a_template(monkeypatc
     assert own._ready_template(()) is not own._ready_template(())
 
 
-def test_a_closed_nursery_forks_nothing() -> None:
+def test_a_closed_fork_server_forks_nothing() -> None:
     with open(os.devnull, "wb") as output:  # noqa: PTH123
         command = [sys.executable, "-m", "json.tool"]
         for _ in range(forkserver.PLAIN_STARTS + 2):
-            assert Nursery().start(command, env={}, cwd=None, network="", stdin=False, output=output) is None
+            assert ForkServer().start(command, env={}, cwd=None, network="", stdin=False, output=output) is None
 
 
 @pytest.mark.parametrize(

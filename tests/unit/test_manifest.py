@@ -21,13 +21,13 @@ from potluck.testing.polling import poll_until
 from potluck.training.manifest import noticeboard
 from potluck.training.manifest.manifest import (
     MAX_HISTORY,
-    DiLoCo,
-    Exchange,
+    DiLoCoSettings,
+    ExchangeSettings,
     Manifest,
     OptimizerSpec,
     ScheduleSpec,
     Settings,
-    Sync,
+    SyncSettings,
 )
 from potluck.training.manifest.noticeboard import NoticeBoard, SignedManifest
 from potluck.training.manifest.runfile import manifest_of, read_run_file
@@ -120,9 +120,9 @@ def test_a_manifest_that_nobody_could_read_is_not_signed(wrong: Manifest) -> Non
     [
         (Settings(from_epoch=3), Settings(from_epoch=3)),
         (Settings(from_epoch=4), Settings(from_epoch=3)),
-        (Settings(), Settings(from_epoch=3, training=DiLoCo())),
-        (Settings(training=DiLoCo()), Settings(from_epoch=3, training=DiLoCo(inner_steps=7))),
-        (Settings(), Settings(from_epoch=3, training=Sync(delay_averaging=True))),
+        (Settings(), Settings(from_epoch=3, training=DiLoCoSettings())),
+        (Settings(training=DiLoCoSettings()), Settings(from_epoch=3, training=DiLoCoSettings(inner_steps=7))),
+        (Settings(), Settings(from_epoch=3, training=SyncSettings(delay_averaging=True))),
         (Settings(), Settings(from_epoch=3, optimizer=OptimizerSpec(name="sgd"))),
         (Settings(), Settings(from_epoch=3, optimizer=OptimizerSpec(max_grad_norm=7.0))),
     ],
@@ -133,18 +133,18 @@ def test_settings_that_a_run_cannot_follow(settings: tuple[Settings, ...]) -> No
 
 
 def test_the_target_batch_may_change() -> None:
-    found = manifest(Settings(), Settings(from_epoch=3, training=Sync(target_batch_size=999)))
-    assert found.at(3).training == Sync(target_batch_size=999)
+    found = manifest(Settings(), Settings(from_epoch=3, training=SyncSettings(target_batch_size=999)))
+    assert found.at(3).training == SyncSettings(target_batch_size=999)
 
 
 @pytest.mark.parametrize("values", [{"codec": "float17"}, {"aggregator": "mode"}])
 def test_what_the_exchange_does_not_know(values: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError, match=r"choose|there is no"):
-        Exchange(**values)
+        ExchangeSettings(**values)
 
 
 def test_whoever_coordinates_plans_as_the_manifest_says() -> None:
-    found = manifest(exchange=Exchange(aggregator="median", reducers="trusted"))
+    found = manifest(exchange=ExchangeSettings(aggregator="median", reducers="trusted"))
     gather = coordinating(found).gather
     assert (gather.aggregator.name, gather.trusted_reducers) == ("median", True)
     assert OptimizerConfig(target_batch_size=8, gather=gathering(found)).coordinator().gather == gather
@@ -279,7 +279,11 @@ def test_stages_are_planned_in_run_toml(tmp_path: Path) -> None:
     assert [entry.from_epoch for entry in found.settings] == [0, 100, 200]
     assert [entry.data for entry in found.settings] == [{"context": 16}, {"context": 32}, {"context": 0}]
     assert [entry.optimizer.learning_rate for entry in found.settings] == [3e-4, 1e-4, 1e-4]
-    assert [entry.training for entry in found.settings] == [Sync(), Sync(), Sync(target_batch_size=999)]
+    assert [entry.training for entry in found.settings] == [
+        SyncSettings(),
+        SyncSettings(),
+        SyncSettings(target_batch_size=999),
+    ]
     assert noticeboard.read(noticeboard.sign(found, ORGANISER), RUN)[0] == found
 
 

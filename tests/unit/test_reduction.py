@@ -20,7 +20,7 @@ from potluck.round.member.tensorwork import SealedWork
 from potluck.round.plan.chunks import Chunk, ChunkGrid
 from potluck.round.plan.layout import FlatTensors, Layout
 from potluck.round.plan.messages import RoundKey
-from potluck.round.plan.specs import Run
+from potluck.round.plan.specs import CodecSpan
 
 MEAN = aggregator_for(AggregatorSpec())
 ELEMENTS = 3000
@@ -33,7 +33,7 @@ def tensors_of(seed: int, codec: str = "float16") -> FlatTensors:
 
 
 def chunk_of(codec: str) -> Chunk:
-    [chunk] = ChunkGrid(runs=[Run(codec=CodecSpec(name=codec), elements=ELEMENTS)]).chunks
+    [chunk] = ChunkGrid(runs=[CodecSpan(codec=CodecSpec(name=codec), elements=ELEMENTS)]).chunks
     return chunk
 
 

@@ -99,7 +99,7 @@ class JoinConfig:
         }
 
 
-class Participation:
+class OpenRun:
     """A run that was joined, and where it was started here, the run itself."""
 
     def __init__(self, run: Joined, embedded: EmbeddedRun | None = None, *, is_ours: bool = True) -> None:
@@ -166,21 +166,21 @@ class Participation:
         return self
 
 
-def open_run(link: str = "", **options: Any) -> Participation:
+def open_run(link: str = "", **options: Any) -> OpenRun:
     """Join a run by its link, or that of the environment, or start one. The options are those of JoinConfig."""
-    return take_part(JoinConfig(initial_peers=link or None, **options))
+    return join_or_start(JoinConfig(initial_peers=link or None, **options))
 
 
-def take_part(config: JoinConfig, run: Joined | None = None) -> Participation:
+def join_or_start(config: JoinConfig, run: Joined | None = None) -> OpenRun:
     """Join the run that the configuration leads to; a run that is joined already is taken as it is."""
-    part = Participation(run, is_ours=False) if run is not None else _take_part(config)
+    part = OpenRun(run, is_ours=False) if run is not None else _take_part(config)
     return part.tell_more() if config.verbose else part
 
 
-def _take_part(config: JoinConfig) -> Participation:
+def _take_part(config: JoinConfig) -> OpenRun:
     link = config.link()
     if link:
-        return Participation(_join(link, config))
+        return OpenRun(_join(link, config))
     settings = config.embedded
     if settings == EmbeddedConfig() and (address := environment.listen_address()):
         settings = replace(settings, listen=address)
@@ -191,7 +191,7 @@ def _take_part(config: JoinConfig) -> Participation:
         embedded.close()
         raise
     _tell(embedded.link)
-    return Participation(joined, embedded)
+    return OpenRun(joined, embedded)
 
 
 def run_name(text: str) -> str:

@@ -21,7 +21,7 @@ from potluck.errors import ConfigurationError, PotluckError
 from potluck.integrations.algorithms import Algorithm, SharedOptimizer, TrainingConfig, buffers_of
 from potluck.integrations.embeddedrun import EmbeddedConfig
 from potluck.integrations.naming import translated
-from potluck.integrations.openrun import PEER_OPTIONS, JoinConfig, Participation, take_part
+from potluck.integrations.openrun import PEER_OPTIONS, JoinConfig, OpenRun, join_or_start
 from potluck.integrations.runoptimizer import RunOptimizer
 from potluck.integrations.samples import SampleCounter
 from potluck.integrations.schedules import RunSchedule
@@ -75,7 +75,7 @@ class TrainerPart:
         )
         self._given_run = run
         self.optimizer: RunOptimizer | None = None
-        self.participation: Participation | None = None
+        self.participation: OpenRun | None = None
 
     def wrap(self, optimizer: Optimizer) -> RunOptimizer:
         """The optimizer that the framework steps: the given one until training begins, and then the run's."""
@@ -85,7 +85,7 @@ class TrainerPart:
     def begin(self, model: nn.Module, schedule: RunSchedule | None, clip: Callable[[Optimizer], None]) -> None:
         """Join the run, and take over its state; whatever a checkpoint brought is in place by now."""
         assert self.optimizer is not None, "an optimizer is wrapped first"
-        self.participation = take_part(self._join, self._given_run)
+        self.participation = join_or_start(self._join, self._given_run)
         run, buffers = self.participation.run, buffers_of(model)
         self.optimizer.begin(
             lambda inner: self.training.make(run, inner, schedule=schedule, buffers=buffers), clip=clip

@@ -31,7 +31,7 @@ HELP_SECONDS = 3600.0  # how long it stands ready for one epoch before it says s
 OTHERWISE = StartSpec(least_seconds=3.0, most_seconds=30.0)
 
 
-class Helper:
+class AuxiliaryPeer:
     """An aux peer's part in training. Lives on the event loop."""
 
     def __init__(self, collaboration: Collaboration, keeper: StateKeeper, follower: Follower) -> None:

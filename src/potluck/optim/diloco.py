@@ -37,7 +37,7 @@ from potluck.optim.keptstates import Source, source_of_states
 from potluck.optim.method import Hyperparameters
 from potluck.optim.methods.outer import Nesterov, OuterOptimizer
 from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
-from potluck.optim.methods.streaming import Schedule
+from potluck.optim.methods.streaming import FragmentSchedule
 from potluck.optim.methods.transform import Transform
 from potluck.optim.modelstate import ModelState, SchedulerFactory
 from potluck.optim.outerloop import OuterLoop, Weighting
@@ -136,9 +136,9 @@ class DiLoCoConfig:
         """Epochs do not depend on samples."""
         return None
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> FragmentSchedule:
         """Which fragment when."""
-        return Schedule(
+        return FragmentSchedule(
             inner_steps=self.inner_steps,
             num_fragments=self.num_fragments,
             overlap_steps=self.overlap_steps,

@@ -40,7 +40,7 @@ MOST_STARTS = 4  # of one fetch: whoever hears nothing at all may be lucky after
 T = TypeVar("T")
 
 
-class Listener:
+class EpochListener:
     """One peer's ear while it fetches. Lives on the event loop, but for what is said otherwise."""
 
     def __init__(self, method: Method, collaboration: Collaboration) -> None:

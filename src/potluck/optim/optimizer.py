@@ -24,7 +24,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from potluck.errors import ConfigurationError
-from potluck.optim.auxiliary import Helper
+from potluck.optim.auxiliary import AuxiliaryPeer
 from potluck.optim.collaboration import has_other_trainers, join_collaboration, require_hub
 from potluck.optim.driver import Driver
 from potluck.optim.gradscaler import Unscaler
@@ -80,10 +80,10 @@ class Optimizer(torch.optim.Optimizer):
         self._outdated_in_a_row = 0
         self._unconfirmed: object = None  # the word of the coordinator that we waited for in vain
         self._vain_epoch = -1  # whose predicted end did not come
-        self._helper: Helper | None = None
+        self._helper: AuxiliaryPeer | None = None
         if config.auxiliary:
             self.collaboration = join_collaboration(run, config)
-            self._helper = run.call(Helper.start(self.collaboration, config.state))
+            self._helper = run.call(AuxiliaryPeer.start(self.collaboration, config.state))
             run.attach(self._helper.close)
             return
         if optimizer is None:

@@ -1,6 +1,6 @@
 """Python children that are forked from a process which has torch imported already, instead of importing it again.
 
-Importing torch and Potluck takes 2 to 3 s of a core, and the tests start hundreds of processes. A nursery keeps
+Importing torch and Potluck takes 2 to 3 s of a core, and the tests start hundreds of processes. A fork server keeps
 templates (`forktemplate.py`), processes that have done these imports and nothing else, and has them fork. What comes
 out is a real process: it can be killed, frozen and waited for, and has an exit code, a session and streams of its own.
 
@@ -9,7 +9,7 @@ be changed in a fork. So there are templates for each set of such settings, star
 and several for each, in turn: peers of a run then differ in the seed of their hashes, as they do in earnest. While a
 template is not ready children start in the plain way: nobody waits.
 
-The nursery of a process is `NURSERY`; it is closed, and all children are plain, until `open` is called.
+The one of a process is `FORK_SERVER`; it is closed, and all children are plain, until `open` is called.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ROOM_BYTES = 8192  # for what the command lines and environments of children are
 Settings = tuple[tuple[str, str], ...]
 
 
-class NurseryError(RuntimeError):
+class ForkServerError(RuntimeError):
     """A template has ended, or does not do what it is for."""
 
 
@@ -115,7 +115,7 @@ class Template:
     def is_ready(self) -> bool:
         """Whether its imports are done; an error if it has ended."""
         if self._process.poll() is not None:
-            raise NurseryError(f"a template has ended with {self._process.returncode}: {self._said()}")
+            raise ForkServerError(f"a template has ended with {self._process.returncode}: {self._said()}")
         if not self._is_ready:
             with socket.socket(socket.AF_UNIX) as probe:
                 self._is_ready = probe.connect_ex(self._address) == 0
@@ -152,7 +152,7 @@ class Template:
             connection.shutdown(socket.SHUT_WR)
             answer = b"".join(iter(lambda: connection.recv(4096), b""))
         if not answer:
-            raise NurseryError(f"a template has not answered: {self._said()}")
+            raise ForkServerError(f"a template has not answered: {self._said()}")
         return dict(json.loads(answer))
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class Template:
         return os.pread(self._log.fileno(), 10_000, 0).decode(errors="replace")
 
 
-class Nursery:
+class ForkServer:
     """The templates of one process of tests."""
 
     def __init__(self) -> None:
@@ -239,4 +239,4 @@ def _is_kept(name: str, settings: Settings) -> bool:
     return not name.startswith(START_SETTINGS) or name in dict(settings) or name == "OPENBLAS_NUM_THREADS"
 
 
-NURSERY = Nursery()
+FORK_SERVER = ForkServer()

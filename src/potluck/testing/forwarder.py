@@ -14,7 +14,7 @@ from potluck import tasks
 CHUNK_BYTES = 64 * 1024
 
 
-class Gate:
+class Forwarder:
     """Forwards connections to a port. `open` it; use it as an async context manager, so that it is shut for sure."""
 
     def __init__(self, target_port: int) -> None:

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from potluck.testing import namespaces
-from potluck.testing.forkserver import NURSERY, ForkedProcess
+from potluck.testing.forkserver import FORK_SERVER, ForkedProcess
 from potluck.testing.polling import ConditionNotMetError, poll_until, poll_until_sync
 
 TOKEN_VARIABLE = "POTLUCK_TEST_CHILD"
@@ -73,7 +73,7 @@ class ManagedProcess:
         self, env: dict[str, str], cwd: str | os.PathLike[str] | None, stdin: bool, network: str, fresh: bool
     ) -> subprocess.Popen[bytes] | ForkedProcess:
         if not fresh:
-            forked = NURSERY.start(self.argv, env=env, cwd=cwd, network=network, stdin=stdin, output=self._log)
+            forked = FORK_SERVER.start(self.argv, env=env, cwd=cwd, network=network, stdin=stdin, output=self._log)
             if forked is not None:
                 return forked
         return subprocess.Popen(

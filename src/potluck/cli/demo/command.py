@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from potluck.cli.demo.summary import Outcome
+    from potluck.cli.demo.summary import DemoResult
 
 EPOCHS = 80
 
@@ -57,15 +57,15 @@ def demo(
     raise typer.Exit(0 if outcome.ok else 1)
 
 
-async def _perform(folder: Path, epochs: int, *, quiet: bool) -> Outcome:
+async def _perform(folder: Path, epochs: int, *, quiet: bool) -> DemoResult:
     from potluck.cli import console
     from potluck.cli.demo import summary
-    from potluck.cli.demo.display import Stage
-    from potluck.cli.demo.record import Record
+    from potluck.cli.demo.display import Display
+    from potluck.cli.demo.record import DemoRecord
     from potluck.cli.demo.scenario import Script, play
     from potluck.errors import PotluckError
 
-    record, stage = Record(), Stage(quiet)
+    record, stage = DemoRecord(), Display(quiet)
     began = time.monotonic()
     task = asyncio.current_task()
     assert task is not None

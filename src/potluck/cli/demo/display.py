@@ -10,13 +10,13 @@ from rich.live import Live
 
 from potluck import tasks
 from potluck.cli import console
-from potluck.cli.demo.observer import Audience
+from potluck.cli.demo.observer import DemoObserver
 from potluck.cli.monitor import picture
 
 EVERY_SECONDS = 0.5
 
 
-class Stage:
+class Display:
     """Where the audience looks; shows nothing when `quiet`."""
 
     def __init__(self, quiet: bool) -> None:
@@ -28,7 +28,7 @@ class Stage:
             console.out.print(text, highlight=False)
 
     @asynccontextmanager
-    async def table_of(self, audience: Audience) -> AsyncIterator[None]:
+    async def table_of(self, audience: DemoObserver) -> AsyncIterator[None]:
         """Show the run live for as long as this lasts."""
         if self._quiet or not console.out.is_terminal:
             yield
@@ -41,7 +41,7 @@ class Stage:
                 await tasks.end(showing)
 
 
-async def _show(live: Live, audience: Audience) -> None:
+async def _show(live: Live, audience: DemoObserver) -> None:
     while True:
         live.update(picture(*audience.look()), refresh=True)
         await asyncio.sleep(EVERY_SECONDS)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
-from potluck.cli.demo.record import Incident, IncidentKind, Record, SeenCommit, SeenLoss
+from potluck.cli.demo.record import DemoRecord, Incident, IncidentKind, SeenCommit, SeenLoss
 from potluck.errors import DeadlineExceededError
 from potluck.hub.joinlink import JoinLink, fetch_address
 from potluck.peer.identity import Identity
@@ -25,10 +25,10 @@ LOOK_EVERY_SECONDS = 0.5
 PATIENCE_SECONDS = 180.0  # however slow the machine, a run that stands still for longer has not got over something
 
 
-class Audience:
+class DemoObserver:
     """Who watches. Lives on the event loop of an open session."""
 
-    def __init__(self, peer: Peer, watcher: Watcher, record: Record, began_at: float) -> None:
+    def __init__(self, peer: Peer, watcher: Watcher, record: DemoRecord, began_at: float) -> None:
         """`began_at` is when the demo began, by this machine's clock."""
         self.record = record
         self._peer = peer
@@ -115,7 +115,7 @@ class Audience:
 
 
 @asynccontextmanager
-async def watching(link: str, record: Record, began_at: float) -> AsyncIterator[Audience]:
+async def watching(link: str, record: DemoRecord, began_at: float) -> AsyncIterator[DemoObserver]:
     """Be in the run as an observer."""
     from potluck.monitor.watcher import Watcher
     from potluck.round.lineage import Lineage
@@ -125,7 +125,7 @@ async def watching(link: str, record: Record, began_at: float) -> AsyncIterator[
     peer = Peer(await fetch_address(parsed), parsed.run, Identity.temporary(), config)
     await peer.start()
     watcher = Watcher(peer.session)
-    audience = Audience(peer, watcher, record, began_at)
+    audience = DemoObserver(peer, watcher, record, began_at)
     lineage = Lineage(peer.session.hub.store("lineage"), parsed.run, audience.committed)
     try:
         await watcher.start()

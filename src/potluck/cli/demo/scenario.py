@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from potluck.cli import console
-from potluck.cli.demo.display import Stage
-from potluck.cli.demo.observer import Audience, watching
+from potluck.cli.demo.display import Display
+from potluck.cli.demo.observer import DemoObserver, watching
 from potluck.cli.demo.processes import Processes
-from potluck.cli.demo.record import Record, samples_per_second
+from potluck.cli.demo.record import DemoRecord, samples_per_second
 
 RUN = "demo"
 HOST = "host"
@@ -67,7 +67,7 @@ def prepare(folder: Path) -> None:
     (folder / "run.toml").write_text(RUN_FILE, encoding="utf-8")
 
 
-async def play(folder: Path, script: Script, stage: Stage, record: Record) -> None:
+async def play(folder: Path, script: Script, stage: Display, record: DemoRecord) -> None:
     """Play it. What goes wrong is raised; whoever is left is asked to leave in any case."""
     processes = Processes(folder)
     began_at = time.time()
@@ -96,7 +96,7 @@ async def _all_leave(processes: Processes) -> dict[str, int]:
         raise
 
 
-async def _come(processes: Processes, audience: Audience, stage: Stage, script: Script, link: str) -> None:
+async def _come(processes: Processes, audience: DemoObserver, stage: Display, script: Script, link: str) -> None:
     """One peer alone, then all together."""
     record = audience.record
     record.trainers = [ADA]
@@ -123,7 +123,7 @@ async def _come(processes: Processes, audience: Audience, stage: Stage, script: 
         stage.say(f"Together: {together:.0f} samples/s, {together / alone:.1f} times what {ADA} did alone.")
 
 
-async def _bear(processes: Processes, audience: Audience, stage: Stage, script: Script) -> None:
+async def _bear(processes: Processes, audience: DemoObserver, stage: Display, script: Script) -> None:
     """A trainer is killed; then whoever coordinates, twice: first that is the host, hub and all."""
     record = audience.record
     incident = audience.note("trainer killed", ADA)
@@ -136,7 +136,7 @@ async def _bear(processes: Processes, audience: Audience, stage: Stage, script: 
         await _kill_coordinator(processes, audience, stage, audience.coordinator)
 
 
-async def _kill_coordinator(processes: Processes, audience: Audience, stage: Stage, who: str) -> None:
+async def _kill_coordinator(processes: Processes, audience: DemoObserver, stage: Display, who: str) -> None:
     incident = audience.note("coordinator killed", who)
     await processes.kill(who)
     if who == HOST:
@@ -146,7 +146,7 @@ async def _kill_coordinator(processes: Processes, audience: Audience, stage: Sta
     stage.say(f"[bold]{who}[/bold], who coordinated, was killed ({what}). The next epoch came {seconds:.1f} s later.")
 
 
-async def _late(processes: Processes, audience: Audience, stage: Stage, link: str) -> None:
+async def _late(processes: Processes, audience: DemoObserver, stage: Display, link: str) -> None:
     """Somebody new."""
     audience.record.trainers.append(BARBARA)
     incident = audience.note("newcomer", BARBARA)

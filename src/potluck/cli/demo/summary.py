@@ -11,22 +11,22 @@ from rich.text import Text
 
 from potluck.cli import console
 from potluck.cli.demo.promises import Promise, check
-from potluck.cli.demo.record import Record, samples_per_second
+from potluck.cli.demo.record import DemoRecord, samples_per_second
 from potluck.monitor.lossplot import Mark, plot_loss
 
 if TYPE_CHECKING:
-    from potluck.training.trainer.resultpreview import Exhibit
+    from potluck.training.trainer.resultpreview import ResultPreview
 
 PLOT_FILE = "loss.png"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class DemoResult:
     """All that a demo came to."""
 
-    record: Record
+    record: DemoRecord
     promises: list[Promise]
-    exhibit: Exhibit | None
+    exhibit: ResultPreview | None
     plot: Path
     seconds: float
 
@@ -36,14 +36,14 @@ class Outcome:
         return all(promise.kept for promise in self.promises)
 
 
-def conclude(record: Record, exhibit: Exhibit | None, folder: Path, seconds: float) -> Outcome:
+def conclude(record: DemoRecord, exhibit: ResultPreview | None, folder: Path, seconds: float) -> DemoResult:
     """Judge, and draw the plot."""
     path = folder / PLOT_FILE
     path.write_bytes(_plot(record))
-    return Outcome(record=record, promises=check(record), exhibit=exhibit, plot=path, seconds=seconds)
+    return DemoResult(record=record, promises=check(record), exhibit=exhibit, plot=path, seconds=seconds)
 
 
-def as_json(outcome: Outcome) -> dict[str, Any]:
+def as_json(outcome: DemoResult) -> dict[str, Any]:
     """For a program."""
     record, exhibit = outcome.record, outcome.exhibit
     alone, together = samples_per_second(record.alone()), samples_per_second(record.together())
@@ -71,7 +71,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def show(outcome: Outcome) -> None:
+def show(outcome: DemoResult) -> None:
     """For a person."""
     found = as_json(outcome)
     for name, value in _rows(found):
@@ -114,7 +114,7 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _plot(record: Record) -> bytes:
+def _plot(record: DemoRecord) -> bytes:
     points = [(seen.at_seconds, seen.loss) for seen in record.losses]
     marks = [
         Mark(i.at_seconds, f"{i.who} joins" if i.kind == "newcomer" else f"{i.who} killed") for i in record.incidents

@@ -54,7 +54,7 @@ class Stamp:
     is_undisturbed: bool  # next to nothing of ours was before it
 
 
-class Pace:
+class CongestionWindow:
     """The window of one path to one peer."""
 
     def __init__(self, max_in_flight_bytes: int, most_bytes_per_second: float = math.inf) -> None:

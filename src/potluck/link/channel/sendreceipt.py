@@ -12,7 +12,7 @@ def _has_left(_error: Exception) -> bool:
     return False
 
 
-class Receipt:
+class SendReceipt:
     """One message on its way: settled when the peer has it, or when it is certain that nobody will know.
 
     Until then the frames belong to the link: their owner must not change them.

@@ -45,7 +45,7 @@ class TooManyTriesError(PermissionDeniedError):
     """Wait a little."""
 
 
-class Gate:
+class Login:
     """Sessions of organisers."""
 
     def __init__(self, token: str, clock: Clock) -> None:

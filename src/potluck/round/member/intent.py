@@ -30,7 +30,7 @@ class StandBy:
 
 
 @dataclass(slots=True)
-class Wish:
+class Intent:
     """To take part in making one epoch."""
 
     ready: Ready

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Self
 
-from potluck.optim.auxiliary import Helper
+from potluck.optim.auxiliary import AuxiliaryPeer
 from potluck.optim.collaboration import Collaboration
 from potluck.round.averager import RoundPeer
 from potluck.run.group import Group, LinkedPeer, group_of
@@ -21,7 +21,7 @@ from potluck.training.manifest.rollback import RestorationDesk
 from potluck.training.trainer.optimizers import coordinating
 
 
-class Desks:
+class CoordinatorDesks:
     """What whoever coordinates does for the run beside rounds. Lives on the event loop."""
 
     def __init__(self, peer: RoundPeer, collaboration: Collaboration, manifest: Callable[[], Manifest | None]) -> None:
@@ -48,7 +48,7 @@ class Desks:
 class AuxiliaryWork:
     """The whole part of a peer that trains nothing itself."""
 
-    def __init__(self, group: Group, board: NoticeBoard, helper: Helper, desks: Desks) -> None:
+    def __init__(self, group: Group, board: NoticeBoard, helper: AuxiliaryPeer, desks: CoordinatorDesks) -> None:
         self.board = board
         self._group = group
         self._helper = helper
@@ -66,7 +66,7 @@ class AuxiliaryWork:
             await board.start()
             board.check()
             manifest = board.manifest
-            helper = await Helper.of(
+            helper = await AuxiliaryPeer.of(
                 group,
                 coordinator=coordinating(manifest) if manifest is not None else None,
                 state=state,
@@ -77,7 +77,7 @@ class AuxiliaryWork:
             raise
         collaboration = helper.collaboration
         board.listen(lambda newest: collaboration.coordinate_by(coordinating(newest)))
-        return cls(group, board, helper, Desks(group, collaboration, lambda: board.manifest))
+        return cls(group, board, helper, CoordinatorDesks(group, collaboration, lambda: board.manifest))
 
     async def close(self) -> None:
         """Leave the round that is under way. Calling it twice does no harm."""

@@ -56,7 +56,7 @@ BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CrewSpec:
+class DevicePoolSpec:
     """What one of the crew needs to know."""
 
     recipe: RecipeRef
@@ -80,10 +80,10 @@ class _Order:
     data: Any  # the recipe's, where it has changed
 
 
-class Crew:
+class DevicePool:
     """The further devices of this peer, as its trainer sees them."""
 
-    def __init__(self, spec: CrewSpec, recipe: Recipe[Any], model: nn.Module) -> None:
+    def __init__(self, spec: DevicePoolSpec, recipe: Recipe[Any], model: nn.Module) -> None:
         """Start a process for each device but the first, and wait until all are there."""
         self.size = len(spec.devices)
         self.computing = model
@@ -200,7 +200,7 @@ class Crew:
 # In the crew's processes
 
 
-def _compute_for(spec: CrewSpec, rank: int, orders: Connection, parent: int) -> None:
+def _compute_for(spec: DevicePoolSpec, rank: int, orders: Connection, parent: int) -> None:
     """One of the crew: computes its shares until rank 0 closes the line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which then ends this
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -239,7 +239,7 @@ def _end_with(parent: int) -> None:
 # On both sides
 
 
-def _meet(spec: CrewSpec, rank: int) -> None:
+def _meet(spec: DevicePoolSpec, rank: int) -> None:
     environment.keep_gloo_on_this_machine()
     device = torch.device(spec.devices[rank])
     if device.type != "cpu":

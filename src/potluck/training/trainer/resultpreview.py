@@ -19,7 +19,7 @@ LOSS = "evaluation_loss"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exhibit:
+class ResultPreview:
     """What became of the model."""
 
     epoch: int
@@ -29,7 +29,7 @@ class Exhibit:
     text: str
 
 
-def examine(folder: Path, states: Path) -> Exhibit:
+def examine(folder: Path, states: Path) -> ResultPreview:
     """The run that `folder` describes, by the newest whole checkpoint in `states`; BackupError when there is none."""
     manifest = manifest_of(read_run_file(folder), folder)
     recipe = open_recipe(manifest.recipe, manifest.model, files=folder_files(folder))
@@ -45,7 +45,7 @@ def examine(folder: Path, states: Path) -> Exhibit:
     finally:
         restored.snapshot.release()
     text, figures = preview(recipe, model)
-    return Exhibit(
+    return ResultPreview(
         epoch=restored.info.epoch,
         checkpoint=restored.info.tensors_path,
         loss_before=loss_before,

@@ -18,7 +18,7 @@ import torch
 from potluck.round.codecs import CODEC_NAMES, CodecSpec, codec_for
 from potluck.round.codecs.base import Fixed
 from potluck.round.plan.chunks import ChunkGrid
-from potluck.round.plan.specs import Run
+from potluck.round.plan.specs import CodecSpan
 
 PEERS = 4
 
@@ -37,7 +37,7 @@ def measure(name: str, values: torch.Tensor) -> dict[str, float]:
     """Milliseconds of each pass over all values."""
     spec = CodecSpec(name=name)
     codec = codec_for(spec)
-    grid = ChunkGrid(runs=(Run(codec=spec, elements=values.numel()),))
+    grid = ChunkGrid(runs=(CodecSpan(codec=spec, elements=values.numel()),))
     frames = [codec.encode(values[chunk.start : chunk.stop]) for chunk in grid.chunks]
     out = torch.zeros_like(values)
 

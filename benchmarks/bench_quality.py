@@ -29,7 +29,7 @@ from potluck.optim.methods.outer import Nesterov, OuterSGD
 from potluck.optim.methods.powersgd import PowerSGD
 from potluck.optim.methods.quantised import Quantised
 from potluck.optim.methods.sparseloco import SparseLoCo
-from potluck.optim.methods.streaming import Schedule
+from potluck.optim.methods.streaming import FragmentSchedule
 from potluck.optim.methods.transform import Transform
 from potluck.optim.modelstate import ModelState
 from potluck.optim.outerloop import OuterLoop, Weighting
@@ -86,7 +86,7 @@ def sharing(
     **schedule: Any,
 ) -> Callable[[ModelState], Method]:
     def make(state: ModelState) -> Method:
-        plan = Schedule(inner_steps=inner_steps, **schedule)
+        plan = FragmentSchedule(inner_steps=inner_steps, **schedule)
         made = transform() if transform is not None else None
         return OuterLoop(state, outer(), plan, transform=made, weighting=weighting)
 

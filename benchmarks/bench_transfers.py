@@ -19,7 +19,7 @@ from potluck.recipes.recipe import Batch, Recipe, RecipeConfig
 from potluck.recipes.reference import RecipeRef
 from potluck.testing import accelerator
 from potluck.training.manifest import manifest as manifests
-from potluck.training.manifest.manifest import Manifest, Settings, Sync
+from potluck.training.manifest.manifest import Manifest, Settings, SyncSettings
 from potluck.training.trainer.trainer import TrainConfig, Trainer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "unit"))
@@ -83,10 +83,10 @@ def per_round(device: accelerator.Accelerator, training: Any) -> dict[str, float
 
 def main() -> None:
     device = accelerator.install()
-    never = {"sync": Sync(target_batch_size=1 << 30), "diloco": manifests.DiLoCo(inner_steps=1 << 20)}
+    never = {"sync": SyncSettings(target_batch_size=1 << 30), "diloco": manifests.DiLoCoSettings(inner_steps=1 << 20)}
     often = {
-        "sync": Sync(target_batch_size=64, matchmaking_seconds=5.0),
-        "diloco": manifests.DiLoCo(inner_steps=8, grace_seconds=5.0),
+        "sync": SyncSettings(target_batch_size=64, matchmaking_seconds=5.0),
+        "diloco": manifests.DiLoCoSettings(inner_steps=8, grace_seconds=5.0),
     }
     steps = {name: per_step(device, training) for name, training in never.items()}
     rounds = {name: per_round(device, training) for name, training in often.items()}

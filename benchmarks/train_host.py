@@ -20,8 +20,8 @@ from potluck.hub.keys import HubKeys
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.server.configuration import HubConfig
 from potluck.hub.subjects import Subjects
+from potluck.optim.auxiliary import OTHERWISE
 from potluck.optim.collaboration import Collaboration
-from potluck.optim.helper import OTHERWISE
 from potluck.optim.methods.quorum import ByMost
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator.coordinator import CoordinatorConfig

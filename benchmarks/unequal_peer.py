@@ -25,7 +25,7 @@ from potluck.optim.parameters import PARAMETER, without_prefix
 from potluck.peer.identity import Identity
 from potluck.recipes.catalogue import open_recipe
 from potluck.training.manifest.manifest import Manifest
-from potluck.training.manifest.notice import NoticeBoard
+from potluck.training.manifest.noticeboard import NoticeBoard
 from potluck.training.trainer.trainer import TrainConfig, Trainer, TrainProgress
 
 PORT = 4700

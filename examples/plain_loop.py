@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import potluck
-from potluck.integrations.joining import open_run
+from potluck.integrations.openrun import open_run
 
 CONTEXT = 32
 

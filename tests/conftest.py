@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from potluck.testing import ports
-from potluck.testing.leaks import Snapshot, pending_tasks
-from potluck.testing.nursery import NURSERY
+from potluck.testing.forkserver import FORK_SERVER
+from potluck.testing.leaks import Resources, pending_tasks
 from potluck.testing.processes import Children
 
 os.environ["POTLUCK_NO_DASHBOARD"] = "1"  # hosts that tests start have none, unless a test says otherwise
@@ -24,13 +24,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Importing torch takes seconds, in every process that a test starts: they are forked, unless a test or this forbids it.
 if not os.environ.get("POTLUCK_TEST_FRESH"):
-    NURSERY.open()
+    FORK_SERVER.open()
 
 # A busy machine is no bug: no test fails because it was slow.
 settings.register_profile("potluck", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("potluck")
 
-_BEFORE = pytest.StashKey[Snapshot]()
+_BEFORE = pytest.StashKey[Resources]()
 _FAILED = pytest.StashKey[bool]()
 
 
@@ -65,7 +65,7 @@ def _logging_as_before() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nothing_left(request: pytest.FixtureRequest) -> None:
     """Remember what there is; fixtures of a wider scope are set up already, those of this test come and go."""
-    request.node.stash[_BEFORE] = Snapshot.take()
+    request.node.stash[_BEFORE] = Resources.take()
 
 
 @pytest.fixture

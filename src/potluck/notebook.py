@@ -33,10 +33,16 @@ from potluck.recipes.downloads import Download, Progress
 from potluck.recipes.reference import compile_source, read_source
 from potluck.run.joined import Joined, join
 from potluck.training.books.receipts import receipts_folder, receipts_path
-from potluck.training.manifest.baggage import check_requirements, fetch_all, fetch_manifest, fetch_recipe, fetches_of
 from potluck.training.manifest.manifest import Manifest
-from potluck.training.manifest.notice import NoticeBoard
+from potluck.training.manifest.noticeboard import NoticeBoard
 from potluck.training.manifest.readiness import check_ready, last_epoch
+from potluck.training.manifest.requirements import (
+    check_requirements,
+    fetch_all,
+    fetch_manifest,
+    fetch_recipe,
+    fetches_of,
+)
 from potluck.training.trainer.leaving import HAND_IN_SECONDS, train_and_hand_in
 from potluck.training.trainer.machine import find_devices
 from potluck.training.trainer.trainer import TrainConfig, Trainer, TrainProgress

@@ -16,13 +16,13 @@ from trainlab import DEVICE, loss_of, make_batch, make_model, train_lab
 
 from potluck.errors import ConfigurationError
 from potluck.optim.diloco import DiLoCo
+from potluck.optim.epochlistener import EpochListener
 from potluck.optim.lamb import Lamb
-from potluck.optim.listening import Listener
 from potluck.optim.methods.delayed import DelayedNesterov
 from potluck.optim.methods.outer import Nesterov
 from potluck.optim.methods.powersgd import PowerSGD
 from potluck.optim.methods.sparseloco import SparseLoCo
-from potluck.optim.methods.streaming import Schedule
+from potluck.optim.methods.streaming import FragmentSchedule
 from potluck.optim.modelstate import ModelState
 from potluck.optim.optimizer import Optimizer
 from potluck.optim.outerloop import OuterLoop
@@ -33,7 +33,7 @@ from potluck.recipes.reference import RecipeRef
 from potluck.round.codecs import CodecChoice
 from potluck.testing import accelerator
 from potluck.training.manifest import manifest as manifests
-from potluck.training.manifest.manifest import Manifest, Settings, Sync
+from potluck.training.manifest.manifest import Manifest, Settings, SyncSettings
 from potluck.training.trainer.machine import MemoryLimit, find_device
 from potluck.training.trainer.trainer import TrainConfig, Trainer
 
@@ -154,7 +154,9 @@ def test_flags_of_one_machine_do_not_reach_another() -> None:
 def outer_loop(seed: int, outer: Any, transform: Any) -> tuple[nn.Module, OuterLoop]:
     model = make_model(seed, hidden=80)
     state = ModelState(torch.optim.AdamW(model.named_parameters(), lr=0.02))
-    return model, OuterLoop(state, outer(), Schedule(inner_steps=1), transform=transform() if transform else None)
+    return model, OuterLoop(
+        state, outer(), FragmentSchedule(inner_steps=1), transform=transform() if transform else None
+    )
 
 
 def one_epoch(model: nn.Module, method: OuterLoop, epoch: int) -> None:
@@ -201,7 +203,7 @@ def test_who_listens_keeps_what_it_hears_in_memory_of_the_cpu(of: str) -> None:
             return make()
 
     method: Any = outer_loop(0, Nesterov, None)[1] if of == "changes" else TargetBatch(model_state("adam", 0)[1])
-    listener = Listener(method, Worker())  # type: ignore[arg-type]
+    listener = EpochListener(method, Worker())  # type: ignore[arg-type]
     with pytest.raises(StopIteration):
         listener._make_room(1).send(None)
     assert listener._tensors
@@ -296,8 +298,8 @@ def manifest(training: Any) -> Manifest:
     return Manifest(run="test", recipe=RecipeRef(name="small"), settings=(Settings(training=training),))
 
 
-SYNC = Sync(target_batch_size=16, matchmaking_seconds=0.1)
-DILOCO = manifests.DiLoCo(inner_steps=4, grace_seconds=0.1)
+SYNC = SyncSettings(target_batch_size=16, matchmaking_seconds=0.1)
+DILOCO = manifests.DiLoCoSettings(inner_steps=4, grace_seconds=0.1)
 
 
 def make_trainer(lab: Any, training: Any = SYNC, **options: Any) -> Trainer:
@@ -322,7 +324,7 @@ def test_a_trainer_finds_the_device_and_trains_on_it(training: Any, precision: s
 
 def test_a_trainers_step_waits_once_and_its_batches_come_from_pinned_memory() -> None:
     with train_lab() as lab:
-        trainer = make_trainer(lab, Sync(target_batch_size=1 << 20, matchmaking_seconds=0.1), max_steps=1)
+        trainer = make_trainer(lab, SyncSettings(target_batch_size=1 << 20, matchmaking_seconds=0.1), max_steps=1)
         trainer.train(threading.Event())
         device.counts.clear()
         trainer._config = TrainConfig(num_threads=1, batch_size=4, max_steps=41)

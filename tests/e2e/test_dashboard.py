@@ -22,7 +22,7 @@ from playwright.sync_api import Browser, Locator
 
 from potluck.hub.joinlink import JoinLink
 from potluck.monitor.dashboard import charts
-from potluck.monitor.dashboard.gate import TRIES
+from potluck.monitor.dashboard.login import TRIES
 from potluck.testing.faults import Faults
 from potluck.testing.polling import poll_until_sync
 from potluck.testing.processes import Children, ManagedProcess

@@ -40,7 +40,7 @@ from potluck.round.audit.seals import Notary, Sealer, sealed_hash
 from potluck.round.averager import Averager, AveragerConfig
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator.coordinator import CoordinatorConfig
-from potluck.round.coordinator.director import Patience
+from potluck.round.coordinator.director import DirectorTimeouts
 from potluck.round.coordinator.trigger import Quorum
 from potluck.round.member.reduction import Reduced
 from potluck.round.member.roundwork import RoundWork
@@ -57,7 +57,7 @@ T = TypeVar("T")
 ELEMENTS = 600_000
 POLL_SECONDS = 0.01
 SAMPLES = 40
-PATIENCE = Patience(silent_seconds=1.5, stalled_seconds=2.5, straggler_seconds=2.0)
+PATIENCE = DirectorTimeouts(silent_seconds=1.5, stalled_seconds=2.5, straggler_seconds=2.0)
 
 
 def values_of(number: int) -> torch.Tensor:

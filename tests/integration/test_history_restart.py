@@ -19,7 +19,7 @@ from potluck.monitor.past import Past
 from potluck.testing.polling import poll_until
 from potluck.testing.processes import Children
 from potluck.training.books.history import Points, RoundRecord
-from potluck.training.trainer.helping import AuxiliaryWork
+from potluck.training.trainer.auxiliarywork import AuxiliaryWork
 
 
 class Written(NamedTuple):

@@ -29,11 +29,11 @@ from potluck.hub.connection import Delivery, Entry
 from potluck.hub.guard.permissions import Permissions
 from potluck.hub.nats import watch as natswatch
 from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
-from potluck.hub.nats.keeper import KeeperConfig
+from potluck.hub.nats.linkkeeper import KeeperConfig
 from potluck.hub.server.certificate import prepare_certificates
 from potluck.hub.stores import STORES, StoreDefinition, ensure_store, ensure_stores
 from potluck.hub.subjects import Subjects
-from potluck.testing.gate import Gate
+from potluck.testing.forwarder import Forwarder
 from potluck.testing.plainhub import PlainHub, PlainUser, TlsFiles
 from potluck.testing.polling import poll_until
 from potluck.testing.ports import unused_tcp_port
@@ -199,7 +199,10 @@ async def test_a_store_that_was_only_in_memory_is_seen_to_be_empty_after_a_crash
 
 async def test_a_frozen_hub_is_noticed_and_a_publisher_does_not_hang(hub: PlainHub) -> None:
     config = quick(ping_every_seconds=0.05, pong_within_seconds=0.5, connect_timeout_seconds=0.5)
-    async with Gate(hub.port) as gate, connected(hub.address(f"nats://127.0.0.1:{gate.port}"), config=config) as alice:
+    async with (
+        Forwarder(hub.port) as gate,
+        connected(hub.address(f"nats://127.0.0.1:{gate.port}"), config=config) as alice,
+    ):
         gate.freeze()
 
         async def flood() -> None:
@@ -215,7 +218,7 @@ async def test_a_frozen_hub_is_noticed_and_a_publisher_does_not_hang(hub: PlainH
 
 
 async def test_an_answer_that_comes_too_late_does_no_harm(hub: PlainHub) -> None:
-    async with Gate(hub.port) as gate, connected(hub.address(f"nats://127.0.0.1:{gate.port}")) as alice:
+    async with Forwarder(hub.port) as gate, connected(hub.address(f"nats://127.0.0.1:{gate.port}")) as alice:
         link = alice._keeper.link
         assert link is not None
         gate.freeze()
@@ -230,7 +233,7 @@ async def test_an_answer_that_comes_too_late_does_no_harm(hub: PlainHub) -> None
 
 async def test_what_is_published_faster_than_it_goes_out_makes_the_publisher_wait(hub: PlainHub) -> None:
     async with (
-        Gate(hub.port) as gate,
+        Forwarder(hub.port) as gate,
         connected(hub.address(), BOB) as bob,
         connected(hub.address(f"nats://127.0.0.1:{gate.port}")) as alice,
     ):
@@ -277,7 +280,7 @@ async def test_closing_during_a_reconnect_does_not_hang(hub: PlainHub, state: st
     chance = random.Random(3)
     before = other_tasks()
     for _ in range(30):
-        gate = Gate(hub.port)
+        gate = Forwarder(hub.port)
         await gate.open()
         config = quick(backoff_first_seconds=0.001, backoff_limit_seconds=0.002)
         alice = await connect(hub.address(f"nats://127.0.0.1:{gate.port}"), config=config)
@@ -475,7 +478,7 @@ async def test_servers_are_tried_in_order_and_websocket_is_a_way_out(hub: PlainH
 
 
 async def test_a_lost_connection_comes_back_the_same_way_if_it_can(hub: PlainHub) -> None:
-    async with Gate(hub.port) as gate:
+    async with Forwarder(hub.port) as gate:
         through_gate = f"nats://127.0.0.1:{gate.port}"
         async with connected(hub.address(through_gate, hub.websocket_url)) as alice:
             for _ in range(3):

@@ -39,7 +39,7 @@ from potluck.link.links import Incoming
 from potluck.messages import Message
 from potluck.run.peer import Peer, PeerConfig
 from potluck.run.speedtest import TESTS_AT_ONCE, SpeedTest, SpeedTestAnswer
-from potluck.testing.gate import Gate
+from potluck.testing.forwarder import Forwarder
 from potluck.testing.polling import poll_until
 from potluck.testing.processes import Children
 
@@ -433,7 +433,7 @@ async def test_relayed_links_survive_a_restart_of_the_hub(house: RunHouse):
 
 
 async def test_a_peer_that_is_cut_off_while_no_guard_answers_comes_back_later(house: RunHouse):
-    async with Gate(house.host.link.port) as gate:
+    async with Forwarder(house.host.link.port) as gate:
         link = replace(house.host.link, port=gate.port, websocket_port=None)
         ada = await house.join("Ada", link=link)
         changes: list[str] = []

@@ -8,7 +8,7 @@ import pytest
 from runhouse import open_run
 from traincompany import PATIENCE_SECONDS, Company
 
-from potluck.optim.helper import Helper
+from potluck.optim.auxiliary import AuxiliaryPeer
 from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
 from potluck.round.coordinator.coordinator import CoordinatorConfig
 from potluck.testing.processes import Children
@@ -33,7 +33,7 @@ async def test_a_trainer_at_a_tenth_of_the_speed_contributes_in_nine_of_ten_roun
     num_epochs = 30
     async with open_run(tmp_path) as house:
         trigger = AdaptiveQuorum(grace=AdaptiveGrace(least_seconds=0.5, most_seconds=30.0))  # as by a manifest
-        helper = await Helper.of(house.own_peer, num_threads=1, coordinator=CoordinatorConfig(trigger=trigger))
+        helper = await AuxiliaryPeer.of(house.own_peer, num_threads=1, coordinator=CoordinatorConfig(trigger=trigger))
         try:
             company = Company(children, house.host.link, tmp_path, num_epochs, "diloco")
             await company.start(

@@ -11,7 +11,7 @@ from runhouse import open_run
 from trainchild import loss_of, make_inner, make_model, values_of
 from traincompany import PATIENCE_SECONDS, Company, house_with_link
 
-from potluck.optim.helper import Helper
+from potluck.optim.auxiliary import AuxiliaryPeer
 from potluck.testing.processes import Children
 
 
@@ -41,7 +41,7 @@ def batches_of(company: Company) -> dict[int, list[int]]:
 async def test_processes_equal_one_process_with_the_large_batch(tmp_path: Path, children: Children) -> None:
     num_epochs = 8
     async with open_run(tmp_path) as house:
-        helper = await Helper.of(house.own_peer, num_threads=1)  # as `potluck host` does: it coordinates
+        helper = await AuxiliaryPeer.of(house.own_peer, num_threads=1)  # as `potluck host` does: it coordinates
         try:
             company = Company(children, house.host.link, tmp_path, num_epochs, "sync")
             await company.start(2)

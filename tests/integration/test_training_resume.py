@@ -11,7 +11,7 @@ from runhouse import RunHouse, open_run
 from traincompany import PATIENCE_SECONDS, Company, house_with_link
 
 from potluck.hub.joinlink import JoinLink
-from potluck.optim.helper import Helper
+from potluck.optim.auxiliary import AuxiliaryPeer
 from potluck.state import following
 from potluck.state.backups import BackupConfig
 from potluck.state.config import StateConfig
@@ -92,7 +92,7 @@ async def test_the_hosts_own_peer_keeps_the_state_for_trainers_who_have_none(
     monkeypatch.setattr(following, "PAUSE_FACTOR", 1)
     kept = StateConfig(folder=tmp_path / "kept", backups=BackupConfig(every_epochs=1), grace_seconds=2.0)
     async with open_run(tmp_path) as house:
-        helper = await Helper.of(house.own_peer, num_threads=1, state=kept)
+        helper = await AuxiliaryPeer.of(house.own_peer, num_threads=1, state=kept)
         try:
             company = Company(children, house.host.link, tmp_path, 5, "sync")
             await company.start(NUM_TRAINERS)
@@ -103,7 +103,7 @@ async def test_the_hosts_own_peer_keeps_the_state_for_trainers_who_have_none(
         finally:
             await helper.close()
         await house.restart()
-        helper = await Helper.of(house.own_peer, num_threads=1, state=kept)
+        helper = await AuxiliaryPeer.of(house.own_peer, num_threads=1, state=kept)
         try:
             company, later = await train(children, house.host.link, tmp_path, 7)
         finally:

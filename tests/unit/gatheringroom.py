@@ -7,11 +7,11 @@ from typing import Any
 from potluck.hub.presence import Card, Presence
 from potluck.round.codecs import CodecSpec
 from potluck.round.coordinator.gathering import Candidate, GatherConfig, Gathering, Proposal
-from potluck.round.plan.chunks import Run
+from potluck.round.plan.chunks import CodecSpan
 from potluck.round.plan.messages import Commit, CommittedMember, Plan, Ready, RoundKey
 
 KEY = RoundKey(epoch=1, token=7, attempt=0)
-RUNS = (Run(codec=CodecSpec(name="float16"), elements=1_000_000),)
+RUNS = (CodecSpan(codec=CodecSpec(name="float16"), elements=1_000_000),)
 
 
 def presence(peer: str, **changes: Any) -> Presence:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from potluck.round.coordinator.director import OTHER_DIGEST, Director, Finish, GiveUp, Patience, Publish
+from potluck.round.coordinator.director import OTHER_DIGEST, Director, DirectorTimeouts, Finish, GiveUp, Publish
 from potluck.round.member.exchange import (
     Complete,
     Discard,
@@ -86,7 +86,7 @@ class World:
     def __init__(self, plan: Plan, rng: random.Random) -> None:
         self.rng, self.now = rng, 0.0
         self.members = [Member(i, Exchange(plan, i)) for i in range(len(plan.members))]
-        self.director = Director(plan, Patience(), 0.0)
+        self.director = Director(plan, DirectorTimeouts(), 0.0)
         self.queues: dict[tuple[Any, Any], deque[Any]] = defaultdict(deque)
         self.cut: set[tuple[int, int]] = set()
         self.suspects: set[int] = set()  # frozen now or once: may have seemed lost

@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 
 from potluck import messages
 from potluck.errors import ConfigurationError, PeerError, ProtocolError
-from potluck.round.aggregators import AGGREGATOR_NAMES, AggregatorSpec, Outcome, aggregator_for
+from potluck.round.aggregators import AGGREGATOR_NAMES, Aggregated, AggregatorSpec, aggregator_for
 from potluck.round.aggregators.order import SLICE
 from potluck.round.codecs import CODEC_NAMES, CodecSpec, EncodedChunk, codec_for
 
@@ -28,7 +28,7 @@ U = 2.0**-24
 
 def aggregate(
     spec: AggregatorSpec | str, rows: np.ndarray, weights: np.ndarray | None = None, order: list[int] | None = None
-) -> tuple[np.ndarray, Outcome]:
+) -> tuple[np.ndarray, Aggregated]:
     """Aggregate the rows as peers p00, p01, …, added in the given order."""
     spec = AggregatorSpec(name=spec) if isinstance(spec, str) else spec
     weights = np.ones(len(rows)) if weights is None else weights
@@ -404,7 +404,7 @@ def test_missing_and_dropped_senders_are_not_in_the_result(name: str) -> None:
     accumulator.drop("a")  # too late: it is in
     out = torch.empty(2)
     outcome = accumulator.result(out)
-    assert outcome == Outcome(contributors=("a", "d"), weight=3.0, rejected={})
+    assert outcome == Aggregated(contributors=("a", "d"), weight=3.0, rejected={})
     assert torch.equal(out, torch.tensor([4.0, 0.0]))
 
 

@@ -100,7 +100,7 @@ def test_importing_potluck_is_light() -> None:
         "potluck.monitor.exporters",
         "potluck.monitor.follower",
         "potluck.monitor.watcher",
-        "potluck.run.preflight",
+        "potluck.run.runcheck",
         "potluck.state.backups",
         "potluck.training.books.ballot",
         "potluck.training.books.contributions",

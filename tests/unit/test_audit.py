@@ -18,12 +18,12 @@ from potluck.errors import ConfigurationError, ProtocolError
 from potluck.messages import decode, encode
 from potluck.peer.identity import Identity
 from potluck.round.audit import testimony as words
-from potluck.round.audit.auditcore import Action, Ask, Audit, AuditConfig, Recompute, Verdict, draw_chunks
+from potluck.round.audit.auditcore import Action, AskWitnesses, Audit, AuditConfig, AuditResult, Recompute, draw_chunks
 from potluck.round.audit.disputes import Holding, read_holding, settle
 from potluck.round.audit.exclusions import MAX_EXCLUSIONS, PATIENT_ATTEMPTS, Absences, Exclusions, why_excluded
 from potluck.round.audit.merkle import NOTHING, is_under, merkle_path, merkle_root
 from potluck.round.audit.seals import Notary, Sealer, sealed_hash
-from potluck.round.audit.testimony import Account, Challenge, Fault, examine, reducer_of
+from potluck.round.audit.testimony import Challenge, FalseTestimony, WitnessAccount, examine, reducer_of
 from potluck.round.coordinator.director import Finish, GiveUp
 from potluck.round.plan.messages import Commit, Exclusion, Part, Participant, Plan, Report, RoundKey
 
@@ -171,11 +171,11 @@ class Court:
     faulty: set[int]
     mute: set[int]
 
-    def account(self, member: int, chunk: int) -> Account | Fault | None:
+    def account(self, member: int, chunk: int) -> WitnessAccount | FalseTestimony | None:
         if member in self.mute:
             return None
         if member in self.faulty:
-            return Fault("it contradicts itself")
+            return FalseTestimony("it contradicts itself")
         reducer = reducer_of(self.plan, chunk)
         sends = self.plan.members[member].weight > 0
         inputs = None
@@ -186,26 +186,26 @@ class Court:
         spoilt = reducer in self.altering
         average = sealed_hash(average_hash(chunk)) if spoilt else average_hash(chunk)
         shown = contribution_hash(member, chunk) if sends else b""
-        return Account(average=average, contribution=shown, inputs=inputs)
+        return WitnessAccount(average=average, contribution=shown, inputs=inputs)
 
     def sent(self, member: int, chunk: int) -> bytes:
         shown = contribution_hash(member, chunk)
         return sealed_hash(shown) if member in self.two_faced else shown
 
-    def hold(self, chunks: list[int]) -> Verdict:
+    def hold(self, chunks: list[int]) -> AuditResult:
         audit = Audit(self.plan, self.holders, chunks)
         events: list[tuple[str, int, int]] = []
-        verdicts: list[Verdict] = []
+        verdicts: list[AuditResult] = []
 
         def carry_out(actions: list[Action]) -> None:
             for action in actions:
                 match action:
-                    case Ask(chunk, members):
+                    case AskWitnesses(chunk, members):
                         events.extend(("answer", chunk, member) for member in members)
                     case Recompute(chunk, contributors):
                         assert not set(contributors) & (self.two_faced | self.mute | self.faulty)
                         events.append(("recomputed", chunk, 0))
-                    case Verdict():
+                    case AuditResult():
                         verdicts.append(action)
 
         carry_out(audit.start())
@@ -280,28 +280,30 @@ def test_what_rests_on_a_contributor_that_is_gone_is_done_again_and_nobody_is_bl
     plan = msgspec.structs.replace(plan, members=tuple(members))
     audit = Audit(plan, {0, 1}, [0])
     audit.start()
-    audit.testified(1, 0, Account(average=average_hash(0), contribution=contribution_hash(1, 0)))
+    audit.testified(1, 0, WitnessAccount(average=average_hash(0), contribution=contribution_hash(1, 0)))
     inputs = {i: contribution_hash(i, 0) for i in (1, 2)}
-    assert audit.testified(0, 0, Account(average=average_hash(0), inputs=inputs)) == [Verdict(stale=frozenset({0}))]
+    assert audit.testified(0, 0, WitnessAccount(average=average_hash(0), inputs=inputs)) == [
+        AuditResult(stale=frozenset({0}))
+    ]
 
 
 def test_a_witness_is_heard_once() -> None:
     audit = Audit(make_plan(2, 1, aux=1, reducers=1), {0, 1}, [0])
     audit.start()
-    audit.testified(1, 0, Account(average=average_hash(0), contribution=contribution_hash(1, 0)))
-    assert audit.testified(1, 0, Fault("it changes its mind")) == []
+    audit.testified(1, 0, WitnessAccount(average=average_hash(0), contribution=contribution_hash(1, 0)))
+    assert audit.testified(1, 0, FalseTestimony("it changes its mind")) == []
     assert audit.unheard(1, 0, "it says no more") == []
     inputs = {1: contribution_hash(1, 0)}
-    assert audit.testified(0, 0, Account(average=average_hash(0), inputs=inputs)) == [Recompute(0, (1,))]
-    assert audit.recomputed(0, average_hash(0)) == [Verdict(num_good=1)]
+    assert audit.testified(0, 0, WitnessAccount(average=average_hash(0), inputs=inputs)) == [Recompute(0, (1,))]
+    assert audit.recomputed(0, average_hash(0)) == [AuditResult(num_good=1)]
 
 
 def test_who_lies_about_one_chunk_and_is_silent_about_another_is_a_liar() -> None:
     audit = Audit(make_plan(1, 2), {0}, [0, 1])
     audit.start()
     assert audit.unheard(0, 0, "it was silent") == []
-    [verdict] = audit.testified(0, 1, Fault("it lied"))
-    assert isinstance(verdict, Verdict)
+    [verdict] = audit.testified(0, 1, FalseTestimony("it lied"))
+    assert isinstance(verdict, AuditResult)
     assert verdict.liars == {0: "it lied"}
     assert verdict.missing == {}, "nobody has to ask whether it was lost"
 
@@ -352,7 +354,7 @@ class Hall:
     def seal(self, member: int, chunk: int = 0, run: str = RUN, key: RoundKey = KEY) -> bytes:
         return Sealer(self.identities[member], run, key).seal_contribution(chunk, self.committed[member][0])
 
-    def examine(self, member: int, **changes: object) -> Account | Fault:
+    def examine(self, member: int, **changes: object) -> WitnessAccount | FalseTestimony:
         frames = changes.pop("frames", [self.frames[member]])
         testimony = msgspec.structs.replace(self.testimony(member), **changes)
         return examine(
@@ -369,25 +371,25 @@ class Hall:
 def test_honest_answers_are_facts() -> None:
     hall = Hall()
     hashes_sent = {i: sealed_hash(frame) for i, frame in enumerate(hall.frames)}
-    assert hall.examine(0) == Account(average=average_hash(0), contribution=hashes_sent[0], inputs=hashes_sent)
-    assert hall.examine(1) == Account(average=average_hash(0), contribution=hashes_sent[1])
+    assert hall.examine(0) == WitnessAccount(average=average_hash(0), contribution=hashes_sent[0], inputs=hashes_sent)
+    assert hall.examine(1) == WitnessAccount(average=average_hash(0), contribution=hashes_sent[1])
 
 
 def test_who_contributed_nothing_says_so() -> None:
     hall = Hall()
     hall.committed[1] = [NOTHING, NOTHING]
-    assert hall.examine(1, frames=[]) == Account(average=average_hash(0))
+    assert hall.examine(1, frames=[]) == WitnessAccount(average=average_hash(0))
 
 
 def test_answers_that_speak_against_themselves_are_faults() -> None:
     hall = Hall()
-    assert isinstance(hall.examine(1, average=average_hash(1)), Fault)
-    assert isinstance(hall.examine(1, average_path=()), Fault)
-    assert isinstance(hall.examine(1, contribution=sealed_hash(b"other")), Fault)
-    assert isinstance(hall.examine(1, frames=[b"other"]), Fault)
-    assert isinstance(hall.examine(1, frames=[]), Fault)
-    assert isinstance(hall.examine(1, frames=[hall.frames[1], b""]), Fault)
-    assert isinstance(hall.examine(1, contribution=NOTHING), Fault), "it did commit to something"
+    assert isinstance(hall.examine(1, average=average_hash(1)), FalseTestimony)
+    assert isinstance(hall.examine(1, average_path=()), FalseTestimony)
+    assert isinstance(hall.examine(1, contribution=sealed_hash(b"other")), FalseTestimony)
+    assert isinstance(hall.examine(1, frames=[b"other"]), FalseTestimony)
+    assert isinstance(hall.examine(1, frames=[]), FalseTestimony)
+    assert isinstance(hall.examine(1, frames=[hall.frames[1], b""]), FalseTestimony)
+    assert isinstance(hall.examine(1, contribution=NOTHING), FalseTestimony), "it did commit to something"
 
 
 def test_a_reducer_needs_a_good_seal_for_every_input() -> None:
@@ -402,9 +404,9 @@ def test_a_reducer_needs_a_good_seal_for_every_input() -> None:
         hall.seal(0, key=RoundKey(epoch=1, token=7, attempt=1)),
     ):
         inputs = (msgspec.structs.replace(first, seal=seal), *rest)
-        assert isinstance(hall.examine(0, inputs=inputs), Fault)
-    assert isinstance(hall.examine(0, inputs=(first, first)), Fault)
-    assert isinstance(hall.examine(0, inputs=(msgspec.structs.replace(first, member=3),)), Fault)
+        assert isinstance(hall.examine(0, inputs=inputs), FalseTestimony)
+    assert isinstance(hall.examine(0, inputs=(first, first)), FalseTestimony)
+    assert isinstance(hall.examine(0, inputs=(msgspec.structs.replace(first, member=3),)), FalseTestimony)
 
 
 def test_a_reducer_cannot_add_the_sealed_values_of_a_member_without_weight() -> None:
@@ -412,9 +414,9 @@ def test_a_reducer_cannot_add_the_sealed_values_of_a_member_without_weight() -> 
     helper = msgspec.structs.replace(hall.plan.members[2], weight=0.0, sends=False)
     hall.plan = msgspec.structs.replace(hall.plan, members=(*hall.plan.members[:2], helper))
     fault = hall.examine(0)
-    assert isinstance(fault, Fault)
+    assert isinstance(fault, FalseTestimony)
     assert "somebody who made none" in fault.reason
-    assert isinstance(hall.examine(0, inputs=hall.testimony(0).inputs[:2]), Account)
+    assert isinstance(hall.examine(0, inputs=hall.testimony(0).inputs[:2]), WitnessAccount)
 
 
 def test_seals_of_averages_belong_to_their_generation() -> None:

@@ -554,7 +554,7 @@ async def test_in_a_round_that_is_not_audited_nobody_testifies() -> None:
         return testimony.Challenge(key=round_work.key, chunk=0, generation=0)
 
     def inventory(round_work: Any) -> Message:
-        return testimony.Inventory(key=round_work.key)
+        return testimony.HoldingsRequest(key=round_work.key)
 
     async with lab(2) as there:
         asked = there.members[1]

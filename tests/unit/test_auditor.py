@@ -15,11 +15,11 @@ from potluck.errors import DeadlineExceededError, PeerUnreachableError
 from potluck.hub.subjects import Subjects
 from potluck.peer.roster import Roster
 from potluck.round.audit import auditor as module
-from potluck.round.audit.auditcore import AuditConfig, Verdict
+from potluck.round.audit.auditcore import AuditConfig, AuditResult
 from potluck.round.audit.auditor import Auditor
 from potluck.round.audit.disputes import UNPROVEN
-from potluck.round.audit.testimony import Holdings, Inventory
-from potluck.round.coordinator.director import OTHER_DIGEST, Director, Patience
+from potluck.round.audit.testimony import Holdings, HoldingsRequest
+from potluck.round.coordinator.director import OTHER_DIGEST, Director, DirectorTimeouts
 from potluck.round.plan.messages import Plan, Report
 from potluck.sim.virtualclock import VirtualClock
 from potluck.sim.virtualloop import in_virtual_time
@@ -45,7 +45,7 @@ class Hearing:
             self.roster.apply(presence(peer))
         plan = msgspec.structs.replace(room.plan(), deadline=self.clock.wall() + 100.0)
         assert plan.audit
-        self.director = Director(plan, Patience(), self.clock.monotonic())
+        self.director = Director(plan, DirectorTimeouts(), self.clock.monotonic())
         session = SimpleNamespace(
             peer_id="host", roster=self.roster, now=self.clock.wall, subjects=Subjects("run"), clock=self.clock
         )
@@ -55,7 +55,7 @@ class Hearing:
 
     async def _request(self, peer: str, question: object, *, timeout_seconds: float, **_options: Any) -> Any:
         self.timeouts.append(timeout_seconds)
-        if isinstance(question, Inventory):
+        if isinstance(question, HoldingsRequest):
             self.inventoried.append(peer)
             if peer in self.hides:
                 self.clock.advance(timeout_seconds)
@@ -77,7 +77,7 @@ class Hearing:
             report = Report(key=plan.key, revision=plan.revision, digest=digest)
             self.director.report_arrived(index, report, self.clock.monotonic())
 
-    async def audit(self) -> Verdict:
+    async def audit(self) -> AuditResult:
         return await self.auditor.audit(self.director, "d", tuple(range(len(self.director.plan.members))))
 
 

@@ -13,10 +13,10 @@ from potluck.errors import ConfigurationError, ProtocolError
 from potluck.hub.presence import State
 from potluck.link.channel.budget import Ledger, ReceiveBudget
 from potluck.link.channel.channel import Channel
-from potluck.link.channel.inbox import ChannelBrokenError, Delivery
-from potluck.link.channel.pace import INITIAL_WINDOW_BYTES, Pace
+from potluck.link.channel.congestion import INITIAL_WINDOW_BYTES, CongestionWindow
+from potluck.link.channel.inbox import ChannelBrokenError, ReceivedMessage
 from potluck.link.channel.packet import ACK_NOW, PACKET_BYTES, Kind, Packet, Urgency, decode
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import SendReceipt
 from potluck.link.counters import Counters, PeerStatistics
 from potluck.link.limits import BULK_RESERVE_BYTES, INITIAL_CREDIT_BYTES, KIB, MIB, LinkConfig
 from potluck.sim.linknode import LinkNode, presence_of
@@ -42,9 +42,9 @@ class Wire:
         self.counters = (Counters(), Counters())
         self.ledgers = (Ledger(), Ledger())
         self.ends = tuple(self._channel(side, config) for side in (0, 1))
-        self.paces = (Pace(config.max_in_flight_bytes), Pace(config.max_in_flight_bytes))
+        self.paces = (CongestionWindow(config.max_in_flight_bytes), CongestionWindow(config.max_in_flight_bytes))
         self.sent: tuple[list[tuple[bytes, object]], list[tuple[bytes, object]]] = ([], [])
-        self.deliveries: tuple[list[Delivery], list[Delivery]] = ([], [])
+        self.deliveries: tuple[list[ReceivedMessage], list[ReceivedMessage]] = ([], [])
 
     def _channel(self, side: int, config: LinkConfig) -> Channel:
         return Channel(
@@ -71,16 +71,16 @@ class Wire:
         self.ends[side].pump(self.paces[side], self.now, send)
         return packets
 
-    def receive(self, side: int, *packets: Packet) -> list[Delivery]:
+    def receive(self, side: int, *packets: Packet) -> list[ReceivedMessage]:
         """Hand packets to that side; the messages that came of it."""
-        deliveries: list[Delivery] = []
+        deliveries: list[ReceivedMessage] = []
         for packet in packets:
             self.ends[side].receive(packet, self.paces[side], deliveries, self.now)
         return deliveries
 
-    def run(self, rounds: int = 200, seconds: float = 0.01) -> list[Delivery]:
+    def run(self, rounds: int = 200, seconds: float = 0.01) -> list[ReceivedMessage]:
         """Let everything arrive that is sent from now on; what arrives at the second end."""
-        arrived: list[Delivery] = []
+        arrived: list[ReceivedMessage] = []
         for _ in range(rounds):
             for side in (0, 1):
                 arrived += self.receive(1 - side, *self.pump(side)) if side == 0 else []
@@ -90,7 +90,7 @@ class Wire:
         return arrived
 
 
-def bodies(deliveries: list[Delivery]) -> list[bytes]:
+def bodies(deliveries: list[ReceivedMessage]) -> list[bytes]:
     return [bytes(delivery.body) for delivery in deliveries]
 
 
@@ -126,7 +126,7 @@ def test_large_frames_are_cut_into_slices_and_joined_in_one_buffer() -> None:
     frames = [random.Random(seed).randbytes(size) for seed, size in enumerate((3 * MIB + 1, 10, 700 * KIB, 20 * KIB))]
     wire.ends[0].send(b"body", [memoryview(frame) for frame in frames])
     packets: list[Packet] = []
-    arrived: list[Delivery] = []
+    arrived: list[ReceivedMessage] = []
     for _ in range(100):
         batch = wire.pump()
         packets += batch
@@ -159,7 +159,7 @@ def test_a_packet_that_the_carrier_refused_is_the_next_to_leave() -> None:
     wire = Wire()
     for index in range(5):
         wire.ends[0].send(f"{index}".encode())
-    arrived: list[Delivery] = []
+    arrived: list[ReceivedMessage] = []
     for _ in range(5):
         arrived += wire.receive(1, *wire.pump(accept=1))
     assert bodies(arrived) == [b"0", b"1", b"2", b"3", b"4"]
@@ -379,8 +379,8 @@ def test_one_peer_does_not_get_all_the_memory_for_large_messages() -> None:
     for index in range(4):
         wire.ends[0].send(f"{index}".encode(), [memoryview(bytes(6 * MIB))])
 
-    def ticking() -> list[Delivery]:
-        arrived: list[Delivery] = []
+    def ticking() -> list[ReceivedMessage]:
+        arrived: list[ReceivedMessage] = []
         for _ in range(100):
             wire.ends[1].tick(wire.now)
             arrived += wire.run(1)
@@ -553,7 +553,7 @@ class Pair:
         self.one.table.update_peer(self.other.presence())
         self.other.table.update_peer(self.one.presence())
 
-    def send(self, body: bytes = b"hello", size: int = 0) -> Receipt:
+    def send(self, body: bytes = b"hello", size: int = 0) -> SendReceipt:
         return self.one.send("other", body, [bytes(size)])
 
     def until(self, condition: Callable[[], object], seconds: float = 60.0) -> float:

@@ -18,9 +18,9 @@ from potluck.messages import encode
 from potluck.peer.identity import Identity
 from potluck.peer.lease import LeaseView
 from potluck.peer.roster import Roster
-from potluck.round.audit.auditcore import Verdict
+from potluck.round.audit.auditcore import AuditResult
 from potluck.round.coordinator.coordinator import COMPLAIN_EVERY_SECONDS, Coordinator, CoordinatorConfig
-from potluck.round.coordinator.director import Patience
+from potluck.round.coordinator.director import DirectorTimeouts
 from potluck.round.coordinator.gathering import GatherConfig
 from potluck.round.lineage import Lineage
 from potluck.round.plan.messages import Abort, Plan, Report, Restoration, RoundKey, bitmap
@@ -280,12 +280,12 @@ async def test_an_epoch_that_somebody_else_has_committed_ends_the_round() -> Non
         assert there.lineage.epoch == 0
 
 
-def audit_by(there: Chair, verdict: Verdict, meanwhile: Callable[[], None] = lambda: None) -> None:
+def audit_by(there: Chair, verdict: AuditResult, meanwhile: Callable[[], None] = lambda: None) -> None:
     """Have rounds audited, with this result."""
     for peer in "ABC":
         there.roster.apply(presence(peer))  # nobody vouches for them
 
-    async def audit(*_round: Any) -> Verdict:
+    async def audit(*_round: Any) -> AuditResult:
         meanwhile()
         return verdict
 
@@ -295,7 +295,7 @@ def audit_by(there: Chair, verdict: Verdict, meanwhile: Callable[[], None] = lam
 @in_virtual_time
 async def test_what_an_audit_found_good_is_committed() -> None:
     async with chair() as there:
-        audit_by(there, Verdict(num_good=3))
+        audit_by(there, AuditResult(num_good=3))
         await there.are_ready("A", "B", "C")
         await there.finish("A", "B", "C")
         assert there.lineage.head is not None
@@ -305,7 +305,7 @@ async def test_what_an_audit_found_good_is_committed() -> None:
 @in_virtual_time
 async def test_of_what_an_audit_found_bad_nothing_is_committed_and_the_liar_is_taken_out() -> None:
     async with chair() as there:
-        audit_by(there, Verdict(liars={2: "it lied"}, stale=frozenset({0})))
+        audit_by(there, AuditResult(liars={2: "it lied"}, stale=frozenset({0})))
         await there.are_ready("A", "B", "C")
         await there.finish("A", "B", "C")
         assert there.lineage.epoch == 0
@@ -316,7 +316,7 @@ async def test_of_what_an_audit_found_bad_nothing_is_committed_and_the_liar_is_t
 @in_virtual_time
 async def test_an_audit_of_a_round_that_is_over_by_then_means_nothing() -> None:
     async with chair() as there:
-        audit_by(there, Verdict(num_good=3), lambda: there.coordinator._end_round())
+        audit_by(there, AuditResult(num_good=3), lambda: there.coordinator._end_round())
         await there.are_ready("A", "B", "C")
         await there.finish("A", "B", "C")
         assert there.lineage.epoch == 0
@@ -329,12 +329,12 @@ async def test_a_round_that_cannot_be_finished_is_given_up_and_another_begins() 
         def fail() -> None:
             raise RetryableError("no audit just now")
 
-        audit_by(there, Verdict(num_good=3), fail)
+        audit_by(there, AuditResult(num_good=3), fail)
         await there.are_ready("A", "B", "C")
         await there.finish("A", "B", "C")
         [abort] = there.aborts
         assert "no audit just now" in abort.reason
-        audit_by(there, Verdict(num_good=3))
+        audit_by(there, AuditResult(num_good=3))
         await asyncio.sleep(0.5)
         await there.are_ready("A", "B", "C")
         assert there.plan.key.attempt == 1
@@ -410,7 +410,7 @@ async def test_lines_that_are_known_to_be_slow_get_the_time_that_they_need(
         assert there.coordinator._director is not None
         patience = there.coordinator._director._patience
         if upload_bytes_per_second is None:
-            assert patience == Patience()
+            assert patience == DirectorTimeouts()
         else:
             assert patience.expected_seconds > 60.0
-            assert patience.stalled_seconds > 2 * Patience().stalled_seconds
+            assert patience.stalled_seconds > 2 * DirectorTimeouts().stalled_seconds

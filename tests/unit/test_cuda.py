@@ -15,7 +15,7 @@ from potluck.optim.staging import Staging
 from potluck.recipes.digits import Digits
 from potluck.recipes.reference import RecipeRef
 from potluck.training.manifest import manifest as manifests
-from potluck.training.manifest.manifest import Manifest, Settings, Sync
+from potluck.training.manifest.manifest import Manifest, Settings, SyncSettings
 from potluck.training.trainer.machine import MemoryLimit, find_device, find_devices
 from potluck.training.trainer.precision import find_precision
 from potluck.training.trainer.trainer import TrainConfig, Trainer
@@ -64,7 +64,7 @@ def test_what_goes_to_a_round_is_copied_beside_training() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("training", [Sync(target_batch_size=64), manifests.DiLoCo(inner_steps=4)])
+@pytest.mark.parametrize("training", [SyncSettings(target_batch_size=64), manifests.DiLoCoSettings(inner_steps=4)])
 def test_a_trainer(precision: str, training: Any) -> None:
     manifest = Manifest(run="test", recipe=RecipeRef(name="digits"), settings=(Settings(training=training),))
     config = TrainConfig(device="cuda:0", precision=precision, batch_size=16, max_steps=40)

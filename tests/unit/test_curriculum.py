@@ -15,7 +15,14 @@ from trainlab import FEATURES, TrainLab, loss_of, make_model, together, train_la
 from potluck.recipes.recipe import Batch, Recipe, RecipeConfig, Sample, configured
 from potluck.recipes.reference import RecipeRef
 from potluck.training.manifest.curriculum import data_at, warn_of_data
-from potluck.training.manifest.manifest import DiLoCo, Manifest, OptimizerSpec, ScheduleSpec, Settings, Sync
+from potluck.training.manifest.manifest import (
+    DiLoCoSettings,
+    Manifest,
+    OptimizerSpec,
+    ScheduleSpec,
+    Settings,
+    SyncSettings,
+)
 from potluck.training.trainer.trainer import TrainConfig, Trainer
 
 LAST_EPOCH = 7
@@ -67,9 +74,13 @@ def manifest_of(*settings: Settings) -> Manifest:
     return Manifest(run="test", recipe=RecipeRef(name="levels"), settings=settings)
 
 
-def stages(training: Sync | DiLoCo, target: int) -> tuple[Settings, Settings]:
+def stages(training: SyncSettings | DiLoCoSettings, target: int) -> tuple[Settings, Settings]:
     end: dict[str, Any] = {"end_epoch": LAST_EPOCH}
-    later = Sync(target_batch_size=target, matchmaking_seconds=0.0) if isinstance(training, Sync) else training
+    later = (
+        SyncSettings(target_batch_size=target, matchmaking_seconds=0.0)
+        if isinstance(training, SyncSettings)
+        else training
+    )
     first = Settings(optimizer=OptimizerSpec(learning_rate=0.01), training=training, data={"level": 2}, **end)
     return first, Settings(
         from_epoch=3,
@@ -101,10 +112,10 @@ def trainer_of(lab: TrainLab, number: int, manifest: Manifest) -> Trainer:
 
 @pytest.mark.parametrize(
     "training",
-    [Sync(target_batch_size=16, matchmaking_seconds=0.0), DiLoCo(inner_steps=3, min_peers=2)],
+    [SyncSettings(target_batch_size=16, matchmaking_seconds=0.0), DiLoCoSettings(inner_steps=3, min_peers=2)],
     ids=["sync", "diloco"],
 )
-def test_every_peer_follows_at_the_same_epoch(training: Sync | DiLoCo) -> None:
+def test_every_peer_follows_at_the_same_epoch(training: SyncSettings | DiLoCoSettings) -> None:
     manifest = manifest_of(*stages(training, target=24))
     with train_lab() as lab:
         trainers = [trainer_of(lab, number, manifest) for number in range(2)]
@@ -114,7 +125,7 @@ def test_every_peer_follows_at_the_same_epoch(training: Sync | DiLoCo) -> None:
             assert isinstance(recipe, Noting)
             assert trainer.optimizer.epoch == LAST_EPOCH
             assert recipe.noted == {epoch: {2.0 if epoch < 3 else 5.0} for epoch in recipe.noted}
-            targets = (16, 24) if isinstance(training, Sync) else (None, None)
+            targets = (16, 24) if isinstance(training, SyncSettings) else (None, None)
             for epoch, steps in recipe.steps.items():
                 early = (0.01, 0.01, 0.9, 0.99, targets[0])
                 late = (pytest.approx(0.002 * (10 - epoch) / 10), 0.5, 0.7, 0.99, targets[1])

@@ -17,12 +17,12 @@ from potluck.hub.presence import Beacon, Card, Presence, Role
 from potluck.monitor import figures
 from potluck.monitor.dashboard import charts
 from potluck.monitor.dashboard.actions import Action, ActionLog
-from potluck.monitor.dashboard.gate import (
+from potluck.monitor.dashboard.login import (
     ALL_TRIES,
     SECONDS_PER_TRY,
     SESSION_SECONDS,
     TRIES,
-    Gate,
+    Login,
     TooManyTriesError,
     is_same_origin,
     load_or_create_token,
@@ -56,7 +56,7 @@ class FakeClock:
 
 def test_the_token_opens_a_session_that_ends_by_itself() -> None:
     clock = FakeClock()
-    gate = Gate(TOKEN, clock)
+    gate = Login(TOKEN, clock)
     session = gate.enter(f" {TOKEN}\n", "  Olga  Smith ", "1.2.3.4")
     assert len(session) >= 40
     visitor = gate.visitor(session)
@@ -75,7 +75,7 @@ def test_the_token_opens_a_session_that_ends_by_itself() -> None:
 
 def test_who_guesses_has_to_wait() -> None:
     clock = FakeClock()
-    gate = Gate(TOKEN, clock)
+    gate = Login(TOKEN, clock)
     for _ in range(TRIES):
         with pytest.raises(PermissionDeniedError, match="not the organiser's token"):
             gate.enter("x" * 30, "Mallory", "6.6.6.6")
@@ -89,7 +89,7 @@ def test_who_guesses_has_to_wait() -> None:
 
 
 def test_wrong_tries_never_keep_out_the_right_token() -> None:
-    gate = Gate(TOKEN, FakeClock())
+    gate = Login(TOKEN, FakeClock())
     for number in range(2 * ALL_TRIES):
         with pytest.raises(PermissionDeniedError):
             gate.enter("x" * 30, "Mallory", f"6.6.6.{number % 10}")
@@ -97,7 +97,7 @@ def test_wrong_tries_never_keep_out_the_right_token() -> None:
 
 
 def test_many_addresses_do_not_help_who_guesses() -> None:
-    gate = Gate(TOKEN, FakeClock())
+    gate = Login(TOKEN, FakeClock())
     for number in range(ALL_TRIES):
         with pytest.raises(PermissionDeniedError, match="not the organiser's"):
             gate.enter("x" * 30, "Mallory", f"6.6.6.{number}")
@@ -107,9 +107,9 @@ def test_many_addresses_do_not_help_who_guesses() -> None:
 
 def test_organisers_say_who_they_are_and_tokens_are_long(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="who you are"):
-        Gate(TOKEN, FakeClock()).enter(TOKEN, "  ", "1.2.3.4")
+        Login(TOKEN, FakeClock()).enter(TOKEN, "  ", "1.2.3.4")
     with pytest.raises(ConfigurationError, match="token"):
-        Gate("secret", FakeClock())
+        Login("secret", FakeClock())
     token = load_or_create_token(tmp_path)
     assert len(token) >= 32
     assert load_or_create_token(tmp_path) == token

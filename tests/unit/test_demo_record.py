@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from potluck.cli.demo.promises import check
-from potluck.cli.demo.record import Incident, Record, SeenCommit, samples_per_second
+from potluck.cli.demo.record import DemoRecord, Incident, SeenCommit, samples_per_second
 
 
 def commit(epoch: int, at_seconds: float, term: int = 1, **weights: float) -> SeenCommit:
@@ -15,9 +15,9 @@ def commit(epoch: int, at_seconds: float, term: int = 1, **weights: float) -> Se
 
 
 @pytest.fixture
-def record() -> Record:
+def record() -> DemoRecord:
     """A play in which everything went well."""
-    return Record(
+    return DemoRecord(
         trainers=["Ada", "Grace", "Barbara"],
         commits=[
             commit(1, 1.0, Ada=100),
@@ -45,18 +45,18 @@ def record() -> Record:
     )
 
 
-def broken(record: Record) -> list[str]:
+def broken(record: DemoRecord) -> list[str]:
     return [promise.promise for promise in check(record) if not promise.kept]
 
 
-def test_a_play_that_went_well(record: Record) -> None:
+def test_a_play_that_went_well(record: DemoRecord) -> None:
     assert broken(record) == []
     assert len(check(record)) == 6 + len(record.incidents)
     assert record.sent_bytes == 10_000
     assert (record.epoch, record.term) == (10, 2)
 
 
-def test_one_alone_and_all_together(record: Record) -> None:
+def test_one_alone_and_all_together(record: DemoRecord) -> None:
     assert [each.epoch for each in record.alone()] == [1, 2, 3]
     assert [each.epoch for each in record.together()] == [4, 5, 6]
     assert samples_per_second(record.alone()) == 100
@@ -65,16 +65,16 @@ def test_one_alone_and_all_together(record: Record) -> None:
     assert samples_per_second([]) is None
     assert record.has_epoch_of(["Grace", "Barbara"])
     assert not record.has_epoch_of(["Ada"])
-    assert not Record().has_epoch_of(["Ada"])
+    assert not DemoRecord().has_epoch_of(["Ada"])
 
 
-def test_how_long_a_recovery_took(record: Record) -> None:
+def test_how_long_a_recovery_took(record: DemoRecord) -> None:
     seconds = [incident.recovery_seconds(record.commits) for incident in record.incidents]
     assert seconds == [2.0, 4.0, 5.0]
     assert record.incidents[0].recovery_seconds(record.commits[:7]) is None
 
 
-def test_a_commit_from_before_shows_nothing(record: Record) -> None:
+def test_a_commit_from_before_shows_nothing(record: DemoRecord) -> None:
     early = dataclasses.replace(record.incidents[1], epoch=9)
     assert early.recovery_seconds(record.commits) == 10.0
 
@@ -93,24 +93,24 @@ def test_a_commit_from_before_shows_nothing(record: Record) -> None:
         ({"trainers": ["Ada", "Grace", "Barbara", "Edsger"]}, "samples count"),
     ],
 )
-def test_each_promise_can_be_broken(record: Record, change: dict[str, object], words: str) -> None:
+def test_each_promise_can_be_broken(record: DemoRecord, change: dict[str, object], words: str) -> None:
     for name, value in change.items():
         setattr(record, name, value)
     [promise] = broken(record)
     assert words in promise
 
 
-def test_an_epoch_that_comes_twice_is_a_broken_promise(record: Record) -> None:
+def test_an_epoch_that_comes_twice_is_a_broken_promise(record: DemoRecord) -> None:
     record.commits.append(commit(10, 21.0, term=2, Grace=100))
     [promise] = broken(record)
     assert "no committed epoch" in promise
 
 
-def test_a_run_that_stands_still_is_a_broken_promise(record: Record) -> None:
+def test_a_run_that_stands_still_is_a_broken_promise(record: DemoRecord) -> None:
     record.incidents.append(Incident(kind="trainer killed", who="Grace", at_seconds=21.0, epoch=10, term=2))
     [promise] = broken(record)
     assert "Grace" in promise
 
 
 def test_nothing_at_all_keeps_no_promise() -> None:
-    assert len(broken(Record(problem="nobody came"))) == 6
+    assert len(broken(DemoRecord(problem="nobody came"))) == 6

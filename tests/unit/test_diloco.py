@@ -10,15 +10,15 @@ from torch import nn
 from trainlab import DEVICE, TrainLab, loss_of, make_batch, make_model, parameters_of, quality_of, together, train_lab
 
 from potluck.errors import ConfigurationError
+from potluck.optim.auxiliary import AuxiliaryPeer
 from potluck.optim.diloco import DiLoCo, DiLoCoConfig
-from potluck.optim.helper import Helper
 from potluck.optim.methods.delayed import DelayedNesterov
 from potluck.optim.methods.outer import Nesterov, OuterSGD
 from potluck.optim.methods.powersgd import PowerSGD
 from potluck.optim.methods.quantised import Quantised
 from potluck.optim.methods.sparseloco import SparseLoCo
-from potluck.optim.progress.keeper import ProgressKeeper
 from potluck.optim.progress.pace import Pace
+from potluck.optim.progress.progresskeeper import ProgressKeeper
 from potluck.optim.progress.tracker import RunProgress
 from potluck.round.codecs import CodecChoice, CodecSpec
 from potluck.state.config import StateConfig
@@ -180,7 +180,7 @@ def test_sparseloco_travels_in_its_own_codec() -> None:
 def join_host(lab: TrainLab) -> None:
     """A peer as a host has it: it coordinates, and knows nothing of how the trainers were set up."""
     run = lab.join("host", role="aux")
-    helper = lab.loop.call(Helper.of(run.peer, num_threads=1, state=StateConfig(keep="never")))
+    helper = lab.loop.call(AuxiliaryPeer.of(run.peer, num_threads=1, state=StateConfig(keep="never")))
     run.attach(helper.close)
 
 

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from roundworld import KEY, make_plan
 
-from potluck.round.coordinator.director import Decision, Director, Finish, GiveUp, Patience, Publish
+from potluck.round.coordinator.director import Decision, Director, DirectorTimeouts, Finish, GiveUp, Publish
 from potluck.round.coordinator.reassignment import reassign
 from potluck.round.plan.messages import Offence, Part, Plan, Report, bitmap
 
-PATIENCE = Patience()
+PATIENCE = DirectorTimeouts()
 SILENT = PATIENCE.silent_seconds
 STALLED = PATIENCE.stalled_seconds
 STEP_SECONDS = PATIENCE.pause_seconds / 1.5
@@ -21,7 +21,7 @@ STEP_SECONDS = PATIENCE.pause_seconds / 1.5
 class Desk:
     """A director, and reports made up for it."""
 
-    def __init__(self, plan: Plan, patience: Patience = PATIENCE, *, coordinator: str = "") -> None:
+    def __init__(self, plan: Plan, patience: DirectorTimeouts = PATIENCE, *, coordinator: str = "") -> None:
         self.director = Director(plan, patience, 0.0, coordinator=coordinator)
         self.now = 0.0
 
@@ -364,7 +364,7 @@ def ticking(desk: Desk, until: float, *, heard: tuple[int, ...]) -> float | None
     ids=["a moment", "by measured speeds", "twice as long as most", "a moment from then"],
 )
 def test_stragglers_are_waited_for(majority_at: float, expected_seconds: float, left_out_at: float) -> None:
-    desk = Desk(make_plan(4, 1, 2), Patience(expected_seconds=expected_seconds))
+    desk = Desk(make_plan(4, 1, 2), DirectorTimeouts(expected_seconds=expected_seconds))
     assert ticking(desk, majority_at, heard=(0, 1, 2, 3)) is None
     desk.done(0, 1, 2)
     assert ticking(desk, 20.0, heard=(3,)) == pytest.approx(left_out_at, abs=0.3)

@@ -13,13 +13,13 @@ from potluck.errors import ConfigurationError, RetryableError
 from potluck.peer.identity import Identity
 from potluck.round.audit.auditcore import AuditConfig
 from potluck.round.codecs import CodecSpec
-from potluck.round.coordinator.adoption import Claim, find_adoption, read_claims
+from potluck.round.coordinator.adoption import CompletionClaim, find_adoption, read_claims
 from potluck.round.coordinator.gathering import READY_SECONDS, GatherConfig, alive_trainers, senders
 from potluck.round.coordinator.trigger import Quorum, ReadySender
 from potluck.round.plan.chunks import ChunkGrid
 from potluck.round.plan.messages import Completed, Part, Participant, Plan
 from potluck.round.plan.signing import sign_word
-from potluck.round.plan.specs import Run
+from potluck.round.plan.specs import CodecSpan
 
 FAST = 100e6
 
@@ -329,16 +329,16 @@ def test_the_deadline_grows_with_what_has_to_move_and_is_bounded() -> None:
     for peer in "AB":
         room.add(peer, card=slow)
     assert room.propose().is_measured
-    small = (Run(codec=CodecSpec(name="float32"), elements=1000),)
+    small = (CodecSpan(codec=CodecSpec(name="float32"), elements=1000),)
     for peer in "AB":
         room.add(peer, card=slow, runs=small)
     assert room.plan().deadline == pytest.approx(1020.0)
-    large = (Run(codec=CodecSpec(name="float32"), elements=10**5),)
+    large = (CodecSpan(codec=CodecSpec(name="float32"), elements=10**5),)
     for peer in "AB":
         room.add(peer, card=slow, runs=large)
     slowest_seconds = 4e5 / room.gathering.config.least_bytes_per_second
     assert room.plan().deadline == pytest.approx(1010.0 + 5 * slowest_seconds), "lines may be slower than they seem"
-    huge = (Run(codec=CodecSpec(name="float32"), elements=10**10),)
+    huge = (CodecSpan(codec=CodecSpec(name="float32"), elements=10**10),)
     for peer in "AB":
         room.add(peer, card=slow, runs=huge)
     assert room.plan().deadline == pytest.approx(1100.0)
@@ -446,8 +446,8 @@ def finished_plan(revision: int = 0, token: int = 7, **troubles: str) -> Plan:
 ALIVE = {peer: f"{peer}1" for peer in "ABC"}
 
 
-def claims(peers: str, *, digest: str = "d", **plan: Any) -> list[Claim]:
-    return [Claim(peer, finished_plan(**plan), digest) for peer in peers]
+def claims(peers: str, *, digest: str = "d", **plan: Any) -> list[CompletionClaim]:
+    return [CompletionClaim(peer, finished_plan(**plan), digest) for peer in peers]
 
 
 def test_claims_are_of_this_epoch_signed_by_who_coordinated_then_and_not_to_be_audited() -> None:

@@ -20,13 +20,13 @@ from potluck.errors import (
 from potluck.hub.connection import Delivery, Entry, HubConnection
 from potluck.hub.guard.permissions import Permissions
 from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
-from potluck.hub.nats.keeper import KeeperConfig
+from potluck.hub.nats.linkkeeper import KeeperConfig
 from potluck.hub.stores import StoreDefinition, ensure_store
 from potluck.hub.subjects import Subjects
 from potluck.sim.memoryconnection import MemoryConnection
 from potluck.sim.memoryhub import MemoryHub
 from potluck.sim.virtualclock import VirtualClock
-from potluck.testing.gate import Gate
+from potluck.testing.forwarder import Forwarder
 from potluck.testing.plainhub import PlainHub, PlainUser
 from potluck.testing.polling import poll_until
 
@@ -113,7 +113,7 @@ class NatsUnderTest:
 
     def __init__(self, server: PlainHub) -> None:
         self._server = server
-        self._connections: dict[NatsConnection, Gate] = {}
+        self._connections: dict[NatsConnection, Forwarder] = {}
 
     async def connect(self, **options: Any) -> Connection:
         return await self._connect(ADMIN, **options)
@@ -143,7 +143,7 @@ class NatsUnderTest:
             await gate.shut()
 
     async def _connect(self, user: PlainUser, **options: Any) -> NatsConnection:
-        gate = Gate(self._server.port)
+        gate = Forwarder(self._server.port)
         await gate.open()
         keeper = KeeperConfig(backoff_first_seconds=0.01, backoff_limit_seconds=0.05, connect_timeout_seconds=30.0)
         config = ConnectionConfig(keeper=keeper, reply_timeout_seconds=30.0, backlog_messages=SMALL_BACKLOG)

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import (
 
 from potluck.errors import ConfigurationError
 from potluck.integrations.extras import ExtraMissingError, require
-from potluck.integrations.joining import JoinConfig, run_name
+from potluck.integrations.openrun import JoinConfig, run_name
 from potluck.integrations.schedules import Mirror, RunSchedule
 from potluck.optim.lamb import Lamb
 from potluck.optim.modelstate import ModelState
@@ -210,7 +210,7 @@ def test_the_integrations_say_so_and_the_rest_does_not_need_them(framework: str)
     code = f"""
 import sys
 sys.modules[{framework!r}] = None
-import potluck, potluck.integrations, potluck.integrations.joining
+import potluck, potluck.integrations, potluck.integrations.openrun
 potluck.Optimizer, potluck.DiLoCo
 try:
     import potluck.integrations.{framework}

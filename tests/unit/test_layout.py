@@ -23,7 +23,7 @@ from potluck.round.plan.chunks import (
     fitting_chunk_bytes,
 )
 from potluck.round.plan.layout import Layout
-from potluck.round.plan.specs import DEFAULT_CHUNK_BYTES, MAX_ELEMENTS, Run
+from potluck.round.plan.specs import DEFAULT_CHUNK_BYTES, MAX_ELEMENTS, CodecSpan
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
@@ -297,7 +297,7 @@ def test_averaging_chunk_by_chunk_through_the_codecs_end_to_end() -> None:
 
 run_lists = st.lists(
     st.tuples(st.sampled_from(CODEC_NAMES), st.integers(1, 3_000_000)).map(
-        lambda pair: Run(codec=CodecSpec(name=pair[0]), elements=pair[1])
+        lambda pair: CodecSpan(codec=CodecSpec(name=pair[0]), elements=pair[1])
     ),
     max_size=4,
 )
@@ -305,7 +305,7 @@ run_lists = st.lists(
 
 @settings(max_examples=100)
 @given(runs=run_lists, chunk_bytes=st.integers(SMALLEST_CHUNK_BYTES, 2 * DEFAULT_CHUNK_BYTES))
-def test_chunks_cover_the_runs_without_crossing_them(runs: list[Run], chunk_bytes: int) -> None:
+def test_chunks_cover_the_runs_without_crossing_them(runs: list[CodecSpan], chunk_bytes: int) -> None:
     grid = ChunkGrid(runs=runs, chunk_bytes=chunk_bytes)
     ends = list(itertools.accumulate(run.elements for run in runs))
     position = 0
@@ -322,7 +322,7 @@ def test_chunks_cover_the_runs_without_crossing_them(runs: list[Run], chunk_byte
     assert position == grid.elements == sum(run.elements for run in runs)
     assert grid.encoded_bytes == sum(chunk.encoded_bytes for chunk in grid.chunks)
     assert abs(grid.encoded_bytes - encoded_bytes(runs)) <= 8 * len(grid)
-    again = ChunkGrid(runs=messages.decode(tuple[Run, ...], messages.encode(runs)), chunk_bytes=chunk_bytes)
+    again = ChunkGrid(runs=messages.decode(tuple[CodecSpan, ...], messages.encode(runs)), chunk_bytes=chunk_bytes)
     assert again.chunks == grid.chunks
 
 
@@ -334,7 +334,7 @@ def test_chunks_of_the_common_codecs() -> None:
 
 
 def test_parts_are_consecutive_chunks() -> None:
-    grid = ChunkGrid(runs=(Run(codec=CodecSpec(name="float16"), elements=2_000_000),))
+    grid = ChunkGrid(runs=(CodecSpan(codec=CodecSpec(name="float16"), elements=2_000_000),))
     assert len(grid) == 8
     assert grid.parts([3, 0, 5]) == [range(3), range(3, 3), range(3, 8)]
     for wrong in ([3, 4], [9, -1], []):
@@ -343,8 +343,8 @@ def test_parts_are_consecutive_chunks() -> None:
 
 
 def test_small_rounds_have_small_chunks() -> None:
-    small = (Run(codec=CodecSpec(name="float16"), elements=1_000_000),)
-    large = (Run(codec=CodecSpec(name="float16"), elements=25_000_000),)
+    small = (CodecSpan(codec=CodecSpec(name="float16"), elements=1_000_000),)
+    large = (CodecSpan(codec=CodecSpec(name="float16"), elements=25_000_000),)
     megabyte = 1e6
     assert fitting_chunk_bytes(small, 8, 5 * megabyte) == 62_500
     assert fitting_chunk_bytes(small, 64, 1 * megabyte) == SMALLEST_CHUNK_BYTES
@@ -353,7 +353,7 @@ def test_small_rounds_have_small_chunks() -> None:
 
 
 def test_a_chunk_is_worth_its_message_and_no_burden_for_the_slowest_line() -> None:
-    small = (Run(codec=CodecSpec(name="float16"), elements=1_000_000),)
+    small = (CodecSpan(codec=CodecSpec(name="float16"), elements=1_000_000),)
     assert fitting_chunk_bytes(small, 8, 20e6) == 200_000
     assert fitting_chunk_bytes(small, 8, math.inf) == DEFAULT_CHUNK_BYTES
     assert fitting_chunk_bytes(small, 1, 100e3) == 50_000
@@ -363,14 +363,14 @@ def test_a_chunk_is_worth_its_message_and_no_burden_for_the_slowest_line() -> No
 def test_hostile_runs_are_refused_before_anything_is_made() -> None:
     for elements in (0, -5, MAX_ELEMENTS + 1):
         with pytest.raises(ProtocolError):
-            messages.decode(Run, messages.encode({"codec": {"name": "float16"}, "elements": elements}))
+            messages.decode(CodecSpan, messages.encode({"codec": {"name": "float16"}, "elements": elements}))
     with pytest.raises(ProtocolError):
-        messages.decode(Run, messages.encode({"codec": {"name": "zip"}, "elements": 5}))
-    enormous = Run(codec=CodecSpec(name="float32"), elements=MAX_ELEMENTS)
+        messages.decode(CodecSpan, messages.encode({"codec": {"name": "zip"}, "elements": 5}))
+    enormous = CodecSpan(codec=CodecSpec(name="float32"), elements=MAX_ELEMENTS)
     with pytest.raises(ConfigurationError, match="larger"):
         ChunkGrid(runs=(enormous,), chunk_bytes=SMALLEST_CHUNK_BYTES)
     with pytest.raises(ConfigurationError, match="runs"):
-        ChunkGrid(runs=(Run(codec=CodecSpec(name="float16"), elements=1),) * 65)
+        ChunkGrid(runs=(CodecSpan(codec=CodecSpec(name="float16"), elements=1),) * 65)
     for chunk_bytes in (0, -1, 1 << 40):
         with pytest.raises(ConfigurationError, match="bytes"):
             ChunkGrid(runs=(), chunk_bytes=chunk_bytes)

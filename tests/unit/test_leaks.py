@@ -6,13 +6,13 @@ import sys
 import threading
 from pathlib import Path
 
-from potluck.testing.leaks import Snapshot, pending_tasks
+from potluck.testing.leaks import Resources, pending_tasks
 from potluck.testing.ports import unused_tcp_port
 from potluck.testing.processes import Children
 
 
 def test_nothing_is_found_where_nothing_is_left() -> None:
-    before = Snapshot.take()
+    before = Resources.take()
     with socket.socket():
         pass
     worker = threading.Thread(target=list)
@@ -22,7 +22,7 @@ def test_nothing_is_found_where_nothing_is_left() -> None:
 
 
 def test_a_thread_and_a_socket_are_found() -> None:
-    before = Snapshot.take()
+    before = Resources.take()
     end = threading.Event()
     worker = threading.Thread(target=end.wait, name="forgotten")
     worker.start()

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from potluck.errors import ConfigurationError, PeerUnreachableError
 from potluck.link.channel.packet import Urgency
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import SendReceipt
 from potluck.link.limits import KIB, MIB, LinkConfig
-from potluck.link.line import MOVING_SECONDS, Line
+from potluck.link.line import MOVING_SECONDS, SharedLine
 from potluck.link.throttle import Throttle
 from potluck.sim.linknode import LinkNode
 from potluck.sim.memorycarrier import Conditions, MemoryNetwork
@@ -36,12 +36,12 @@ class Lab:
                 if one is not other:
                     one.table.update_peer(other.presence())
 
-    def send(self, sender: str, to: str, num_bytes: int, urgency: Urgency) -> list[Receipt]:
+    def send(self, sender: str, to: str, num_bytes: int, urgency: Urgency) -> list[SendReceipt]:
         link = self.nodes[sender].table.links[to]
         frame = memoryview(bytes(64 * KIB))
         return [link.send(b"", [frame], urgency=urgency) for _ in range(num_bytes // len(frame))]
 
-    def seconds_until(self, *sent: list[Receipt], within: float = 600.0) -> float:
+    def seconds_until(self, *sent: list[SendReceipt], within: float = 600.0) -> float:
         began = self.clock.monotonic()
         while not all(receipt.acknowledged for receipts in sent for receipt in receipts):
             assert self.clock.monotonic() - began < within, "it never ends"
@@ -49,7 +49,7 @@ class Lab:
         return self.clock.monotonic() - began
 
 
-def arrived(receipts: list[Receipt]) -> float:
+def arrived(receipts: list[SendReceipt]) -> float:
     """The share of messages that have arrived."""
     return sum(receipt.acknowledged for receipt in receipts) / len(receipts)
 
@@ -97,7 +97,7 @@ def test_streams_yield_on_the_same_link_and_without_a_cap() -> None:
 
 
 def test_bulk_that_does_not_move_leaves_the_line_to_streams() -> None:
-    line = Line(None, stream_share=SHARE)
+    line = SharedLine(None, stream_share=SHARE)
     line.bulk_waits("one", True)
     line.sent("one", 60, PACKET, Urgency.BULK, 10.0)
     line.sent("one", 60, 8 * PACKET, Urgency.STREAM, 10.0)
@@ -110,7 +110,7 @@ def test_bulk_that_does_not_move_leaves_the_line_to_streams() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from([Urgency.BULK, Urgency.STREAM]), st.integers(1, 512 * KIB)), max_size=200))
 def test_streams_never_get_far_more_than_their_share_while_bulk_moves(wanted: list[tuple[Urgency, int]]) -> None:
-    line = Line(None, stream_share=SHARE)
+    line = SharedLine(None, stream_share=SHARE)
     line.bulk_waits("one", True)
     now, passed = 0.0, {Urgency.BULK: 0, Urgency.STREAM: 0}
     line.sent("one", 0, 1, Urgency.BULK, now)

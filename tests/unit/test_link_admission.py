@@ -8,7 +8,7 @@ import pytest
 
 from potluck.errors import ProtocolError
 from potluck.link.direct import admission as limits
-from potluck.link.direct.admission import ANSWERS, Admission, Member
+from potluck.link.direct.admission import ANSWERS, Admission, KnownPeer
 from potluck.link.direct.greeting import (
     KEY_LENGTH,
     NOT_ADMITTED,
@@ -25,7 +25,7 @@ from potluck.sim.virtualclock import VirtualClock
 
 OURS = LinkKeys.generate()
 ADA = LinkKeys.generate()
-MEMBER = Member(peer="ada", session="s1", key=ADA.link_key)
+MEMBER = KnownPeer(peer="ada", session="s1", key=ADA.link_key)
 
 
 def admission(*, plain: bool = False) -> Admission:
@@ -170,8 +170,8 @@ def test_a_probe_gets_in_for_a_while() -> None:
 def test_one_key_belongs_to_one_peer() -> None:
     desk = admission()
     desk.admit(MEMBER)
-    assert not desk.admit(Member(peer="eve", session="s1", key=ADA.link_key))
-    assert not desk.admit(Member(peer="eve", session="s1", key="x"))
+    assert not desk.admit(KnownPeer(peer="eve", session="s1", key=ADA.link_key))
+    assert not desk.admit(KnownPeer(peer="eve", session="s1", key="x"))
     assert desk.counts == {"unusable_keys": 2}
     assert desk.member(ADA.link_key) == MEMBER
 

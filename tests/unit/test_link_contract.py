@@ -31,7 +31,7 @@ from potluck.hub.subjects import Subjects
 from potluck.link.direct.carrier import DirectCarrier, DirectConfig
 from potluck.link.direct.greeting import LinkKeys
 from potluck.link.limits import KIB, MIB, STREAM_ITEM_BYTES, LinkConfig
-from potluck.link.links import Incoming, Links, Receipt, Stream
+from potluck.link.links import Incoming, Links, SendReceipt, Stream
 from potluck.link.relay.carrier import RelayCarrier
 from potluck.messages import Message
 from potluck.sim.memorycarrier import MemoryCarrier, MemoryNetwork
@@ -917,7 +917,7 @@ async def test_messages_to_oneself_are_bounded_and_belong_to_the_handler_until_i
         await gate.wait()
 
     ann.links.handle(Note, slow)
-    receipts: list[Receipt] = []
+    receipts: list[SendReceipt] = []
 
     async def send_one(_: int) -> None:
         receipts.append(await ann.links.send("ann", Note(), [bytes(4 * MIB)], timeout_seconds=0.05))

@@ -29,8 +29,8 @@ from potluck.link.channel.packet import (
     encode_manifest,
     session_tag,
 )
-from potluck.link.channel.receipt import Receipt
-from potluck.link.envelope import Envelope, Role, encode_envelope
+from potluck.link.channel.sendreceipt import SendReceipt
+from potluck.link.envelope import Envelope, MessageRole, encode_envelope
 from potluck.link.limits import INITIAL_CREDIT_BYTES, KIB, MIB, LinkConfig
 from potluck.link.links import Links, Stream
 from potluck.messages import Message, encode
@@ -57,7 +57,7 @@ class World:
 
     seed: int
     clock: VirtualClock = field(default_factory=VirtualClock)
-    sent: list[tuple[bytes, Receipt]] = field(default_factory=list)
+    sent: list[tuple[bytes, SendReceipt]] = field(default_factory=list)
     next_index: dict[tuple[str, str, bool], int] = field(default_factory=lambda: defaultdict(int))
 
     def __post_init__(self) -> None:
@@ -484,10 +484,10 @@ async def victim() -> AsyncIterator[Links]:
 @pytest.mark.parametrize(
     "envelope",
     [
-        Envelope(role=Role.OPEN, kind="unheard of", number=1),
-        Envelope(role=Role.OPEN, kind="known", number=1, body=b"\xc1"),
-        Envelope(role=Role.REQUEST, kind="unheard of", number=1, seconds=60.0),
-        Envelope(role=Role.REQUEST, kind="known", number=1, seconds=60.0, body=b"\x80"),
+        Envelope(role=MessageRole.OPEN, kind="unheard of", number=1),
+        Envelope(role=MessageRole.OPEN, kind="known", number=1, body=b"\xc1"),
+        Envelope(role=MessageRole.REQUEST, kind="unheard of", number=1, seconds=60.0),
+        Envelope(role=MessageRole.REQUEST, kind="known", number=1, seconds=60.0, body=b"\x80"),
     ],
 )
 async def test_answers_that_nobody_takes_do_not_pile_up(victim: Links, envelope: Envelope) -> None:
@@ -526,7 +526,7 @@ async def test_envelopes_that_do_not_decode_are_counted(victim: Links, body: byt
     mallory = Mallory(victim)
     await mallory.send(body)
     assert victim.statistics().total.malformed == 1
-    await mallory.send(encode_envelope(Envelope(role=Role.MESSAGE, kind="known", body=encode(Known()))))
+    await mallory.send(encode_envelope(Envelope(role=MessageRole.MESSAGE, kind="known", body=encode(Known()))))
     assert len(seen) == 1
 
 
@@ -535,7 +535,7 @@ async def test_envelopes_that_do_not_decode_are_counted(victim: Links, body: byt
     envelopes=st.lists(
         st.builds(
             Envelope,
-            role=st.sampled_from(Role),
+            role=st.sampled_from(MessageRole),
             kind=st.sampled_from(("known", "", "unheard of")),
             number=st.integers(0, 3) | st.integers(0, 2**63),
             body=st.sampled_from((b"", encode(Known()), b"\xc1")),

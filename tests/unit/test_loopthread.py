@@ -15,7 +15,7 @@ import pytest
 from trainlab import train_lab
 
 from potluck.errors import BannedError, ConfigurationError
-from potluck.run.calls import Outcome
+from potluck.run.calls import ThreadResult
 from potluck.run.joined import Joined, join
 from potluck.run.loopthread import SWITCH_SECONDS, LoopThread, RunningLoop
 
@@ -91,14 +91,14 @@ def test_ctrl_c_ends_the_work_on_the_loop_and_goes_on_here_whenever_it_comes(wai
 
 def test_ctrl_c_while_waiting_for_a_thread_does_not_hold_it_up() -> None:
     for _ in range(100):
-        outcome, waiting = Outcome[int](), threading.Event()
+        outcome, waiting = ThreadResult[int](), threading.Event()
 
-        def work(outcome: Outcome[int] = outcome, waiting: threading.Event = waiting) -> None:
+        def work(outcome: ThreadResult[int] = outcome, waiting: threading.Event = waiting) -> None:
             waiting.wait(10)
             os.kill(os.getpid(), signal.SIGINT)
             outcome.settle(3)
 
-        def wait(outcome: Outcome[int] = outcome, waiting: threading.Event = waiting) -> None:
+        def wait(outcome: ThreadResult[int] = outcome, waiting: threading.Event = waiting) -> None:
             waiting.set()
             outcome.wait()
             threading.Event().wait(10)  # the outcome came first: the signal meets us here
@@ -114,7 +114,7 @@ def test_ctrl_c_while_waiting_for_a_thread_does_not_hold_it_up() -> None:
 
 
 def test_what_does_not_come_in_time_is_not_waited_for() -> None:
-    outcome = Outcome[int]()
+    outcome = ThreadResult[int]()
     assert not outcome.wait(0)
     assert not outcome.wait(0.01)
     outcome.settle(error=ValueError("on purpose"))

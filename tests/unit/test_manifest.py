@@ -18,18 +18,18 @@ from potluck.optim.options import OptimizerConfig
 from potluck.recipes.reference import RecipeRef
 from potluck.sim.memoryhub import MemoryHub
 from potluck.testing.polling import poll_until
-from potluck.training.manifest import notice
+from potluck.training.manifest import noticeboard
 from potluck.training.manifest.manifest import (
     MAX_HISTORY,
-    DiLoCo,
-    Exchange,
+    DiLoCoSettings,
+    ExchangeSettings,
     Manifest,
     OptimizerSpec,
     ScheduleSpec,
     Settings,
-    Sync,
+    SyncSettings,
 )
-from potluck.training.manifest.notice import NoticeBoard, SignedManifest
+from potluck.training.manifest.noticeboard import NoticeBoard, SignedManifest
 from potluck.training.manifest.runfile import manifest_of, read_run_file
 from potluck.training.manifest.skeleton import files_of_a_run
 from potluck.training.trainer.optimizers import coordinating, gathering, learning_rate
@@ -92,13 +92,13 @@ def test_what_was_done_is_written_down_and_the_oldest_forgotten() -> None:
     assert found.revision == MAX_HISTORY + 4
     assert [change.revision for change in found.history] == list(range(5, MAX_HISTORY + 5))
     assert len(found.history[-1].by) == 300
-    assert notice.read(notice.sign(found, ORGANISER), RUN)[0] == found
+    assert noticeboard.read(noticeboard.sign(found, ORGANISER), RUN)[0] == found
 
 
 def test_a_manifest_that_nobody_would_read_is_not_signed() -> None:
     planned = manifest(*(Settings(from_epoch=each, end_epoch=each + 1) for each in range(200)))
     with pytest.raises(ConfigurationError, match="plan fewer"):
-        notice.sign(planned, ORGANISER)
+        noticeboard.sign(planned, ORGANISER)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_manifest_that_nobody_would_read_is_not_signed() -> None:
 )
 def test_a_manifest_that_nobody_could_read_is_not_signed(wrong: Manifest) -> None:
     with pytest.raises(ConfigurationError, match="Choose other values"):
-        notice.sign(wrong, ORGANISER)
+        noticeboard.sign(wrong, ORGANISER)
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_a_manifest_that_nobody_could_read_is_not_signed(wrong: Manifest) -> Non
     [
         (Settings(from_epoch=3), Settings(from_epoch=3)),
         (Settings(from_epoch=4), Settings(from_epoch=3)),
-        (Settings(), Settings(from_epoch=3, training=DiLoCo())),
-        (Settings(training=DiLoCo()), Settings(from_epoch=3, training=DiLoCo(inner_steps=7))),
-        (Settings(), Settings(from_epoch=3, training=Sync(delay_averaging=True))),
+        (Settings(), Settings(from_epoch=3, training=DiLoCoSettings())),
+        (Settings(training=DiLoCoSettings()), Settings(from_epoch=3, training=DiLoCoSettings(inner_steps=7))),
+        (Settings(), Settings(from_epoch=3, training=SyncSettings(delay_averaging=True))),
         (Settings(), Settings(from_epoch=3, optimizer=OptimizerSpec(name="sgd"))),
         (Settings(), Settings(from_epoch=3, optimizer=OptimizerSpec(max_grad_norm=7.0))),
     ],
@@ -133,18 +133,18 @@ def test_settings_that_a_run_cannot_follow(settings: tuple[Settings, ...]) -> No
 
 
 def test_the_target_batch_may_change() -> None:
-    found = manifest(Settings(), Settings(from_epoch=3, training=Sync(target_batch_size=999)))
-    assert found.at(3).training == Sync(target_batch_size=999)
+    found = manifest(Settings(), Settings(from_epoch=3, training=SyncSettings(target_batch_size=999)))
+    assert found.at(3).training == SyncSettings(target_batch_size=999)
 
 
 @pytest.mark.parametrize("values", [{"codec": "float17"}, {"aggregator": "mode"}])
 def test_what_the_exchange_does_not_know(values: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError, match=r"choose|there is no"):
-        Exchange(**values)
+        ExchangeSettings(**values)
 
 
 def test_whoever_coordinates_plans_as_the_manifest_says() -> None:
-    found = manifest(exchange=Exchange(aggregator="median", reducers="trusted"))
+    found = manifest(exchange=ExchangeSettings(aggregator="median", reducers="trusted"))
     gather = coordinating(found).gather
     assert (gather.aggregator.name, gather.trusted_reducers) == ("median", True)
     assert OptimizerConfig(target_batch_size=8, gather=gathering(found)).coordinator().gather == gather
@@ -279,8 +279,12 @@ def test_stages_are_planned_in_run_toml(tmp_path: Path) -> None:
     assert [entry.from_epoch for entry in found.settings] == [0, 100, 200]
     assert [entry.data for entry in found.settings] == [{"context": 16}, {"context": 32}, {"context": 0}]
     assert [entry.optimizer.learning_rate for entry in found.settings] == [3e-4, 1e-4, 1e-4]
-    assert [entry.training for entry in found.settings] == [Sync(), Sync(), Sync(target_batch_size=999)]
-    assert notice.read(notice.sign(found, ORGANISER), RUN)[0] == found
+    assert [entry.training for entry in found.settings] == [
+        SyncSettings(),
+        SyncSettings(),
+        SyncSettings(target_batch_size=999),
+    ]
+    assert noticeboard.read(noticeboard.sign(found, ORGANISER), RUN)[0] == found
 
 
 @pytest.mark.parametrize("recipe", ["own", "digits", "stdlib-lm"])
@@ -304,27 +308,27 @@ def test_a_run_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_signed_manifest_is_read_again() -> None:
-    assert notice.read(notice.sign(manifest(), ORGANISER), RUN) == (manifest(), ORGANISER.public_key)
+    assert noticeboard.read(noticeboard.sign(manifest(), ORGANISER), RUN) == (manifest(), ORGANISER.public_key)
 
 
 @pytest.mark.parametrize("field", ["body", "organiser", "signature"])
 def test_a_changed_manifest_is_refused(field: str) -> None:
-    signed = decode(SignedManifest, notice.sign(manifest(), ORGANISER))
-    others = decode(SignedManifest, notice.sign(manifest(seed=1), Signer(new_seed("user"))))
+    signed = decode(SignedManifest, noticeboard.sign(manifest(), ORGANISER))
+    others = decode(SignedManifest, noticeboard.sign(manifest(seed=1), Signer(new_seed("user"))))
     forged = msgspec.structs.replace(signed, **{field: getattr(others, field)})
     with pytest.raises(ProtocolError):
-        notice.read(encode(forged), RUN)
+        noticeboard.read(encode(forged), RUN)
 
 
 def test_a_manifest_of_another_run_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        notice.read(notice.sign(manifest(), ORGANISER), "brewery")
+        noticeboard.read(noticeboard.sign(manifest(), ORGANISER), "brewery")
 
 
 @given(st.binary(max_size=300))
 def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        notice.read(data, RUN)
+        noticeboard.read(data, RUN)
 
 
 # In the hub
@@ -340,15 +344,15 @@ async def test_the_board_follows_newer_manifests_of_the_same_organiser() -> None
         await board.first(0.01)
     first = manifest()
     second = first.amended(paused, from_epoch=4, epoch=2).recorded("paused", by="Ada", at=0.0, from_epoch=4)
-    await store.put(MANIFEST_KEY, notice.sign(first, ORGANISER))
+    await store.put(MANIFEST_KEY, noticeboard.sign(first, ORGANISER))
     assert await board.first(1.0) == first
-    await store.put(MANIFEST_KEY, notice.sign(second, Signer(new_seed("user"))))
+    await store.put(MANIFEST_KEY, noticeboard.sign(second, Signer(new_seed("user"))))
     await store.put(MANIFEST_KEY, b"scribble")
-    await store.put("other", notice.sign(second, ORGANISER))
+    await store.put("other", noticeboard.sign(second, ORGANISER))
     await poll_until(lambda: board.bad_manifests == 2, 10.0, "two that are passed over")
     assert board.manifest == first
-    await store.put(MANIFEST_KEY, notice.sign(second, ORGANISER))
-    await store.put(MANIFEST_KEY, notice.sign(first, ORGANISER))
+    await store.put(MANIFEST_KEY, noticeboard.sign(second, ORGANISER))
+    await store.put(MANIFEST_KEY, noticeboard.sign(first, ORGANISER))
     await store.put(MANIFEST_KEY, b"scribble")
     await poll_until(lambda: board.bad_manifests == 3, 10.0, "all changes")
     assert board.manifest == second

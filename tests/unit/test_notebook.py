@@ -18,7 +18,7 @@ from potluck.optim.progress.tracker import RunProgress
 from potluck.recipes.reference import RecipeRef
 from potluck.run.joined import Joined
 from potluck.testing.polling import poll_until_sync
-from potluck.training.manifest.manifest import Manifest, Settings, Sync
+from potluck.training.manifest.manifest import Manifest, Settings, SyncSettings
 from potluck.training.trainer.trainer import TrainConfig, TrainProgress
 
 
@@ -81,7 +81,7 @@ def stop_cell(monkeypatch: pytest.MonkeyPatch, is_time: Callable[[Picture], bool
     manifest = Manifest(
         run="test",
         recipe=RecipeRef(name="digits"),
-        settings=(Settings(training=Sync(target_batch_size=1 << 30)),),
+        settings=(Settings(training=SyncSettings(target_batch_size=1 << 30)),),
     )
     board: Any = SimpleNamespace(manifest=manifest)
     screen = Pages()

@@ -31,10 +31,10 @@ from potluck.optim.methods.decoupled import Demo
 from potluck.optim.methods.powersgd import PowerSGD
 from potluck.optim.optimizer import Optimizer
 from potluck.optim.options import OptimizerConfig
-from potluck.optim.progress.keeper import ProgressKeeper
+from potluck.optim.progress.progresskeeper import ProgressKeeper
 from potluck.round.codecs import CodecChoice, CodecSpec
 from potluck.round.coordinator.coordinator import CoordinatorConfig
-from potluck.round.coordinator.director import Patience
+from potluck.round.coordinator.director import DirectorTimeouts
 from potluck.round.coordinator.trigger import Quorum
 from potluck.round.plan.messages import Commit
 from potluck.testing.polling import poll_until, poll_until_sync
@@ -58,7 +58,7 @@ class Patient(OptimizerConfig):
     """
 
     def coordinator(self) -> CoordinatorConfig:
-        patience = Patience(silent_seconds=90.0, stalled_seconds=90.0, straggler_seconds=90.0)
+        patience = DirectorTimeouts(silent_seconds=90.0, stalled_seconds=90.0, straggler_seconds=90.0)
         return CoordinatorConfig(trigger=Quorum(grace_seconds=90.0), patience=patience)
 
 

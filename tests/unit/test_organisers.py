@@ -20,10 +20,10 @@ from potluck.sim.memoryhub import MemoryHub
 from potluck.sim.memoryrun import MemoryRun
 from potluck.sim.virtualloop import LoopClock, in_virtual_time
 from potluck.testing.polling import poll_until
-from potluck.training.manifest import notice
+from potluck.training.manifest import noticeboard
 from potluck.training.manifest.manifest import Manifest
-from potluck.training.manifest.notice import NoticeBoard
-from potluck.training.trainer.helping import AuxiliaryWork
+from potluck.training.manifest.noticeboard import NoticeBoard
+from potluck.training.trainer.auxiliarywork import AuxiliaryWork
 
 ADA, MALLORY = Signer(new_seed("user")), Signer(new_seed("user"))
 LINK = JoinLink(host="hub.example.org", port=4222, run="bakery", ca_hash="a" * 32)
@@ -57,7 +57,7 @@ async def test_a_manifest_of_somebody_else_is_an_error_and_not_waited_out(tmp_pa
     hub = MemoryHub()
     store, run = hub.connect("guard").store("manifest"), hub.subjects.run
     manifest = Manifest(run=run, recipe=RecipeRef(name="digits"))
-    await store.put(MANIFEST_KEY, notice.sign(manifest, MALLORY))
+    await store.put(MANIFEST_KEY, noticeboard.sign(manifest, MALLORY))
     link = replace(LINK, run=run, organiser_hash=organiser_hash(ADA.public_key))
     known = KnownOrganisers(tmp_path / "known.json")
     board = NoticeBoard(hub.connect("ada"), run, lambda organiser: known.check(link, organiser))
@@ -66,7 +66,7 @@ async def test_a_manifest_of_somebody_else_is_an_error_and_not_waited_out(tmp_pa
         await board.first(10.0)
     with pytest.raises(ConfigurationError, match="posing"):
         board.check()
-    await store.put(MANIFEST_KEY, notice.sign(manifest, ADA))
+    await store.put(MANIFEST_KEY, noticeboard.sign(manifest, ADA))
     await poll_until(lambda: board.manifest == manifest, 10.0, "the organiser's own")
     board.check()
     await board.close()
@@ -94,7 +94,7 @@ async def test_an_aux_peer_does_not_help_whoever_poses_as_the_organiser() -> Non
     run = MemoryRun(clock=LoopClock())
     await run.open()
     manifest = Manifest(run=run.hub.subjects.run, recipe=RecipeRef(name="digits"))
-    await run.hub.connect("GUARD").store("manifest").put(MANIFEST_KEY, notice.sign(manifest, MALLORY))
+    await run.hub.connect("GUARD").store("manifest").put(MANIFEST_KEY, noticeboard.sign(manifest, MALLORY))
     alan = await run.join("Alan", role="aux")
     alan.session.check_organiser = check
     with pytest.raises(ConfigurationError, match="posing"):

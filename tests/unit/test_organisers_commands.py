@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from potluck.cli import console, members, run
-from potluck.cli.demo import command, ending
+from potluck.cli.demo import command, summary
 from potluck.cli.main import app
 from potluck.cli.monitor import Screen, picture
 from potluck.errors import ConfigurationError
@@ -87,7 +87,7 @@ def test_a_broken_promise_is_an_exit_code(ok: bool, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(command, "_perform", perform)
     monkeypatch.setattr(console, "run", asyncio.run)  # the fastest loop leaves a pipe in the process, for good
-    monkeypatch.setattr(ending, "as_json", lambda outcome: {"ok": outcome.ok})
+    monkeypatch.setattr(summary, "as_json", lambda outcome: {"ok": outcome.ok})
     result = CliRunner().invoke(app, ["demo", "--folder", str(tmp_path), "--json"])
     assert (result.exit_code, json.loads(result.output)) == (0 if ok else 1, {"ok": ok})
 

@@ -17,7 +17,7 @@ from potluck.optim.methods.delayed import DelayedNesterov
 from potluck.optim.methods.dylu import fast_rate, inner_steps
 from potluck.optim.methods.outer import Nesterov, OuterOptimizer, OuterSGD
 from potluck.optim.methods.quorum import LONGEST_GRACE_SECONDS, AdaptiveGrace, AdaptiveQuorum, ByMost, token_weight
-from potluck.optim.methods.streaming import Schedule, layer_of, mix, split
+from potluck.optim.methods.streaming import FragmentSchedule, layer_of, mix, split
 from potluck.round.coordinator.trigger import Quorum, ReadySender
 from potluck.round.plan.messages import Ready
 from potluck.round.plan.specs import StartSpec
@@ -136,7 +136,7 @@ def test_slow_peers_take_fewer_inner_steps(speed: float, fastest: float, expecte
 
 
 def test_the_schedule_of_the_paper() -> None:
-    schedule = Schedule(inner_steps=12, num_fragments=4)
+    schedule = FragmentSchedule(inner_steps=12, num_fragments=4)
     synced = {t: schedule.fragment_at(t) for t in range(25) if schedule.fragment_at(t) is not None}
     assert synced == {3: 1, 6: 2, 9: 3, 12: 0, 15: 1, 18: 2, 21: 3, 24: 0}
     assert [schedule.fragment_of_epoch(epoch) for epoch in range(1, 9)] == list(synced.values())
@@ -144,7 +144,7 @@ def test_the_schedule_of_the_paper() -> None:
 
 @given(st.integers(1, 300), st.integers(1, 12))
 def test_every_fragment_has_its_turn(inner: int, num_fragments: int) -> None:
-    schedule = Schedule(inner_steps=inner, num_fragments=num_fragments)
+    schedule = FragmentSchedule(inner_steps=inner, num_fragments=num_fragments)
     every = schedule.steps_per_round
     turns = [schedule.fragment_at(every * epoch) for epoch in range(1, num_fragments + 1)]
     assert sorted(turns) == list(range(num_fragments))  # type: ignore[type-var]
@@ -153,7 +153,7 @@ def test_every_fragment_has_its_turn(inner: int, num_fragments: int) -> None:
 
 
 def test_one_fragment_is_diloco() -> None:
-    schedule = Schedule(inner_steps=7)
+    schedule = FragmentSchedule(inner_steps=7)
     assert [t for t in range(30) if schedule.fragment_at(t) is not None] == [7, 14, 21, 28]
 
 
@@ -183,7 +183,7 @@ def test_mixing_keeps_or_takes() -> None:
 )
 def test_schedules_that_cannot_be(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigurationError):
-        Schedule(**{"inner_steps": 12, "num_fragments": 2, **wrong})  # type: ignore[arg-type]
+        FragmentSchedule(**{"inner_steps": 12, "num_fragments": 2, **wrong})  # type: ignore[arg-type]
 
 
 # Quorum

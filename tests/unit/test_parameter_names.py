@@ -11,7 +11,7 @@ from torch import nn
 from potluck.errors import ConfigurationError
 from potluck.optim.method import Method
 from potluck.optim.methods.outer import Nesterov
-from potluck.optim.methods.streaming import Schedule
+from potluck.optim.methods.streaming import FragmentSchedule
 from potluck.optim.modelstate import ModelState
 from potluck.optim.outerloop import OuterLoop
 from potluck.optim.parameters import MAX_ORDERED, in_order, is_named, order_of
@@ -36,7 +36,7 @@ def sync(state: ModelState) -> TargetBatch:
 
 
 def diloco(state: ModelState) -> OuterLoop:
-    return OuterLoop(state, Nesterov(), Schedule(inner_steps=2, num_fragments=2))
+    return OuterLoop(state, Nesterov(), FragmentSchedule(inner_steps=2, num_fragments=2))
 
 
 def method_of(make: Any, model: nn.Module, *, named: bool, offload: bool = False, **options: Any) -> Any:

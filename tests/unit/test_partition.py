@@ -16,7 +16,7 @@ from potluck.errors import ConfigurationError, RetryableError
 from potluck.round.plan.partition import Partition, PartitionConfig, partition, round_shares
 from potluck.round.plan.shares import (
     FASTEST_BYTES_PER_SECOND,
-    Member,
+    MemberCapacity,
     RoundModel,
     known_speeds,
     levelled,
@@ -28,14 +28,14 @@ MB = 1_000_000
 FREE = PartitionConfig(smallest_share_bytes=0, seconds_per_link=0.0)
 
 
-def member(kind: str, up: float | None, down: float | None, peer: str = "p") -> Member:
+def member(kind: str, up: float | None, down: float | None, peer: str = "p") -> MemberCapacity:
     sends, reduces, receives = {
         "full": (True, True, True),
         "client": (True, False, True),
         "aux": (False, True, True),
         "helper": (False, True, False),  # an aux peer that does not want the averages
     }[kind]
-    return Member(
+    return MemberCapacity(
         peer=peer,
         sends=sends,
         reduces=reduces,
@@ -45,7 +45,7 @@ def member(kind: str, up: float | None, down: float | None, peer: str = "p") -> 
     )
 
 
-def traffic(members: list[Member], shares: list[float]) -> list[tuple[float, float]]:
+def traffic(members: list[MemberCapacity], shares: list[float]) -> list[tuple[float, float]]:
     """Bytes up and down of each member, counted message by message, for a contribution of one byte."""
     up, down = [0.0] * len(members), [0.0] * len(members)
     for reducer, share in enumerate(shares):
@@ -61,14 +61,14 @@ def traffic(members: list[Member], shares: list[float]) -> list[tuple[float, flo
     return list(zip(up, down, strict=True))
 
 
-def seconds(members: list[Member], shares: list[float]) -> float:
+def seconds(members: list[MemberCapacity], shares: list[float]) -> float:
     return max(
         max(up / float(m.upload_bytes_per_second or 0), down / float(m.download_bytes_per_second or 0))
         for m, (up, down) in zip(members, traffic(members, shares), strict=True)
     )
 
 
-def highs(members: list[Member]) -> float:
+def highs(members: list[MemberCapacity]) -> float:
     """The optimum of the linear program in (w, t), built from the message-by-message count."""
     n = len(members)
     zero, units = traffic(members, [0.0] * n), [traffic(members, [float(i == j) for i in range(n)]) for j in range(n)]
@@ -92,7 +92,7 @@ kinds = st.sampled_from(["full", "full", "client", "aux", "helper"])
 
 
 @st.composite
-def groups(draw: st.DrawFn, largest: int = 12) -> list[Member]:
+def groups(draw: st.DrawFn, largest: int = 12) -> list[MemberCapacity]:
     members = [
         member(kind, up, down, f"p{i}")
         for i, (kind, up, down) in enumerate(
@@ -109,7 +109,7 @@ def groups(draw: st.DrawFn, largest: int = 12) -> list[Member]:
 @settings(max_examples=400)
 @given(members=groups())
 @example([member("client", MB, MB), member("client", MB, MB), member("aux", 2 * MB, 1.75 * MB)])
-def test_the_time_is_the_optimum_of_the_linear_program(members: list[Member]) -> None:
+def test_the_time_is_the_optimum_of_the_linear_program(members: list[MemberCapacity]) -> None:
     model = RoundModel(members, contribution_bytes=1)
     reducers = np.array([m.reduces for m in members])
     best = highs(members)
@@ -126,7 +126,7 @@ def test_the_time_is_the_optimum_of_the_linear_program(members: list[Member]) ->
 
 @settings(max_examples=200)
 @given(members=groups(), data=st.data())
-def test_the_model_counts_every_message(members: list[Member], data: st.DataObject) -> None:
+def test_the_model_counts_every_message(members: list[MemberCapacity], data: st.DataObject) -> None:
     raw = data.draw(st.lists(st.floats(0.01, 1.0), min_size=len(members), max_size=len(members)))
     shares = [value / sum(raw) for value in raw]
     modelled = RoundModel(members, contribution_bytes=1).seconds(np.array(shares))
@@ -137,7 +137,7 @@ def test_the_model_counts_every_message(members: list[Member], data: st.DataObje
 
 @settings(max_examples=40)
 @given(members=groups(largest=3))
-def test_no_brute_force_grid_is_better(members: list[Member]) -> None:
+def test_no_brute_force_grid_is_better(members: list[MemberCapacity]) -> None:
     members = members[:4]
     if not any(m.sends for m in members) or not any(m.reduces for m in members):
         return
@@ -153,13 +153,13 @@ def test_no_brute_force_grid_is_better(members: list[Member]) -> None:
     assert ours <= best * (1 + 1e-9) + 1e-12
 
 
-def reducers_of(members: list[Member]) -> np.ndarray:
+def reducers_of(members: list[MemberCapacity]) -> np.ndarray:
     return np.array([m.reduces for m in members])
 
 
 @settings(max_examples=300)
 @given(members=groups(), size=st.integers(10**6, 10**9), per_link=st.sampled_from([0.0, 0.001, 0.1]))
-def test_never_worse_than_equal_shares(members: list[Member], size: int, per_link: float) -> None:
+def test_never_worse_than_equal_shares(members: list[MemberCapacity], size: int, per_link: float) -> None:
     config = PartitionConfig(smallest_share_bytes=0, seconds_per_link=per_link)
     result = partition(members, contribution_bytes=size, num_chunks=1000, config=config)
     num_eligible = sum(m.reduces for m in members)
@@ -314,7 +314,7 @@ def test_whole_chunks_add_up_and_stay_close_to_the_shares(shares: list[float], n
 
 @settings(max_examples=100)
 @given(members=groups(), size=st.integers(0, 10**9), num_chunks=st.integers(0, 2000))
-def test_any_group_gets_a_whole_partition(members: list[Member], size: int, num_chunks: int) -> None:
+def test_any_group_gets_a_whole_partition(members: list[MemberCapacity], size: int, num_chunks: int) -> None:
     result = partition(members, contribution_bytes=size, num_chunks=num_chunks)
     assert sum(result.num_chunks) == num_chunks
     assert (
@@ -326,7 +326,7 @@ def test_any_group_gets_a_whole_partition(members: list[Member], size: int, num_
 
 def test_wrong_members_and_configurations_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="receive"):
-        Member(peer="x", sends=True, receives=False)
+        MemberCapacity(peer="x", sends=True, receives=False)
     for wrong in (
         {"smallest_share_bytes": -1},
         {"seconds_per_link": -0.1},

@@ -15,8 +15,8 @@ from potluck.errors import ConfigurationError
 from potluck.hub.presence import Beacon
 from potluck.messages import encode
 from potluck.optim.collaboration import Collaboration
-from potluck.optim.progress.keeper import TOPIC
 from potluck.optim.progress.pace import Pace, is_worth_another_step, patience_seconds
+from potluck.optim.progress.progresskeeper import TOPIC
 from potluck.optim.progress.tracker import (
     FOLLOW_SECONDS,
     FORGET_SECONDS,

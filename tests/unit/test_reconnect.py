@@ -6,7 +6,7 @@ import pytest
 
 from potluck.errors import CertificateError, ConfigurationError, HubUnavailableError
 from potluck.hub.nats.connection import ConnectionConfig
-from potluck.hub.nats.keeper import KeeperConfig
+from potluck.hub.nats.linkkeeper import KeeperConfig
 from potluck.hub.nats.reconnect import MAX_LEARNT, Absence, Backoff, ServerPool
 
 A, B, C = "tls://a:4222", "tls://b:4222", "tls://c:4222"

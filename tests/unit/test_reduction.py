@@ -13,14 +13,14 @@ from potluck.round.aggregators import AggregatorSpec, aggregator_for
 from potluck.round.audit.merkle import NOTHING, is_under
 from potluck.round.audit.seals import Notary, Sealer, sealed_hash
 from potluck.round.codecs import CODEC_NAMES, CodecChoice, CodecSpec
-from potluck.round.member.held import hash_of
+from potluck.round.member.heldaverages import hash_of
 from potluck.round.member.lane import Letter
 from potluck.round.member.reduction import Own, encode_values, reduce_chunk
 from potluck.round.member.tensorwork import SealedWork
 from potluck.round.plan.chunks import Chunk, ChunkGrid
 from potluck.round.plan.layout import FlatTensors, Layout
 from potluck.round.plan.messages import RoundKey
-from potluck.round.plan.specs import Run
+from potluck.round.plan.specs import CodecSpan
 
 MEAN = aggregator_for(AggregatorSpec())
 ELEMENTS = 3000
@@ -33,7 +33,7 @@ def tensors_of(seed: int, codec: str = "float16") -> FlatTensors:
 
 
 def chunk_of(codec: str) -> Chunk:
-    [chunk] = ChunkGrid(runs=[Run(codec=CodecSpec(name=codec), elements=ELEMENTS)]).chunks
+    [chunk] = ChunkGrid(runs=[CodecSpan(codec=CodecSpec(name=codec), elements=ELEMENTS)]).chunks
     return chunk
 
 

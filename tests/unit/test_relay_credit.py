@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigurationError
-from potluck.link.relay.credit import KIB, MIB, RESERVE_BYTES, Allowance, CreditConfig, InboundBudget
+from potluck.link.relay.credit import KIB, MIB, RESERVE_BYTES, CreditConfig, InboundBudget, SendCredit
 
 PACKET_BYTES = 512 * KIB
 CONFIG = CreditConfig()
@@ -25,7 +25,7 @@ class Sender:
         self.to_sender: deque[tuple[int, int]] = deque()
         self.to_receiver: deque[tuple[str, int, int, int]] = deque()
         self.account = budget.open(lambda limit, serial: self.to_sender.append((limit, serial)), clock[0])
-        self.allowance = Allowance(limit_bytes=self.account.limit_bytes, base_bytes=self.account.limit_bytes)
+        self.allowance = SendCredit(limit_bytes=self.account.limit_bytes, base_bytes=self.account.limit_bytes)
         self.num_arrived = 0
 
     @property

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roundworld import KEY, World, make_plan
 
 from potluck.round.coordinator.commitment import make_commit
-from potluck.round.coordinator.director import Director, Finish, GiveUp, Patience
+from potluck.round.coordinator.director import Director, DirectorTimeouts, Finish, GiveUp
 from potluck.round.coordinator.reach import Reach
 from potluck.round.member.exchange import Exchange, SendContribution
 from potluck.round.plan.messages import Part, Participant, Plan, Report, bitmap, from_bitmap
@@ -147,13 +147,13 @@ def test_no_other_reducers_would_lose_fewer(pairs: set[tuple[int, int]], candida
 
 
 def test_an_older_report_that_comes_late_changes_nothing() -> None:
-    director = Director(make_plan(2, 1, 1), Patience(), 0.0)
+    director = Director(make_plan(2, 1, 1), DirectorTimeouts(), 0.0)
     director.report_arrived(0, Report(key=KEY, number=1, revision=0, held=b"\x01", digest="d"), 0.1)
     [finish] = [
         *director.report_arrived(1, Report(key=KEY, number=2, revision=0, held=b"\x01", digest="d"), 0.2),
     ]
     assert isinstance(finish, Finish)
-    director = Director(make_plan(2, 1, 1), Patience(), 0.0)
+    director = Director(make_plan(2, 1, 1), DirectorTimeouts(), 0.0)
     director.report_arrived(1, Report(key=KEY, number=2, revision=0, held=b"\x01", digest="d"), 0.1)
     director.report_arrived(1, Report(key=KEY, number=1, revision=0), 0.2)  # over a link that works again
     [finish] = director.report_arrived(0, Report(key=KEY, number=1, revision=0, held=b"\x01", digest="d"), 0.3)
@@ -170,7 +170,7 @@ def test_a_frozen_reducer_is_replaced() -> None:
 
 
 def test_silence_counts_only_while_the_coordinator_itself_was_listening() -> None:
-    director = Director(make_plan(3, 3, 1), Patience(), 0.0)
+    director = Director(make_plan(3, 3, 1), DirectorTimeouts(), 0.0)
 
     def heard(*members: int, at: float) -> None:
         for index in members:
@@ -188,7 +188,7 @@ def test_silence_counts_only_while_the_coordinator_itself_was_listening() -> Non
 
 def test_a_member_with_another_digest_is_left_out() -> None:
     plan = make_plan(3, 1, 1)
-    director = Director(plan, Patience(), 0.0)
+    director = Director(plan, DirectorTimeouts(), 0.0)
     decisions: list[Any] = []
     for index, digest in enumerate(["right", "wrong", "right"]):
         decisions += director.report_arrived(index, Report(key=KEY, revision=0, held=b"\x01", digest=digest), 0.1)
@@ -207,7 +207,7 @@ def test_when_only_clients_are_left_the_round_says_so() -> None:
 
 
 def test_the_deadline_names_the_peers_and_what_is_missing() -> None:
-    director = Director(make_plan(2, 2, 1), Patience(), 0.0)
+    director = Director(make_plan(2, 2, 1), DirectorTimeouts(), 0.0)
     director.report_arrived(0, Report(key=KEY, revision=0, waiting_for=(1,), missing_from=(1,)), 0.1)
     [give_up] = director.expired()
     assert "averages are missing at peer0, peer1; waited for peer1" in give_up.reason

@@ -21,7 +21,7 @@ from potluck.round.member import roundwork as module
 from potluck.round.member.incoming import EARLY_SECONDS, IncomingFrames
 from potluck.round.member.roundwork import LEAST_AHEAD_CHUNKS, RoundWork
 from potluck.round.member.tensorwork import TensorWork
-from potluck.round.plan.chunks import Run
+from potluck.round.plan.chunks import CodecSpan
 from potluck.round.plan.messages import Average, Contribution, Part, Plan
 from potluck.sim.inlineworkers import InlineWorkers
 from potluck.sim.virtualloop import LoopClock, in_virtual_time
@@ -33,7 +33,7 @@ CHUNK_ELEMENTS = CHUNK_BYTES // 4
 def plan_for(num_senders: int, num_chunks: int) -> Plan:
     """Member 0 only reduces, and all of it."""
     plan = make_plan(1 + num_senders, 1, num_chunks, aux=1)
-    runs = (Run(codec=CodecSpec(name="float32"), elements=num_chunks * CHUNK_ELEMENTS),)
+    runs = (CodecSpan(codec=CodecSpec(name="float32"), elements=num_chunks * CHUNK_ELEMENTS),)
     return msgspec.structs.replace(plan, runs=runs, chunk_bytes=CHUNK_BYTES)
 
 

@@ -16,7 +16,7 @@ from potluck.round.averager import Averager
 from potluck.run.joined import Joined
 from potluck.testing.polling import poll_until_sync
 from potluck.training.books import shards as books
-from potluck.training.books.ledger import ShardBook, allowances, reach, take
+from potluck.training.books.shardbook import ShardBook, allowances, reach, take
 from potluck.training.books.shards import BOOK, LeasedShards, ShardDesk
 from potluck.training.trainer.reading import Reached
 

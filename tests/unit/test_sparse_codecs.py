@@ -19,7 +19,7 @@ from potluck.round.codecs.positions import (
 )
 from potluck.round.codecs.sparse import BLOCK, choose, into_bins
 from potluck.round.plan.chunks import ChunkGrid, largest_reply_bytes, traffic_bytes
-from potluck.round.plan.specs import Run
+from potluck.round.plan.specs import CodecSpan
 from potluck.sim.virtualloop import in_virtual_time
 
 TWO, SIXTEEN, EIGHT = (CodecSpec(name=name) for name in ("sparse2", "sparse16", "sparse8"))
@@ -158,7 +158,7 @@ def test_a_reply_is_as_small_as_it_can_be() -> None:
 
 
 def test_a_plan_knows_what_goes_and_what_comes_back() -> None:
-    runs = (Run(codec=TWO, elements=100 * BLOCK), Run(codec=CodecSpec(name="float32"), elements=1000))
+    runs = (CodecSpan(codec=TWO, elements=100 * BLOCK), CodecSpan(codec=CodecSpec(name="float32"), elements=1000))
     there, back = 100 * 88, codec_for(TWO).reply_bytes(100 * BLOCK, 4)
     assert traffic_bytes(runs, 4) == pytest.approx((there + back) / 2 + 4000, rel=0.01)
     assert traffic_bytes(runs[1:], 4) == 4000

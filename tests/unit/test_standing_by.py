@@ -11,7 +11,7 @@ from roundlab import TIMEOUT_SECONDS, Member, assert_same_average, lab, mean_of
 
 from potluck.messages import decode
 from potluck.round.coordinator.trigger import Quorum
-from potluck.round.member.wish import StandBy
+from potluck.round.member.intent import StandBy
 from potluck.round.outcome import RoundResult
 from potluck.round.plan.messages import Ready
 from potluck.sim.virtualloop import in_virtual_time, process

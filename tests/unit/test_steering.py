@@ -20,15 +20,15 @@ from potluck.messages import PROTOCOL_VERSION, decode, encode
 from potluck.recipes.reference import RecipeRef
 from potluck.round.plan.messages import Commit, Restoration, RoundKey
 from potluck.sim.memoryhub import MemoryHub
-from potluck.training.manifest import notice, steering
+from potluck.training.manifest import noticeboard, steering
 from potluck.training.manifest.changes import described, differences, full_name, values_of, with_values
 from potluck.training.manifest.manifest import (
-    DiLoCo,
+    DiLoCoSettings,
     Manifest,
     OptimizerSpec,
     Rollback,
     Settings,
-    Sync,
+    SyncSettings,
 )
 from potluck.training.manifest.organising import taken_over
 from potluck.training.manifest.rollback import pending
@@ -59,7 +59,7 @@ def test_settings_are_known_by_the_end_of_their_names() -> None:
 def test_values_are_read_as_what_they_are() -> None:
     changed = with_values(Settings(), {"optimizer.learning_rate": "1e-4", "training.target_batch_size": "512"})
     assert changed.optimizer.learning_rate == 1e-4
-    assert changed.training == Sync(target_batch_size=512)
+    assert changed.training == SyncSettings(target_batch_size=512)
     assert differences(Settings(), changed) == {"training.target_batch_size": 512, "optimizer.learning_rate": 1e-4}
     assert described({"end_epoch": 7}) == "end_epoch = 7"
     assert with_values(Settings(), values_of(changed)) == changed
@@ -97,7 +97,7 @@ def test_a_command_outlives_a_restart_and_run_toml_says_only_what_is_new() -> No
     found = taken_over(present, manifest(wanted), epoch=7, by="Ada", at=5.0)
     assert found is not None
     assert found.at(8) == present.newest
-    assert (found.newest.training, found.newest.optimizer.learning_rate) == (Sync(target_batch_size=99), 0.01)
+    assert (found.newest.training, found.newest.optimizer.learning_rate) == (SyncSettings(target_batch_size=99), 0.01)
     assert found.written == (wanted,)
     [change] = found.history
     assert (change.by, change.at, change.from_epoch) == ("Ada", 5.0, 9)
@@ -154,7 +154,7 @@ def test_a_newer_potluck_goes_on_with_its_runs() -> None:
         (manifest(recipe=RecipeRef(name="other")), "recipe"),
         (manifest(recipe=RecipeRef(name="digits", digest="ab")), "recipe"),
         (manifest(seed=3), "seed"),
-        (manifest(Settings(training=DiLoCo())), "training.algorithm"),
+        (manifest(Settings(training=DiLoCoSettings())), "training.algorithm"),
     ],
 )
 def test_run_toml_cannot_change_what_is_fixed(wanted: Manifest, word: str) -> None:
@@ -192,7 +192,7 @@ async def helm_of(first: Manifest | None, epoch: int = 4) -> AsyncIterator[tuple
     connection = hub.connect("guard")
     await connection.subscribe(hub.subjects.organise("*", "manifest"), guard.asked)
     if first is not None:
-        await guard.store.put(MANIFEST_KEY, notice.sign(first, signer))
+        await guard.store.put(MANIFEST_KEY, noticeboard.sign(first, signer))
     run = hub.subjects.run
     helm = Steering(hub.connect(signer.public_key), run, signer, wall=lambda: 1000.0)
     head = commit(epoch)
@@ -247,7 +247,7 @@ async def test_of_two_organisers_the_second_changes_what_the_first_made(
     monkeypatch.setattr(steering, "RETRY_SECONDS", 0.0)
     async with helm_of(run_manifest) as (helm, guard, signer):
         theirs = run_manifest.recorded("end_epoch = 9", by="Grace", at=0.0, from_epoch=0)
-        guard.others.append(notice.sign(theirs, signer))
+        guard.others.append(noticeboard.sign(theirs, signer))
         paused = await helm.pause(by="Ada")
         assert paused.revision == 3
         assert [change.by for change in paused.history] == ["Grace", "Ada"]

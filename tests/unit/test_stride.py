@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from potluck.optim.methods.cadence import Cadence
 from potluck.optim.methods.dylu import fast_rate
 from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
-from potluck.optim.methods.streaming import Schedule
+from potluck.optim.methods.streaming import FragmentSchedule
 from potluck.optim.stride import Stride
 from potluck.round.coordinator.trigger import ReadySender
 from potluck.round.plan.messages import Commit, RoundKey
@@ -41,7 +41,7 @@ class Race:
     """Rounds among peers of different speed, with the trigger and the stride of the real thing."""
 
     def __init__(self, step_seconds: dict[str, float], *, inner_steps: int = 20, jitter: float = 0.1, seed: int = 0):
-        schedule = Schedule(inner_steps=inner_steps)
+        schedule = FragmentSchedule(inner_steps=inner_steps)
         self.runners = {
             name: Runner(name, seconds, Stride(schedule, by_speed=True)) for name, seconds in step_seconds.items()
         }

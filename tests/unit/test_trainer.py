@@ -21,7 +21,7 @@ from potluck.recipes.downloads import Download
 from potluck.recipes.recipe import Batch, Recipe, RecipeConfig
 from potluck.recipes.reference import RecipeRef
 from potluck.state.config import StateConfig
-from potluck.training.manifest.manifest import DiLoCo, Manifest, Settings, Sync
+from potluck.training.manifest.manifest import DiLoCoSettings, Manifest, Settings, SyncSettings
 from potluck.training.trainer import machine
 from potluck.training.trainer import trainer as trainers
 from potluck.training.trainer.leaving import train_and_hand_in
@@ -31,7 +31,7 @@ from potluck.training.trainer.trainer import TrainConfig, Trainer, TrainProgress
 MANIFEST = Manifest(
     run="test",
     recipe=RecipeRef(name="tiny"),
-    settings=(Settings(training=Sync(target_batch_size=16, matchmaking_seconds=0.1)),),
+    settings=(Settings(training=SyncSettings(target_batch_size=16, matchmaking_seconds=0.1)),),
 )
 
 
@@ -147,7 +147,9 @@ def test_a_size_that_takes_more_memory_than_allowed_is_not_taken(monkeypatch: py
 
 
 def test_where_steps_are_what_counts_sizes_are_tried_before() -> None:
-    lazy = msgspec.structs.replace(MANIFEST, settings=(Settings(training=DiLoCo(inner_steps=1, grace_seconds=0.1)),))
+    lazy = msgspec.structs.replace(
+        MANIFEST, settings=(Settings(training=DiLoCoSettings(inner_steps=1, grace_seconds=0.1)),)
+    )
     with train_lab() as lab:
         trainer = Trainer(lab.join("Ada"), lambda: lazy, tiny(most_samples=8), TrainConfig(num_threads=1))
         assert not trainer.is_searching

@@ -15,7 +15,7 @@ from trainlab import MemoryStates, TrainLab, loss_of, make_batch, make_model, to
 from potluck.errors import RetryableError
 from potluck.optim import driver
 from potluck.optim.diloco import DiLoCo
-from potluck.optim.method import Snapshot
+from potluck.optim.method import RunState
 from potluck.optim.methods.outer import Nesterov
 from potluck.optim.optimizer import Optimizer
 from potluck.round.codecs import CodecChoice
@@ -26,7 +26,7 @@ EPOCHS_PER_FETCH = 2
 class SlowStates(MemoryStates):
     """Whatever is fetched is two epochs old when it comes."""
 
-    async def fetch(self, *, at_least_epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot:
+    async def fetch(self, *, at_least_epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> RunState:
         snapshot = await super().fetch(at_least_epoch=at_least_epoch, base=base, timeout_seconds=timeout_seconds)
         end = asyncio.get_running_loop().time() + timeout_seconds
         while asyncio.get_running_loop().time() < end:

@@ -18,7 +18,7 @@ from potluck.optim.methods.outer import Nesterov, OuterOptimizer, OuterSGD
 from potluck.optim.methods.powersgd import PowerSGD
 from potluck.optim.methods.quantised import Quantised
 from potluck.optim.methods.sparseloco import SparseLoCo
-from potluck.optim.methods.streaming import Schedule
+from potluck.optim.methods.streaming import FragmentSchedule
 from potluck.optim.methods.transform import Transform
 from potluck.optim.modelstate import ModelState
 from potluck.optim.outerloop import OuterLoop
@@ -69,7 +69,7 @@ class Worker:
 
 
 def outer_loop(outer: OuterOptimizer, **schedule: Any) -> Callable[[ModelState], OuterLoop]:
-    return lambda state: OuterLoop(state, outer, Schedule(**{"inner_steps": 1, **schedule}))
+    return lambda state: OuterLoop(state, outer, FragmentSchedule(**{"inner_steps": 1, **schedule}))
 
 
 def large_batch(batches: Sequence[Sequence[int]], make: Make) -> nn.Module:
@@ -305,7 +305,7 @@ def test_work_done_during_an_exchange_is_put_on_top_of_its_result() -> None:
 
 def test_overlapping_work_is_either_kept_or_mixed() -> None:
     with pytest.raises(ConfigurationError, match="mixing"):
-        Schedule(inner_steps=4, overlap_steps=2, keeps_overlap=True, mixing=0.5)
+        FragmentSchedule(inner_steps=4, overlap_steps=2, keeps_overlap=True, mixing=0.5)
 
 
 def test_full_mixing_leaves_local_weights_unchanged() -> None:
@@ -377,7 +377,7 @@ def test_a_change_that_others_have_does_not_count_twice(contributed: float, keep
 
 def test_what_a_change_that_others_have_left_out_is_owed() -> None:
     worker = Worker(
-        lambda state: OuterLoop(state, OuterSGD(1.0), Schedule(inner_steps=2), transform=SparseLoCo(k=4)), adam
+        lambda state: OuterLoop(state, OuterSGD(1.0), FragmentSchedule(inner_steps=2), transform=SparseLoCo(k=4)), adam
     )
     worker.inner_step(0)
     change = worker.method.shared["0.weight"] - worker.state.parameters["0.weight"].detach()
@@ -401,7 +401,7 @@ def test_fragments_whose_turn_it_was_not_keep_their_work() -> None:
 
 def test_what_is_owed_stays_owed_to_another_state() -> None:
     def make(state: ModelState) -> OuterLoop:
-        return OuterLoop(state, Nesterov(), Schedule(inner_steps=2), transform=SparseLoCo(k=4))
+        return OuterLoop(state, Nesterov(), FragmentSchedule(inner_steps=2), transform=SparseLoCo(k=4))
 
     early, late = Worker(make), Worker(make)
     for worker in (early, late):
@@ -440,7 +440,7 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 def test_sparseloco_learns_with_a_fraction_of_the_bytes() -> None:
     def make(state: ModelState) -> OuterLoop:
-        return OuterLoop(state, OuterSGD(0.8), Schedule(inner_steps=5), transform=SparseLoCo(k=8))
+        return OuterLoop(state, OuterSGD(0.8), FragmentSchedule(inner_steps=5), transform=SparseLoCo(k=8))
 
     workers = [Worker(make, adam) for _ in range(2)]
     first = quality_of(workers[0].model)
@@ -486,7 +486,9 @@ def test_a_bad_batch_shows_that_local_work_is_spoilt() -> None:
 
 @pytest.mark.parametrize("transform", [None, SparseLoCo(k=4), Quantised(CodecChoice.everything("e3m0"))])
 def test_spoilt_work_is_not_offered(transform: Transform | None) -> None:
-    worker = Worker(lambda state: OuterLoop(state, Nesterov(), Schedule(inner_steps=2), transform=transform), adam)
+    worker = Worker(
+        lambda state: OuterLoop(state, Nesterov(), FragmentSchedule(inner_steps=2), transform=transform), adam
+    )
     worker.inner_step(0)
     spoil(worker)
     offer = worker.method.offer(1)
@@ -592,10 +594,14 @@ METHODS: dict[str, Callable[[ModelState], Any]] = {
     "gradients": TargetBatch,
     "reused buffers": lambda state: TargetBatch(state, reuse_grad_buffers=True),
     "powersgd": lambda state: TargetBatch(state, transform=PowerSGD(1, min_compression=1.1)),
-    "diloco": lambda state: OuterLoop(state, Nesterov(), Schedule(inner_steps=3)),
-    "streaming": lambda state: OuterLoop(state, Nesterov(), Schedule(inner_steps=6, num_fragments=2, mixing=0.5)),
-    "asynchronous": lambda state: OuterLoop(state, DelayedNesterov(delay=3), Schedule(inner_steps=3)),
-    "sparseloco": lambda state: OuterLoop(state, Nesterov(), Schedule(inner_steps=3), transform=SparseLoCo(k=4)),
+    "diloco": lambda state: OuterLoop(state, Nesterov(), FragmentSchedule(inner_steps=3)),
+    "streaming": lambda state: OuterLoop(
+        state, Nesterov(), FragmentSchedule(inner_steps=6, num_fragments=2, mixing=0.5)
+    ),
+    "asynchronous": lambda state: OuterLoop(state, DelayedNesterov(delay=3), FragmentSchedule(inner_steps=3)),
+    "sparseloco": lambda state: OuterLoop(
+        state, Nesterov(), FragmentSchedule(inner_steps=3), transform=SparseLoCo(k=4)
+    ),
     "local updates": LocalUpdates,
 }
 
@@ -630,7 +636,7 @@ def test_what_was_saved_goes_on_bit_for_bit(make: Callable[[ModelState], Any]) -
 
 
 TURNS: dict[str, Callable[[ModelState], Any]] = {
-    "fragments": lambda state: OuterLoop(state, Nesterov(), Schedule(inner_steps=6, num_fragments=2)),
+    "fragments": lambda state: OuterLoop(state, Nesterov(), FragmentSchedule(inner_steps=6, num_fragments=2)),
     "states": lambda state: TargetBatch(state, average_state_every=3),
 }
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.clock import Clock
-from potluck.sim.virtualclock import Schedule, VirtualClock
+from potluck.sim.virtualclock import TimerSchedule, VirtualClock
 
 
 def test_the_clock_stands_still_until_it_is_advanced() -> None:
@@ -59,7 +59,7 @@ def test_a_timer_that_sets_another_one_is_followed_within_the_same_advance() -> 
 
 
 def test_a_cancelled_timer_does_not_run_and_is_not_next() -> None:
-    schedule = Schedule()
+    schedule = TimerSchedule()
     ran: list[str] = []
     first = schedule.call_later(1.0, lambda: ran.append("first"))
     second = schedule.call_later(2.0, lambda: ran.append("second"))
@@ -74,7 +74,7 @@ def test_a_cancelled_timer_does_not_run_and_is_not_next() -> None:
 
 
 def test_a_call_for_the_past_is_made_now() -> None:
-    schedule = Schedule(start=10.0)
+    schedule = TimerSchedule(start=10.0)
     times: list[float] = []
     schedule.call_at(3.0, lambda: times.append(schedule.now()))
     schedule.run_until(10.0)
@@ -84,11 +84,11 @@ def test_a_call_for_the_past_is_made_now() -> None:
 def test_a_call_at_no_time_is_refused() -> None:
     for when in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="cannot be made"):
-            Schedule().call_at(when, list)
+            TimerSchedule().call_at(when, list)
 
 
 def test_an_error_comes_out_and_the_rest_can_go_on() -> None:
-    schedule = Schedule()
+    schedule = TimerSchedule()
     ran: list[str] = []
 
     def fail() -> None:
@@ -112,7 +112,7 @@ def test_a_call_cannot_move_the_time_it_runs_in() -> None:
 
 
 def test_running_until_idle_counts_and_gives_up() -> None:
-    schedule = Schedule()
+    schedule = TimerSchedule()
     schedule.call_later(1.0, lambda: schedule.call_later(1.0, list))
     assert schedule.run_until_idle() == 2
     assert schedule.now() == 2.0
@@ -126,7 +126,7 @@ def test_running_until_idle_counts_and_gives_up() -> None:
 
 
 def test_two_clocks_on_one_schedule_disagree_about_the_hour_only() -> None:
-    schedule = Schedule()
+    schedule = TimerSchedule()
     right, wrong = VirtualClock(schedule), VirtualClock(schedule, wall_offset_seconds=0.0)
     right.advance(7.0)
     assert wrong.wall() == 7.0
@@ -135,7 +135,7 @@ def test_two_clocks_on_one_schedule_disagree_about_the_hour_only() -> None:
 
 @given(st.lists(st.floats(min_value=0, max_value=1e6), max_size=30), st.lists(st.floats(0, 1e5), max_size=10))
 def test_every_call_is_made_once_in_order_and_never_early(delays: list[float], steps: list[float]) -> None:
-    schedule = Schedule()
+    schedule = TimerSchedule()
     made: list[tuple[float, int]] = []
     for order, delay in enumerate(delays):
         schedule.call_later(delay, lambda due=delay, order=order: made.append((due, order)))

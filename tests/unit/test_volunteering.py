@@ -25,7 +25,7 @@ from potluck.hub.joinlink import JoinLink
 from potluck.hub.presence import Role
 from potluck.hub.subjects import Subjects
 from potluck.messages import PROTOCOL_VERSION
-from potluck.peer import preflight
+from potluck.peer import machinecheck
 from potluck.peer.identity import Identity
 from potluck.recipes.reference import RecipeRef
 from potluck.round.lineage import Lineage
@@ -36,7 +36,7 @@ from potluck.sim.memoryrun import MemoryRun
 from potluck.sim.virtualloop import in_virtual_time
 from potluck.state.config import StateConfig
 from potluck.training.manifest.manifest import Manifest, Settings
-from potluck.training.manifest.notice import NoticeBoard
+from potluck.training.manifest.noticeboard import NoticeBoard
 from potluck.training.manifest.readiness import check_ready, last_epoch
 from potluck.training.trainer.trainer import TrainProgress
 
@@ -131,9 +131,9 @@ async def test_without_hours_a_hub_that_is_away_is_said_at_once(monkeypatch: pyt
 
 
 def test_a_machine_with_little_memory_helps_without_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(available=64 * preflight.GIB))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(available=64 * machinecheck.GIB))
     assert fitting_roles(as_json=True) == ("trainer", "aux")
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(available=preflight.LEAST_TRAINING_BYTES - 1))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(available=machinecheck.LEAST_TRAINING_BYTES - 1))
     assert fitting_roles(as_json=True) == ("aux",)
 
 
@@ -175,7 +175,7 @@ async def test_a_role_that_was_chosen_is_not_changed(
 
 
 def test_a_full_disk_keeps_this_machine_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: Disk(1, 1, 0))
+    monkeypatch.setattr(machinecheck.shutil, "disk_usage", lambda _: Disk(1, 1, 0))
     with pytest.raises(ConfigurationError, match=r"cannot take part\. disk: 0\.0 GiB free"):
         check_this_machine(True)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.hub.connection import Entry
-from potluck.hub.nats.ledger import MAX_DEAD_KEYS, WatchLedger
+from potluck.hub.nats.watchledger import MAX_DEAD_KEYS, WatchLedger
 
 
 def entry(key: str, value: bytes | None, revision: int, written_at: float | None = None) -> Entry:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from potluck.clock import SystemClock
 from potluck.errors import RetryableError
-from potluck.optim.method import Snapshot
+from potluck.optim.method import RunState
 from potluck.peer.identity import Identity
 from potluck.run.joined import Joined
 from potluck.run.loopthread import LoopThread
@@ -37,19 +37,19 @@ class MemoryStates:
     """States of a run in memory: what a keeper would keep."""
 
     def __init__(self) -> None:
-        self.newest: Snapshot | None = None
+        self.newest: RunState | None = None
         self.num_published = 0
         self.num_fetched = 0
         self._published: dict[int, list[dict[str, Tensor]]] = {}
         self._lock = threading.Lock()
 
-    def publish(self, snapshot: Snapshot) -> None:
+    def publish(self, snapshot: RunState) -> None:
         with self._lock:
             self.num_published += 1
             tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in snapshot.tensors.items()}
             self._published.setdefault(snapshot.epoch, []).append(tensors)
             if self.newest is None or snapshot.epoch >= self.newest.epoch:
-                self.newest = Snapshot(epoch=snapshot.epoch, tensors=tensors, metadata=snapshot.metadata)
+                self.newest = RunState(epoch=snapshot.epoch, tensors=tensors, metadata=snapshot.metadata)
 
     def check_alike(self, *, at_least: int) -> None:
         """What several published of an epoch is the same to the last bit, and there are so many such epochs."""
@@ -60,19 +60,19 @@ class MemoryStates:
                 assert first.keys() == other.keys()
                 assert all(torch.equal(first[name], other[name]) for name in first), f"epoch {epoch} differs"
 
-    async def resume(self, *, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
+    async def resume(self, *, base: Mapping[str, Tensor], timeout_seconds: float) -> RunState | None:
         return None
 
     def deviates(self) -> bool:
         return False
 
-    async def repair(self, *, epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
+    async def repair(self, *, epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> RunState | None:
         raise AssertionError("nobody deviates here")
 
     def statistics(self) -> dict[str, int]:
         return {}
 
-    async def fetch(self, *, at_least_epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot:
+    async def fetch(self, *, at_least_epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> RunState:
         end = asyncio.get_running_loop().time() + min(timeout_seconds, 2.0)
         while asyncio.get_running_loop().time() < end:
             with self._lock:

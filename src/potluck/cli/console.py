@@ -24,7 +24,7 @@ from potluck.plaintext import clean, clean_lines
 
 if TYPE_CHECKING:
     from potluck.hub.access.member import AccessRequest
-    from potluck.peer.preflight import Check
+    from potluck.peer.machinecheck import Check
     from potluck.peer.roster import RosterEvent
 
 SHOWN_CHARACTERS = 12  # of an id, in tables

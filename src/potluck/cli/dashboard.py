@@ -147,7 +147,7 @@ async def _of_hosted_run(
     from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
     from potluck.hub.subjects import Subjects
     from potluck.monitor.dashboard.actions import LOG_FILE, ActionLog
-    from potluck.monitor.dashboard.gate import Gate, load_or_create_token
+    from potluck.monitor.dashboard.login import Login, load_or_create_token
     from potluck.monitor.dashboard.state import Organising
     from potluck.run.peer import Peer, PeerConfig
     from potluck.training.manifest.steering import Steering
@@ -174,7 +174,7 @@ async def _of_hosted_run(
         peer = Peer(address, record.run, identity, config_of_peer)
         organising = Organising(
             organiser=organiser,
-            gate=Gate(load_or_create_token(where), SystemClock()),
+            gate=Login(load_or_create_token(where), SystemClock()),
             log=ActionLog(where / LOG_FILE),
             helm=Steering(hub, record.run, Signer(keys.organiser_seed)),
             link=JoinLink.parse(record.link),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from potluck.peer.preflight import Check, Level
+    from potluck.peer.machinecheck import Check, Level
 
 
 def doctor(
@@ -22,7 +22,7 @@ def doctor(
     """
     from potluck.cli import console
     from potluck.peer import environment
-    from potluck.peer.preflight import worst
+    from potluck.peer.machinecheck import worst
 
     console.set_up_logging(verbose=False)
 
@@ -54,9 +54,9 @@ async def _checks(link_text: str) -> AsyncIterator[Check]:
     from potluck.errors import PotluckError
     from potluck.hub.joinlink import JoinLink
     from potluck.peer.identity import default_folder
-    from potluck.peer.preflight import Check, check_machine
-    from potluck.run.preflight import check_run
-    from potluck.training.manifest.baggage import checks_of
+    from potluck.peer.machinecheck import Check, check_machine
+    from potluck.run.runcheck import check_run
+    from potluck.training.manifest.requirements import checks_of
 
     for check in check_machine(default_folder()):
         yield check

@@ -32,8 +32,8 @@ def data(
     Examples: [bold]potluck download data my-recipe.py[/bold], [bold]potluck download data my-run[/bold]
     """
     from potluck.cli import console
-    from potluck.cli.baggage import fetch_with_bars
     from potluck.cli.folders import recipe_of
+    from potluck.cli.requirements import fetch_with_bars
     from potluck.recipes.catalogue import recipe_class
     from potluck.recipes.downloads import is_whole, path_of
 

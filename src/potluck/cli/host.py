@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from potluck.state.backupfile import BackupInfo
     from potluck.state.config import StateConfig
     from potluck.training.books.history import Preview
-    from potluck.training.manifest.notice import NoticeBoard
-    from potluck.training.trainer.helping import AuxiliaryWork
+    from potluck.training.manifest.noticeboard import NoticeBoard
+    from potluck.training.trainer.auxiliarywork import AuxiliaryWork
 
 
 logger = logging.getLogger(__name__)
@@ -315,13 +315,13 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
     """Say what to train; have the host's own peer reduce and coordinate, for ever."""
     from potluck.cli import console
     from potluck.cli.dashboardchild import DashboardChild
-    from potluck.training.manifest.baggage import keep_manifest, offer_of
+    from potluck.training.manifest.requirements import keep_manifest, offer_of
 
     if work.announce is not None:
         if work.dashboard is not None:
             parts.push_async_callback(DashboardChild(work.dashboard, as_json).close)
         await asyncio.Event().wait()
-    module = await console.import_slowly("potluck.training.trainer.helping")
+    module = await console.import_slowly("potluck.training.trainer.auxiliarywork")
     assert host.peer is not None
     recipe = None
     if work.run_file is not None:

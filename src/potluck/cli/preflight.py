@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from potluck.peer.preflight import Check
+    from potluck.peer.machinecheck import Check
     from potluck.run.peer import Peer
 
 
@@ -17,7 +17,7 @@ def check_this_machine(as_json: bool, *folders: Path) -> None:
     """
     from potluck.errors import ConfigurationError
     from potluck.peer.identity import default_folder
-    from potluck.peer.preflight import check_machine
+    from potluck.peer.machinecheck import check_machine
 
     checks = check_machine(default_folder(), *folders)
     for check in checks:
@@ -29,7 +29,7 @@ def check_this_machine(as_json: bool, *folders: Path) -> None:
 
 async def check_the_way(peer: Peer, as_json: bool) -> None:
     """Say how the hub, the clock, the reachability and the speed are, as each is found out; nothing waits for it."""
-    from potluck.run.preflight import look_around
+    from potluck.run.runcheck import look_around
 
     async for check in look_around(peer):
         _tell(check, as_json)

@@ -26,7 +26,7 @@ RETRY_SECONDS = 60.0  # between two tries to reach a hub that is away at the hou
 def fitting_roles(as_json: bool) -> tuple[Role, ...]:
     """What this machine can do, the best first: train, unless it has too little memory even for a small model."""
     from potluck.cli import console
-    from potluck.peer.preflight import is_fit_for_training
+    from potluck.peer.machinecheck import is_fit_for_training
 
     if is_fit_for_training():
         return ("trainer", "aux")
@@ -54,9 +54,9 @@ def take_part(
     Of the roles, the first is taken that the link allows.
     """
     from potluck.cli import console
-    from potluck.cli.baggage import make_ready
     from potluck.cli.joining import parse_link
     from potluck.cli.preflight import check_this_machine
+    from potluck.cli.requirements import make_ready
     from potluck.link.limits import LinkConfig
     from potluck.peer import environment
     from potluck.run.peer import PeerConfig
@@ -229,7 +229,7 @@ def _tell_retry(error: RetryableError, as_json: bool) -> None:
 
 def _tell_joined(peer: Peer, as_json: bool) -> None:
     from potluck.cli import console
-    from potluck.peer.preflight import check_clock
+    from potluck.peer.machinecheck import check_clock
 
     roster = peer.session.roster
     if as_json:

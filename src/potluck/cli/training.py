@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from potluck.run.peer import Peer
     from potluck.state.config import StateConfig
     from potluck.training.manifest.manifest import Manifest
-    from potluck.training.manifest.notice import NoticeBoard
-    from potluck.training.trainer.helping import AuxiliaryWork
+    from potluck.training.manifest.noticeboard import NoticeBoard
+    from potluck.training.trainer.auxiliarywork import AuxiliaryWork
     from potluck.training.trainer.trainer import Trainer, TrainProgress
 
 
@@ -25,8 +25,8 @@ async def train(
 ) -> None:
     """Train what the manifest says, in a thread of its own, until `stop`, the end of the run, or of our membership."""
     from potluck.cli import console
-    from potluck.cli.baggage import see_to
-    from potluck.training.manifest.notice import NoticeBoard
+    from potluck.cli.requirements import see_to
+    from potluck.training.manifest.noticeboard import NoticeBoard
     from potluck.training.manifest.readiness import check_ready, last_epoch
 
     importing = asyncio.create_task(
@@ -58,7 +58,7 @@ async def help_others(peer: Peer, backups: BackupOptions | None, stop: asyncio.E
     from potluck.cli import console
     from potluck.cli.joining import until_ended
 
-    module = await console.import_slowly("potluck.training.trainer.helping")
+    module = await console.import_slowly("potluck.training.trainer.auxiliarywork")
     state = _state_config(backups, peer.session.subjects.run, peer.peer_id)
     helper: AuxiliaryWork = await module.AuxiliaryWork.start(peer, state)
     try:

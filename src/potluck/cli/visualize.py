@@ -55,7 +55,7 @@ def visualize(
 
 async def _watch(peer: Peer, recipe_file: Path | None, every: int, once: bool, as_json: bool) -> None:
     from potluck.cli import console
-    from potluck.training.manifest.notice import NoticeBoard
+    from potluck.training.manifest.noticeboard import NoticeBoard
 
     viewing = await console.import_slowly("potluck.training.trainer.viewing")
     board = NoticeBoard.of(peer.session)

@@ -30,12 +30,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from potluck.errors import ConfigurationError
 from potluck.integrations.algorithms import Algorithm
-from potluck.integrations.embedded import EmbeddedConfig
+from potluck.integrations.embeddedrun import EmbeddedConfig
 from potluck.integrations.extras import require
-from potluck.integrations.part import InRun, TrainerPart
 from potluck.integrations.runoptimizer import RunOptimizer
 from potluck.integrations.samples import SampleCounter, unknown_size
 from potluck.integrations.schedules import Constant, RunSchedule
+from potluck.integrations.trainerpart import InRun, TrainerPart
 from potluck.run.joined import Joined
 
 require("transformers", "transformers")

@@ -20,7 +20,7 @@ from potluck.errors import ConfigurationError, PotluckError, ProtocolError, Retr
 from potluck.link.carrier import Buffer
 from potluck.link.channel.packet import Urgency
 from potluck.link.counters import Counters
-from potluck.link.envelope import Envelope, Role, route
+from potluck.link.envelope import Envelope, MessageRole, route
 from potluck.link.limits import LinkConfig
 from potluck.messages import Message, decode
 from potluck.tasks import end
@@ -137,7 +137,7 @@ class Dispatcher:
         self._queue(arrived, registration, message)
 
     def _refuse(self, arrived: Arrived, error: ProtocolError) -> None:
-        if arrived.envelope.role == Role.REQUEST:
+        if arrived.envelope.role == MessageRole.REQUEST:
             # Answered like any other, within the same limits: whoever asks nonsense and takes no answer must wait.
             self._queue(arrived, _Registration(Message, _raiser(error), is_async=False), Message())
         else:
@@ -154,7 +154,7 @@ class Dispatcher:
         while work.waiting and work.num_started < self._max_handlers and not self._closed:
             registration, arrived, message = work.waiting.popleft()
             handler = registration.handler
-            is_request = arrived.envelope.role == Role.REQUEST
+            is_request = arrived.envelope.role == MessageRole.REQUEST
             patience = arrived.envelope.seconds if is_request else None
             incoming = Incoming(sender, message, arrived.frames, patience, arrived.release)
             if is_request or registration.is_async or work.num_started:
@@ -181,7 +181,7 @@ class Dispatcher:
     async def _run(self, handler: Handler[Any], incoming: Incoming[Any], arrived: Arrived, work: _PeerWork) -> None:
         try:
             answer = await self._call(handler, incoming, arrived)
-            if arrived.envelope.role == Role.REQUEST:
+            if arrived.envelope.role == MessageRole.REQUEST:
                 await self._respond(arrived.sender, arrived.envelope, arrived.urgency, answer)
         finally:
             arrived.release()
@@ -194,7 +194,7 @@ class Dispatcher:
                 result = handler(incoming)
                 return await result if inspect.isawaitable(result) else result
         except Exception as error:  # noqa: BLE001 - the application's handler must not stop the link; logged, counted
-            if arrived.envelope.role != Role.REQUEST or not isinstance(error, PotluckError):
+            if arrived.envelope.role != MessageRole.REQUEST or not isinstance(error, PotluckError):
                 self._log_failure(arrived, error)  # an error of ours in a request is its answer
             return error
 

@@ -11,14 +11,14 @@ import msgspec
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.link.carrier import Buffer
 from potluck.link.channel.packet import MAX_BODY_BYTES, Urgency
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import SendReceipt
 from potluck.messages import MAX_MESSAGE_BYTES, Message, decode, encode, kind_name
 
 MAX_REASON_CHARACTERS = 200
 MAX_SECONDS = 86400.0  # no asker waits for longer
 
 
-class Role(enum.IntEnum):
+class MessageRole(enum.IntEnum):
     """What a message is for."""
 
     MESSAGE = 0
@@ -36,7 +36,7 @@ class Role(enum.IntEnum):
 class Envelope(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Every body on a link. Later versions may add fields at the end."""
 
-    role: Role
+    role: MessageRole
     kind: str = ""  # the message's tag, with the group that it is for: see `route`
     number: int = 0  # of the request or stream, counted by who began it
     body: bytes = b""
@@ -51,7 +51,7 @@ class Post(Protocol):
 
     def __call__(
         self, peer: str, envelope: Envelope, frames: Sequence[memoryview], *, urgency: Urgency, timeout_seconds: float
-    ) -> Awaitable[Receipt]:
+    ) -> Awaitable[SendReceipt]:
         """As `Links.send`."""
         ...
 

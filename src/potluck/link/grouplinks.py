@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from potluck.link.carrier import Buffer
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import SendReceipt
 from potluck.link.dispatch import Handler, Incoming
 from potluck.link.links import Links
 from potluck.link.stream import Stream
@@ -43,7 +43,7 @@ class GroupLinks:
 
     def send(
         self, peer: str, message: Message, frames: Sequence[Buffer] = (), *, timeout_seconds: float, bulk: bool = False
-    ) -> Coroutine[Any, Any, Receipt]:
+    ) -> Coroutine[Any, Any, SendReceipt]:
         """As `Links.send`."""
         return self._links.send(peer, message, frames, timeout_seconds=timeout_seconds, bulk=bulk, group=self._group)
 

@@ -82,7 +82,8 @@ class LinkConfig:
 
     stream_share: float = 1 / 3
     """What streams get of the bytes that leave while a round has bulk to send, on all links together. A newcomer hears
-    the rounds while it loads: with a third, and Adam, it has the state within a dozen rounds (optim/listening.py)."""
+    the rounds while it loads: with a third, and Adam, it has the state within a dozen rounds
+    (optim/epochlistener.py)."""
 
     tick_seconds: float = 0.005
     """How often waiting acknowledgements and timeouts are looked at while there are any."""

@@ -24,7 +24,7 @@ LOOK_AGAIN_SECONDS = 0.05
 AT_ONCE = 0.0
 
 
-class Line:
+class SharedLine:
     """What leaves next. Links are told apart by identity."""
 
     def __init__(self, throttle: Throttle | None, *, stream_share: float) -> None:

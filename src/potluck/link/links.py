@@ -24,12 +24,12 @@ from potluck.clock import Clock
 from potluck.errors import ConfigurationError, PeerUnreachableError, ProtocolError
 from potluck.hub.presence import Presence
 from potluck.link.carrier import Buffer, Carrier
-from potluck.link.channel.inbox import Delivery
+from potluck.link.channel.inbox import ReceivedMessage
 from potluck.link.channel.packet import Urgency
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import SendReceipt
 from potluck.link.counters import Counters, LinkStatistics
 from potluck.link.dispatch import Arrived, Dispatcher, Handler, Incoming
-from potluck.link.envelope import Envelope, Role, as_views, decode_envelope, encode_envelope, encode_message
+from potluck.link.envelope import Envelope, MessageRole, as_views, decode_envelope, encode_envelope, encode_message
 from potluck.link.limits import MIB, LinkConfig
 from potluck.link.peerlink import PeerLink
 from potluck.link.requests import Requests
@@ -40,7 +40,7 @@ from potluck.link.streams import StreamHandler, Streams
 from potluck.link.table import LinkTable
 from potluck.messages import Message
 
-__all__ = ["Incoming", "LinkConfig", "Links", "Receipt", "Stream"]
+__all__ = ["Incoming", "LinkConfig", "Links", "SendReceipt", "Stream"]
 
 M = TypeVar("M", bound=Message)
 
@@ -106,7 +106,7 @@ class Links:
         timeout_seconds: float,
         bulk: bool = False,
         group: str = "",
-    ) -> Receipt:
+    ) -> SendReceipt:
         """Queue a message for a peer; returns once there is room for it.
 
         The frames are not copied: leave them unchanged until the receipt is settled. Messages arrive in the order of
@@ -114,7 +114,7 @@ class Links:
         PeerUnreachableError when there is no such peer.
         """
         tag, body = encode_message(message, group)
-        envelope = Envelope(role=Role.MESSAGE, kind=tag, body=body)
+        envelope = Envelope(role=MessageRole.MESSAGE, kind=tag, body=body)
         return await self._post(
             peer, envelope, as_views(frames), urgency=_urgency(bulk), timeout_seconds=timeout_seconds
         )
@@ -178,7 +178,7 @@ class Links:
 
     async def _post(
         self, peer: str, envelope: Envelope, frames: Sequence[memoryview], *, urgency: Urgency, timeout_seconds: float
-    ) -> Receipt:
+    ) -> SendReceipt:
         queue = self._queue(peer)
         body = encode_envelope(envelope)
         self._check_size(body, frames)
@@ -245,14 +245,14 @@ class Links:
 
     # What links tell (LinkOwner)
 
-    def delivered(self, link: PeerLink, delivery: Delivery) -> None:
+    def delivered(self, link: PeerLink, delivery: ReceivedMessage) -> None:
         """A message has arrived."""
         self._sort(link.peer, delivery, link.counters)
 
     def _self_delivered(self, delivery: SelfDelivery) -> None:
         self._sort(self._self_id, delivery, self._self_link.counters)
 
-    def _sort(self, peer: str, delivery: Delivery | SelfDelivery, counters: Counters) -> None:
+    def _sort(self, peer: str, delivery: ReceivedMessage | SelfDelivery, counters: Counters) -> None:
         try:
             envelope = decode_envelope(delivery.body)
         except ProtocolError:
@@ -260,9 +260,9 @@ class Links:
             delivery.release()
             return
         arrived = Arrived(peer, envelope, delivery.frames, delivery.urgency, delivery.release, counters)
-        if envelope.role <= Role.REQUEST:
+        if envelope.role <= MessageRole.REQUEST:
             self._dispatcher.take(arrived)
-        elif envelope.role <= Role.FAILURE:
+        elif envelope.role <= MessageRole.FAILURE:
             self._requests.take(arrived)
         else:
             self._streams.take(arrived)

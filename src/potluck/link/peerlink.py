@@ -18,13 +18,13 @@ from potluck.errors import PeerUnreachableError, ProtocolError
 from potluck.link.carrier import Buffer, Carrier
 from potluck.link.channel.budget import Ledger, ReceiveBudget
 from potluck.link.channel.channel import Channel
-from potluck.link.channel.inbox import ChannelBrokenError, Delivery
-from potluck.link.channel.pace import Pace
+from potluck.link.channel.congestion import CongestionWindow
+from potluck.link.channel.inbox import ChannelBrokenError, ReceivedMessage
 from potluck.link.channel.packet import LOADED, MAX_GENERATION, Kind, Packet, Urgency, session_tag, urgency_of
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import SendReceipt
 from potluck.link.counters import Counters, PeerStatistics
 from potluck.link.limits import LinkConfig
-from potluck.link.line import Line
+from potluck.link.line import SharedLine
 from potluck.link.paths import Paths
 from potluck.link.speed import SpeedMeter, Transfer
 
@@ -34,7 +34,7 @@ DEAF_SECONDS = 1.0  # a peer that repeats itself elsewhere for so long does not 
 class LinkOwner(Protocol):
     """Who is told what happens on a link."""
 
-    def delivered(self, link: PeerLink, delivery: Delivery) -> None:
+    def delivered(self, link: PeerLink, delivery: ReceivedMessage) -> None:
         """A message has arrived; release it when it is taken."""
         ...
 
@@ -62,7 +62,7 @@ class PeerLink:
         owner: LinkOwner,
         total_upload: SpeedMeter,
         total_download: SpeedMeter,
-        line: Line,
+        line: SharedLine,
     ) -> None:
         """`line` is what all links send over."""
         self.peer = peer
@@ -82,7 +82,7 @@ class PeerLink:
         self._channel: Channel | None = None
         self._path: str | None = None
         self._last_path: str | None = None
-        self._paces: dict[str, Pace] = {}
+        self._paces: dict[str, CongestionWindow] = {}
         self._upload, self._download = SpeedMeter(), SpeedMeter()
         self._sending = Transfer(self._upload, total_upload)
         self._receiving = Transfer(self._download, total_download)
@@ -173,7 +173,7 @@ class PeerLink:
         """Whether everything is acknowledged."""
         return self._channel is None or self._channel.outbox.is_empty
 
-    def send(self, body: bytes, frames: Sequence[memoryview] = (), *, urgency: Urgency = Urgency.FIRST) -> Receipt:
+    def send(self, body: bytes, frames: Sequence[memoryview] = (), *, urgency: Urgency = Urgency.FIRST) -> SendReceipt:
         """Queue a message; the caller has seen that there is room."""
         assert self.is_alive, "only a living peer is sent to"
         self.counters.messages_sent += 1
@@ -236,12 +236,12 @@ class PeerLink:
         if self._channel is not None and kind is not None:
             self._channel.path_changed(now)
 
-    def _pace(self, kind: str | None) -> Pace:
+    def _pace(self, kind: str | None) -> CongestionWindow:
         pace = self._paces.get(kind or "")
         return pace if pace is not None else self._paces.setdefault(kind or "", self._new_pace())
 
-    def _new_pace(self) -> Pace:
-        return Pace(self._config.max_in_flight_bytes, self._line.bytes_per_second)
+    def _new_pace(self) -> CongestionWindow:
+        return CongestionWindow(self._config.max_in_flight_bytes, self._line.bytes_per_second)
 
     # Packets
 
@@ -269,7 +269,7 @@ class PeerLink:
         self._owner.woke(self)
 
     def _take_in(self, channel: Channel, kind: str, packet: Packet, now: float) -> None:
-        deliveries: list[Delivery] = []
+        deliveries: list[ReceivedMessage] = []
         num_duplicates = self.counters.duplicates
         try:
             acked_bytes = channel.receive(packet, self._pace(self._path), deliveries, now)

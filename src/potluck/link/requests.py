@@ -31,8 +31,8 @@ from potluck.link.envelope import (
     MAX_REASON_CHARACTERS,
     MAX_SECONDS,
     Envelope,
+    MessageRole,
     Post,
-    Role,
     as_views,
     encode_message,
     tag_of,
@@ -79,7 +79,11 @@ class Requests:
         wanted = tag_of(reply)
         number, self._next_number = self._next_number, self._next_number + 1
         envelope = Envelope(
-            role=Role.REQUEST, kind=tag, number=number, body=body, seconds=min(max(timeout_seconds, 0.0), MAX_SECONDS)
+            role=MessageRole.REQUEST,
+            kind=tag,
+            number=number,
+            body=body,
+            seconds=min(max(timeout_seconds, 0.0), MAX_SECONDS),
         )
         answer = asyncio.get_running_loop().create_future()
         self._pending[peer, number] = answer
@@ -94,7 +98,7 @@ class Requests:
         finally:
             del self._pending[peer, number]
             answer.cancel()
-        if arrived.envelope.role == Role.FAILURE:
+        if arrived.envelope.role == MessageRole.FAILURE:
             raise _told_error(peer, tag, arrived.envelope)
         if arrived.envelope.kind != wanted:
             raise ProtocolError(f"peer {peer} answered {tag} with {arrived.envelope.kind[:100]!r}, not {wanted!r}")
@@ -133,15 +137,15 @@ def _reply(number: int, answer: Answer | Exception) -> tuple[Envelope, list[memo
         return _failure(number, PeerError("its handler gave no answer")), []
     message, frames = answer if isinstance(answer, tuple) else (answer, ())
     tag, body = encode_message(message)
-    return Envelope(role=Role.REPLY, kind=tag, number=number, body=body), as_views(frames)
+    return Envelope(role=MessageRole.REPLY, kind=tag, number=number, body=body), as_views(frames)
 
 
 def _failure(number: int, error: Exception) -> Envelope:
     for told in _TOLD:
         if isinstance(error, told):
             text = str(error)[:MAX_REASON_CHARACTERS]
-            return Envelope(role=Role.FAILURE, kind=told.__name__, number=number, text=text)
-    return Envelope(role=Role.FAILURE, kind=PeerError.__name__, number=number, text="its handler failed")
+            return Envelope(role=MessageRole.FAILURE, kind=told.__name__, number=number, text=text)
+    return Envelope(role=MessageRole.FAILURE, kind=PeerError.__name__, number=number, text="its handler failed")
 
 
 def _told_error(peer: str, tag: str, envelope: Envelope) -> PotluckError:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from potluck.link.channel.outbox import message_bytes
 from potluck.link.channel.packet import Urgency
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import SendReceipt
 from potluck.link.counters import Counters, PeerStatistics
 
 
@@ -22,14 +22,14 @@ class SelfDelivery:
 
     def __init__(self, link: SelfLink, body: bytes, frames: Sequence[memoryview], urgency: Urgency) -> None:
         self._link: SelfLink | None = link
-        self._receipt = Receipt()
+        self._receipt = SendReceipt()
         self._size_bytes = message_bytes(body, frames)
         self.body = memoryview(body)
         self.frames = [frame.toreadonly() for frame in frames]
         self.urgency = urgency
 
     @property
-    def receipt(self) -> Receipt:
+    def receipt(self) -> SendReceipt:
         """What the sender holds."""
         return self._receipt
 
@@ -56,7 +56,7 @@ class SelfLink:
         self._deliver = deliver
         self._woke = woke
 
-    def send(self, body: bytes, frames: Sequence[memoryview] = (), *, urgency: Urgency = Urgency.FIRST) -> Receipt:
+    def send(self, body: bytes, frames: Sequence[memoryview] = (), *, urgency: Urgency = Urgency.FIRST) -> SendReceipt:
         """Queue a message."""
         delivery = SelfDelivery(self, body, frames, urgency)
         self.queued_bytes += delivery.size_bytes

@@ -14,10 +14,10 @@ from typing import Protocol
 from potluck.errors import DeadlineExceededError, PeerUnreachableError
 from potluck.link.channel.outbox import message_bytes
 from potluck.link.channel.packet import Urgency
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import SendReceipt
 
 
-class Queue(Protocol):
+class OutgoingQueue(Protocol):
     """A link as its senders see it."""
 
     @property
@@ -30,7 +30,7 @@ class Queue(Protocol):
         """What waits or is on its way."""
         ...
 
-    def send(self, body: bytes, frames: Sequence[memoryview] = (), *, urgency: Urgency = Urgency.FIRST) -> Receipt:
+    def send(self, body: bytes, frames: Sequence[memoryview] = (), *, urgency: Urgency = Urgency.FIRST) -> SendReceipt:
         """Queue a message."""
         ...
 
@@ -39,7 +39,7 @@ class _Waiter:
     __slots__ = ("body", "frames", "receipt", "urgency")
 
     def __init__(
-        self, body: bytes, frames: Sequence[memoryview], urgency: Urgency, receipt: asyncio.Future[Receipt]
+        self, body: bytes, frames: Sequence[memoryview], urgency: Urgency, receipt: asyncio.Future[SendReceipt]
     ) -> None:
         self.body = body
         self.frames = frames
@@ -50,13 +50,13 @@ class _Waiter:
 class SendQueue:
     """The senders to one peer."""
 
-    def __init__(self, link: Queue, limit_bytes: int) -> None:
+    def __init__(self, link: OutgoingQueue, limit_bytes: int) -> None:
         self._link = link
         self._limit_bytes = limit_bytes
         self._waiters: deque[_Waiter] = deque()
-        self._last: dict[Urgency, Receipt] = {}
+        self._last: dict[Urgency, SendReceipt] = {}
 
-    def put(self, body: bytes, frames: Sequence[memoryview], urgency: Urgency) -> Receipt:
+    def put(self, body: bytes, frames: Sequence[memoryview], urgency: Urgency) -> SendReceipt:
         """Queue a message at once, room or not."""
         receipt = self._last[urgency] = self._link.send(body, frames, urgency=urgency)
         return receipt
@@ -67,7 +67,7 @@ class SendQueue:
 
     async def wait(
         self, body: bytes, frames: Sequence[memoryview], urgency: Urgency, timeout_seconds: float
-    ) -> Receipt:
+    ) -> SendReceipt:
         """Queue a message as soon as there is room; DeadlineExceededError when there was none in time."""
         if not self._waiters and self._has_room(body, frames):
             return self.put(body, frames, urgency)

@@ -18,8 +18,8 @@ from types import TracebackType
 from potluck.errors import ConfigurationError, DeadlineExceededError, PeerError, ProtocolError
 from potluck.link.carrier import Buffer
 from potluck.link.channel.packet import Urgency
-from potluck.link.channel.receipt import Receipt
-from potluck.link.envelope import MAX_REASON_CHARACTERS, Envelope, Post, Role, Tell, as_views
+from potluck.link.channel.sendreceipt import SendReceipt
+from potluck.link.envelope import MAX_REASON_CHARACTERS, Envelope, MessageRole, Post, Tell, as_views
 from potluck.link.limits import STREAM_ITEM_BYTES, LinkConfig
 from potluck.messages import Message
 
@@ -78,7 +78,7 @@ class Stream:
         """Whether nothing more can be sent or come."""
         return self._error is not None or (self._closed_here and self._closed_there)
 
-    async def send(self, frames: Sequence[Buffer], *, timeout_seconds: float) -> Receipt:
+    async def send(self, frames: Sequence[Buffer], *, timeout_seconds: float) -> SendReceipt:
         """Send one item, once the reader has room for it. The frames stay unchanged until the receipt is settled.
 
         DeadlineExceededError when nothing has moved for so long, and there is no room.
@@ -90,7 +90,7 @@ class Stream:
         async with self._sending:
             while self._is_sendable() and self._sent_bytes + cost > self._send_limit_bytes:
                 await self._wait_for_change(timeout_seconds, "its reader took nothing")
-            envelope = self._envelope(Role.ITEM)
+            envelope = self._envelope(MessageRole.ITEM)
             try:
                 receipt = await self._post(
                     self.peer, envelope, views, urgency=Urgency.STREAM, timeout_seconds=timeout_seconds
@@ -113,7 +113,7 @@ class Stream:
         async with self._sending:  # behind an item that is being sent
             if not self._closed_here and self._error is None:
                 self._closed_here = True
-                self._tell(Role.CLOSE)
+                self._tell(MessageRole.CLOSE)
         self._end_if_done()
 
     async def finish(self) -> None:
@@ -121,7 +121,7 @@ class Stream:
         await self.close()
         if not self._closed_there and self._error is None:
             self._closed_there = True
-            self._tell(Role.STOP)
+            self._tell(MessageRole.STOP)
         self._items.clear()
         self._end_if_done()
 
@@ -129,7 +129,7 @@ class Stream:
         """End both ways now; the other side's next use of the stream raises PeerError with the reason."""
         if not self.is_over:
             self.fail(PeerError(f"the stream with {self.peer} was cancelled here: {reason}"))
-            self._tell(Role.CANCEL, text=reason[:MAX_REASON_CHARACTERS])
+            self._tell(MessageRole.CANCEL, text=reason[:MAX_REASON_CHARACTERS])
 
     async def receive(self, *, timeout_seconds: float | None = None) -> list[memoryview] | None:
         """The next item; None when the other side has closed its way.
@@ -149,7 +149,7 @@ class Stream:
         # Credit is told in large steps, and not any more when nothing more will come.
         if limit - self._granted_bytes >= self._window_bytes // 4 and not self._closed_there:
             self._granted_bytes = limit
-            self._tell(Role.CREDIT, number_of_bytes=limit)
+            self._tell(MessageRole.CREDIT, number_of_bytes=limit)
         self._end_if_done()
         return frames
 
@@ -170,13 +170,13 @@ class Stream:
 
     def take(self, envelope: Envelope, frames: list[memoryview]) -> None:
         """Something of this stream has come. ProtocolError when its sender ignored its credit."""
-        if envelope.role == Role.ITEM:
+        if envelope.role == MessageRole.ITEM:
             self._take_item(frames)
-        elif envelope.role == Role.CLOSE:
+        elif envelope.role == MessageRole.CLOSE:
             self._closed_there = True
-        elif envelope.role == Role.STOP:
+        elif envelope.role == MessageRole.STOP:
             self._closed_here = True
-        elif envelope.role == Role.CREDIT:
+        elif envelope.role == MessageRole.CREDIT:
             self._send_limit_bytes = max(self._send_limit_bytes, envelope.number_of_bytes)
         else:
             reason = envelope.text[:MAX_REASON_CHARACTERS]
@@ -221,12 +221,12 @@ class Stream:
             else:
                 return
 
-    def _tell(self, role: Role, *, number_of_bytes: int = 0, text: str = "") -> None:
+    def _tell(self, role: MessageRole, *, number_of_bytes: int = 0, text: str = "") -> None:
         # What is about this side's items stays behind them, with the items' urgency.
-        urgency = Urgency.FIRST if role in (Role.CREDIT, Role.STOP) else Urgency.STREAM
+        urgency = Urgency.FIRST if role in (MessageRole.CREDIT, MessageRole.STOP) else Urgency.STREAM
         self._tell_peer(self.peer, self._envelope(role, number_of_bytes=number_of_bytes, text=text), urgency)
 
-    def _envelope(self, role: Role, *, number_of_bytes: int = 0, text: str = "") -> Envelope:
+    def _envelope(self, role: MessageRole, *, number_of_bytes: int = 0, text: str = "") -> Envelope:
         return Envelope(
             role=role, number=self.number, by_sender=self.opened_here, number_of_bytes=number_of_bytes, text=text
         )

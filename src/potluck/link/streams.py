@@ -12,7 +12,7 @@ from potluck.link.carrier import Buffer
 from potluck.link.channel.budget import ReceiveBudget
 from potluck.link.channel.packet import Urgency
 from potluck.link.dispatch import Arrived
-from potluck.link.envelope import Envelope, Post, Role, Tell, as_views, encode_message, route
+from potluck.link.envelope import Envelope, MessageRole, Post, Tell, as_views, encode_message, route
 from potluck.link.limits import STREAM_ITEM_BYTES, LinkConfig
 from potluck.link.stream import Stream
 from potluck.messages import Message, decode
@@ -71,7 +71,7 @@ class Streams:
         if stream is None:
             raise RetryableError(f"too many streams are open with {peer}, or too much memory is in use: close some")
         envelope = Envelope(
-            role=Role.OPEN, kind=tag, number=number, body=body, number_of_bytes=self._config.stream_window_bytes
+            role=MessageRole.OPEN, kind=tag, number=number, body=body, number_of_bytes=self._config.stream_window_bytes
         )
         try:
             await self._post(peer, envelope, views, urgency=Urgency.STREAM, timeout_seconds=timeout_seconds)
@@ -119,7 +119,7 @@ class Streams:
         """Something of a stream has come; it moves into the stream's memory, so its channel's credit goes back."""
         arrived.release()
         envelope = arrived.envelope
-        if envelope.role == Role.OPEN:
+        if envelope.role == MessageRole.OPEN:
             self._accept(arrived)
             return
         stream = self._streams.get((arrived.sender, not envelope.by_sender, envelope.number))
@@ -155,7 +155,7 @@ class Streams:
             self._cancel(arrived, "too many streams are open")
             return
         window = self._config.stream_window_bytes
-        credit = Envelope(role=Role.CREDIT, number=envelope.number, by_sender=False, number_of_bytes=window)
+        credit = Envelope(role=MessageRole.CREDIT, number=envelope.number, by_sender=False, number_of_bytes=window)
         self._tell(arrived.sender, credit, Urgency.FIRST)
         task = asyncio.ensure_future(self._run(handler, stream, arrived))
         self._tasks.add(task)
@@ -175,7 +175,9 @@ class Streams:
 
     def _cancel(self, arrived: Arrived, reason: str) -> None:
         envelope = arrived.envelope
-        answer = Envelope(role=Role.CANCEL, number=envelope.number, by_sender=not envelope.by_sender, text=reason)
+        answer = Envelope(
+            role=MessageRole.CANCEL, number=envelope.number, by_sender=not envelope.by_sender, text=reason
+        )
         self._tell(arrived.sender, answer, Urgency.STREAM)
 
     def fail(self, peer: str, error: PeerUnreachableError) -> None:

@@ -10,7 +10,7 @@ from potluck.link.channel.budget import ReceiveBudget
 from potluck.link.channel.packet import decode, session_tag
 from potluck.link.counters import Counters
 from potluck.link.limits import LinkConfig
-from potluck.link.line import Line
+from potluck.link.line import SharedLine
 from potluck.link.peerlink import LinkOwner, PeerLink
 from potluck.link.speed import SpeedMeter
 from potluck.link.throttle import throttle_of
@@ -33,7 +33,7 @@ class LinkTable:
         self._config = config
         self._owner = owner
         self._waiting_room = WaitingRoom(config)
-        self._line = Line(throttle_of(config.send_bytes_per_second), stream_share=config.stream_share)
+        self._line = SharedLine(throttle_of(config.send_bytes_per_second), stream_share=config.stream_share)
         self._others = Counters()  # of strangers, and of peers that are forgotten
         self._closed = False
 

@@ -17,8 +17,8 @@ from potluck.hub.connection import Store
 from potluck.messages import decode
 from potluck.state.backupfile import BackupInfo, record_path
 from potluck.state.backups import Backups
-from potluck.training.books.gate import Evaluated, leaves_band, members_between, upper_edge
 from potluck.training.books.history import EVALUATION_LOSS, Preview, RoundRecord
+from potluck.training.books.lossband import Evaluated, leaves_band, members_between, upper_edge
 from potluck.training.manifest.manifest import Manifest
 
 logger = logging.getLogger(__name__)

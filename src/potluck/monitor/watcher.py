@@ -31,7 +31,7 @@ from potluck.run.linknews import TOPIC as LINK_NEWS
 from potluck.state.announcement import KEPT, Kept
 from potluck.training.books.history import EVALUATION_LOSS, Preview
 from potluck.training.manifest.manifest import Change
-from potluck.training.manifest.notice import NoticeBoard
+from potluck.training.manifest.noticeboard import NoticeBoard
 
 logger = logging.getLogger(__name__)
 

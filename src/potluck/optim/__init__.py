@@ -3,7 +3,7 @@
 What users have:
     optimizer.py, options.py  `potluck.Optimizer`: a torch optimizer that steps when the run has done its batch
     diloco.py                 `potluck.DiLoCo` and its relatives: many local steps, then one exchange
-    helper.py                 an aux peer's part, without a model
+    auxiliary.py                 an aux peer's part, without a model
 
 One small interface under them all, no I/O:
     method.py                 Method: what is averaged, and what becomes of it; StateSource: where states come from
@@ -20,7 +20,7 @@ Drivers:
     staging.py                what a round averages, copied between a GPU and the CPU beside training
     recovery.py               the state it stands on: at the start, caught up with, repaired, rolled back
     lastgood.py               what it is rolled back to
-    listening.py              epochs that pass while that state is on its way
+    epochlistener.py              epochs that pass while that state is on its way
     collaboration.py          what it has on the event loop: averaging and progress/
     keptstates.py             the run's keepers (state/) as its source of states
     progress/                 how far the run is towards its next epoch

@@ -17,14 +17,14 @@ from potluck.errors import HubUnavailableError
 from potluck.hub.subjects import MAIN
 from potluck.optim.cores import mark_trainer, share_cores_unless_chosen
 from potluck.optim.parameters import RolesByPrefix
-from potluck.optim.progress.keeper import ProgressKeeper
+from potluck.optim.progress.progresskeeper import ProgressKeeper
 from potluck.optim.progress.tracker import RunProgress
 from potluck.peer.groupsession import GroupSession
 from potluck.peer.session import Session
 from potluck.round.averager import Averager, AveragerConfig, RoundPeer
 from potluck.round.codecs import CodecChoice, CodecSpec
 from potluck.round.coordinator.coordinator import CoordinatorConfig
-from potluck.round.member.wish import StandBy
+from potluck.round.member.intent import StandBy
 from potluck.round.member.workers import Workers
 from potluck.round.outcome import RoundResult
 from potluck.round.plan.messages import Commit

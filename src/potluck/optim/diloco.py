@@ -37,7 +37,7 @@ from potluck.optim.keptstates import Source, source_of_states
 from potluck.optim.method import Hyperparameters
 from potluck.optim.methods.outer import Nesterov, OuterOptimizer
 from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
-from potluck.optim.methods.streaming import Schedule
+from potluck.optim.methods.streaming import FragmentSchedule
 from potluck.optim.methods.transform import Transform
 from potluck.optim.modelstate import ModelState, SchedulerFactory
 from potluck.optim.outerloop import OuterLoop, Weighting
@@ -47,7 +47,7 @@ from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator.coordinator import CoordinatorConfig
 from potluck.round.coordinator.gathering import GatherConfig
 from potluck.round.coordinator.trigger import Quorum
-from potluck.round.member.wish import StandBy
+from potluck.round.member.intent import StandBy
 from potluck.run.joined import Joined
 from potluck.state.config import StateConfig
 
@@ -136,9 +136,9 @@ class DiLoCoConfig:
         """Epochs do not depend on samples."""
         return None
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> FragmentSchedule:
         """Which fragment when."""
-        return Schedule(
+        return FragmentSchedule(
             inner_steps=self.inner_steps,
             num_fragments=self.num_fragments,
             overlap_steps=self.overlap_steps,

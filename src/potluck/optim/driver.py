@@ -27,10 +27,10 @@ from potluck.errors import ConfigurationError, RoundFailedError
 from potluck.optim.collaboration import Collaboration, has_other_trainers
 from potluck.optim.method import Hyperparameters, Method, Offer, StateSource
 from potluck.optim.recovery import Recovery, RecoveryConfig
-from potluck.optim.staging import Moment, Staged, Staging
-from potluck.round.member.wish import StandBy
+from potluck.optim.staging import Moment, StagedTensors, Staging
+from potluck.round.member.intent import StandBy
 from potluck.round.outcome import RoundResult
-from potluck.run.calls import Call, Outcome
+from potluck.run.calls import Call, ThreadResult
 from potluck.run.joined import Joined
 
 logger = logging.getLogger(__name__)
@@ -72,11 +72,11 @@ class _Pending:
     epoch: int
     offer: Offer
     result: Call[RoundResult | None]  # None: it stood by, and no round began
-    staged: list[Staged]  # what the round averages, as soon as the offer is made
-    stepped: Outcome[Moment] | None = None  # where the step is delayed too
+    staged: list[StagedTensors]  # what the round averages, as soon as the offer is made
+    stepped: ThreadResult[Moment] | None = None  # where the step is delayed too
 
     @property
-    def last(self) -> Outcome[Any]:
+    def last(self) -> ThreadResult[Any]:
         """What ends last of it."""
         return self.stepped or self.result
 
@@ -229,14 +229,14 @@ class Driver:
         assert self._pending is None, "one round at a time"
         epoch = self.epoch + 1
         offer = self._method.offer(epoch)
-        staged: list[Staged] = []
+        staged: list[StagedTensors] = []
         if not in_background:  # this thread has nothing else to do
             staged.append(self._staging.stage(offer.tensors))
         patience = timeout_seconds or self._config.averaging_timeout_seconds
         return _Pending(epoch, offer, self._run.submit(self._average(offer, staged, epoch, stand_by, patience)), staged)
 
     async def _average(
-        self, offer: Offer, staged: list[Staged], epoch: int, stand_by: StandBy | None, timeout_seconds: float
+        self, offer: Offer, staged: list[StagedTensors], epoch: int, stand_by: StandBy | None, timeout_seconds: float
     ) -> RoundResult | None:
         if not offer.weight and not await has_other_trainers(self._collaboration.peer.session):
             raise RoundFailedError(f"nobody has anything for epoch {epoch}")
@@ -256,10 +256,10 @@ class Driver:
     def _step_later(self, pending: _Pending) -> None:
         if self._steps is None:
             self._steps = concurrent.futures.ThreadPoolExecutor(1, "potluck-step")
-        pending.stepped = Outcome()
+        pending.stepped = ThreadResult()
         self._steps.submit(self._step_in_background, pending, pending.stepped)
 
-    def _step_in_background(self, pending: _Pending, stepped: Outcome[Moment]) -> None:
+    def _step_in_background(self, pending: _Pending, stepped: ThreadResult[Moment]) -> None:
         try:
             pending.result.wait()
             if (result := _epoch_of(pending)) is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from potluck.errors import StateUnavailableError
 from potluck.optim.collaboration import Collaboration
-from potluck.optim.method import Published, Snapshot, StateSource
+from potluck.optim.method import Published, RunState, StateSource
 from potluck.run.joined import Joined
 from potluck.state.config import StateConfig
 from potluck.state.fetched import FetchedState
@@ -35,7 +35,7 @@ class KeptStates:
         self.counts: Counter[str] = Counter()
         self._keeper = keeper
 
-    def publish(self, snapshot: Snapshot) -> Published:
+    def publish(self, snapshot: RunState) -> Published:
         """Copy what is not steady; copying the rest, hashing and keeping it happen elsewhere."""
         published = self._keeper.publish(
             snapshot.tensors,
@@ -48,12 +48,12 @@ class KeptStates:
         published.add_done_callback(self._published)
         return published
 
-    async def resume(self, *, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
+    async def resume(self, *, base: Mapping[str, Tensor], timeout_seconds: float) -> RunState | None:
         """What the run goes on from, be it in somebody's memory or on somebody's disk."""
         fetched = await self._keeper.resume(base=base, timeout_seconds=timeout_seconds)
         return await self._taken(fetched) if fetched is not None else None
 
-    async def fetch(self, *, at_least_epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot:
+    async def fetch(self, *, at_least_epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> RunState:
         """The newest state that can be believed."""
         return await self._taken(
             await self._keeper.fetch(at_least_epoch=at_least_epoch, base=base, timeout_seconds=timeout_seconds)
@@ -63,7 +63,7 @@ class KeptStates:
         """Whether the keepers hold other bits than this peer."""
         return self._keeper.deviation is not None
 
-    async def repair(self, *, epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
+    async def repair(self, *, epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> RunState | None:
         """What most of the keepers hold."""
         fetched = await self._keeper.repair(base, epoch=epoch, timeout_seconds=timeout_seconds)
         if fetched is None:
@@ -80,14 +80,14 @@ class KeptStates:
         uploaded = {f"uploads_{name}": count for name, count in self._keeper.archive.upload_counts.items()}
         return {**{f"states_{name}": count for name, count in self.counts.items()}, **saved, **uploaded}
 
-    async def _taken(self, fetched: FetchedState, base: Mapping[str, Tensor] | None = None) -> Snapshot:
+    async def _taken(self, fetched: FetchedState, base: Mapping[str, Tensor] | None = None) -> RunState:
         with fetched:
             tensors = await self._keeper.work(fetched.tensors)  # a large copy: the event loop goes on meanwhile
             own = fetched.snapshot.inventory.own_names
             num_moved_chunks = sum(fetched.report.given.values())
             self.counts["fetched"] += 1
             self.counts["fetched_chunks"] += num_moved_chunks
-            return Snapshot(
+            return RunState(
                 epoch=fetched.epoch,
                 tensors=tensors,
                 metadata=fetched.metadata,

@@ -9,18 +9,18 @@ import dataclasses
 
 from torch import Tensor
 
-from potluck.optim.method import Published, Snapshot
+from potluck.optim.method import Published, RunState
 
 
 class LastGood:
     """One state, in one copy."""
 
     def __init__(self) -> None:
-        self._state: Snapshot | None = None
+        self._state: RunState | None = None
         self._is_copy = False  # made here, so that its memory can be used again
         self._published: Published | None = None
 
-    def keep(self, live: Snapshot, published: Published | None) -> None:
+    def keep(self, live: RunState, published: Published | None) -> None:
         """This state is good. `published` holds a copy of it, or will; None: nobody does."""
         before, self._published = self._published, published
         if published is None:
@@ -31,14 +31,14 @@ class LastGood:
         if before is not None:
             before.release()
 
-    def take(self, fetched: Snapshot) -> None:
+    def take(self, fetched: RunState) -> None:
         """This state was fetched, and is good. Nobody changes its tensors, so there is nothing to copy."""
         before, self._published = self._published, None
         self._state, self._is_copy = fetched, False
         if before is not None:
             before.release()
 
-    def snapshot(self) -> Snapshot | None:
+    def snapshot(self) -> RunState | None:
         """The state; None where there is none, or it could not be copied."""
         if self._state is None or self._published is None:
             return self._state
@@ -46,7 +46,7 @@ class LastGood:
         return dataclasses.replace(self._state, tensors=tensors) if tensors is not None else None
 
 
-def _copied(live: Snapshot, before: Snapshot | None) -> Snapshot:
+def _copied(live: RunState, before: RunState | None) -> RunState:
     """A copy of a state, in the memory of an earlier copy where it fits."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in live.tensors.items():
@@ -55,4 +55,4 @@ def _copied(live: Snapshot, before: Snapshot | None) -> Snapshot:
             tensors[name] = old.copy_(tensor.detach())
         else:
             tensors[name] = tensor.detach().to("cpu", copy=True)
-    return Snapshot(epoch=live.epoch, tensors=tensors, metadata=live.metadata)
+    return RunState(epoch=live.epoch, tensors=tensors, metadata=live.metadata)

@@ -61,7 +61,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class RunState:
     """The state of a run after an epoch: the same, to the last bit, for all who hold it, but for what is their own."""
 
     epoch: int
@@ -103,7 +103,7 @@ class Published(Protocol):
 class StateSource(Protocol):
     """Where states are kept and fetched from, by those who fell behind, came late, or deviate."""
 
-    def publish(self, snapshot: Snapshot) -> Published | None:
+    def publish(self, snapshot: RunState) -> Published | None:
         """A new epoch stands. Called in the training thread; the tensors are live, and change after it returns.
 
         Those that the snapshot calls steady may be read until `wait_until_copied` of what is returned has come back;
@@ -111,11 +111,11 @@ class StateSource(Protocol):
         """
         ...
 
-    async def resume(self, *, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
+    async def resume(self, *, base: Mapping[str, Tensor], timeout_seconds: float) -> RunState | None:
         """The state to begin with, whoever has it; None: nobody has one. Called on the event loop, once."""
         ...
 
-    async def fetch(self, *, at_least_epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot:
+    async def fetch(self, *, at_least_epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> RunState:
         """A state of that epoch or a later one; RetryableError when nobody has one now. Called on the event loop.
 
         `base` is what this peer has; it does not change meanwhile. Nor do, from then on, the tensors that are returned.
@@ -126,7 +126,7 @@ class StateSource(Protocol):
         """Whether what was published is not what others published of the same epoch. Cheap; called in any thread."""
         ...
 
-    async def repair(self, *, epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> Snapshot | None:
+    async def repair(self, *, epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> RunState | None:
         """What most others hold, of that epoch or a later one; None: after all, this peer holds it."""
         ...
 

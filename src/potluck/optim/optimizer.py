@@ -24,10 +24,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from potluck.errors import ConfigurationError
+from potluck.optim.auxiliary import AuxiliaryPeer
 from potluck.optim.collaboration import has_other_trainers, join_collaboration, require_hub
 from potluck.optim.driver import Driver
 from potluck.optim.gradscaler import Unscaler
-from potluck.optim.helper import Helper
 from potluck.optim.keptstates import Source, source_of_states
 from potluck.optim.localupdates import LocalUpdates
 from potluck.optim.method import Hyperparameters
@@ -37,7 +37,7 @@ from potluck.optim.options import OptimizerConfig
 from potluck.optim.parameters import are_finite
 from potluck.optim.progress.pace import Pace, is_worth_another_step, patience_seconds
 from potluck.optim.targetbatch import TargetBatch
-from potluck.round.member.wish import StandBy
+from potluck.round.member.intent import StandBy
 from potluck.run.joined import Joined
 
 logger = logging.getLogger(__name__)
@@ -80,10 +80,10 @@ class Optimizer(torch.optim.Optimizer):
         self._outdated_in_a_row = 0
         self._unconfirmed: object = None  # the word of the coordinator that we waited for in vain
         self._vain_epoch = -1  # whose predicted end did not come
-        self._helper: Helper | None = None
+        self._helper: AuxiliaryPeer | None = None
         if config.auxiliary:
             self.collaboration = join_collaboration(run, config)
-            self._helper = run.call(Helper.start(self.collaboration, config.state))
+            self._helper = run.call(AuxiliaryPeer.start(self.collaboration, config.state))
             run.attach(self._helper.close)
             return
         if optimizer is None:

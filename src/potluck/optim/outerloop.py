@@ -35,7 +35,7 @@ from potluck.errors import ConfigurationError
 from potluck.optim.method import Metadata, Method, Offer
 from potluck.optim.methods.outer import OuterOptimizer
 from potluck.optim.methods.quorum import token_weight
-from potluck.optim.methods.streaming import Schedule, mix, split
+from potluck.optim.methods.streaming import FragmentSchedule, mix, split
 from potluck.optim.methods.transform import Plain, Transform
 from potluck.optim.modelstate import ModelState, rename
 from potluck.optim.parameters import (
@@ -66,7 +66,7 @@ class OuterLoop(Method):
         self,
         state: ModelState,
         outer: OuterOptimizer,
-        schedule: Schedule,
+        schedule: FragmentSchedule,
         *,
         transform: Transform | None = None,
         weighting: Weighting = "samples",

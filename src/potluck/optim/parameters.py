@@ -21,14 +21,14 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from potluck.errors import ConfigurationError
-from potluck.round.codecs import Role
+from potluck.round.codecs import TensorRole
 
 Named = Mapping[str, Tensor]
 OptimizerFactory = Callable[[Iterable[dict[str, object]]], Optimizer]
 
 GRADIENT, PARAMETER, STATISTIC, EXTRA = "gradient/", "parameter/", "optimizer/", "buffer/"
 MEASURE = "measure/"  # what a scheduler has to know of all peers
-_ROLES: dict[str, Role] = {
+_ROLES: dict[str, TensorRole] = {
     GRADIENT: "gradient",
     PARAMETER: "parameter",
     STATISTIC: "optimizer",
@@ -37,10 +37,10 @@ _ROLES: dict[str, Role] = {
 }
 
 
-class RolesByPrefix(Mapping[str, Role]):
+class RolesByPrefix(Mapping[str, TensorRole]):
     """The role of a tensor, read off its name."""
 
-    def __getitem__(self, name: str) -> Role:
+    def __getitem__(self, name: str) -> TensorRole:
         return _ROLES[name.partition("/")[0] + "/"]
 
     def __iter__(self) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Which state a peer stands on: taken over at the start, caught up with, repaired, rolled back; and kept for others.
 
     begin       the run's state, from whoever has it, in memory or on disk; this peer's own where there is none
-    catch_up    the lineage is further than this peer: the newest state there is, and what came since (listening.py)
+    catch_up    the lineage is further than this peer: the newest state there is, and what came since (epochlistener.py)
     mend        this peer's bits are not those of the others: the chunks that differ
     roll_back   a step made something that is not finite: another peer's state, or the last good one
 
@@ -24,9 +24,9 @@ from typing import Any
 
 from potluck.errors import ConfigurationError, DeadlineExceededError, FatalError, RetryableError
 from potluck.optim.collaboration import Collaboration
+from potluck.optim.epochlistener import EpochListener
 from potluck.optim.lastgood import LastGood
-from potluck.optim.listening import Listener
-from potluck.optim.method import Hyperparameters, Method, Offer, Published, Snapshot, StateSource
+from potluck.optim.method import Hyperparameters, Method, Offer, Published, RunState, StateSource
 from potluck.optim.parameters import are_finite
 from potluck.run.joined import Joined
 
@@ -135,16 +135,16 @@ class Recovery:
         self.keep()
 
     @contextmanager
-    def _listening(self) -> Iterator[Listener]:
+    def _listening(self) -> Iterator[EpochListener]:
         """Hear the epochs that pass meanwhile."""
-        listener = Listener(self._method, self._collaboration)
+        listener = EpochListener(self._method, self._collaboration)
         self._run.call(listener.start())
         try:
             yield listener
         finally:
             self._run.call(listener.close())
 
-    def _take_up(self, snapshot: Snapshot, listener: Listener) -> None:
+    def _take_up(self, snapshot: RunState, listener: EpochListener) -> None:
         """Stand on a state, and do what the others have done since. What comes out is to be kept."""
         with listener.turn:
             self._load(snapshot)
@@ -154,7 +154,7 @@ class Recovery:
         self._run.call_unless_leaving(listener.finish())
         self._replay(listener)
 
-    def _replay(self, listener: Listener) -> None:
+    def _replay(self, listener: EpochListener) -> None:
         while (heard := listener.averages.get(self.epoch + 1)) is not None:
             with listener.turn:
                 offer = self._method.blank(self.epoch + 1)
@@ -184,7 +184,7 @@ class Recovery:
         self._method.land()
         return True
 
-    def _fetch(self, at_least_epoch: int, listener: Listener) -> Snapshot:
+    def _fetch(self, at_least_epoch: int, listener: EpochListener) -> RunState:
         source = self._source
         if source is None:
             raise FatalError(
@@ -208,13 +208,13 @@ class Recovery:
 
     def _fetching(
         self, source: StateSource, at_least_epoch: int, timeout_seconds: float
-    ) -> Callable[[], Coroutine[Any, Any, Snapshot]]:
+    ) -> Callable[[], Coroutine[Any, Any, RunState]]:
         base = self._method.tensors()
         return lambda: source.fetch(
             at_least_epoch=max(at_least_epoch, self._collaboration.epoch), base=base, timeout_seconds=timeout_seconds
         )
 
-    def _load(self, snapshot: Snapshot) -> None:
+    def _load(self, snapshot: RunState) -> None:
         # Nobody vouches for what a keeper says to be its own: other tensors than we ourselves have so are left out.
         method, own = self._method, snapshot.own
         tensors = {name: t for name, t in snapshot.tensors.items() if name not in own or method.is_own(name)}
@@ -262,7 +262,7 @@ class Recovery:
         self.keep()
         return not snapshot.is_as_base
 
-    def _with_own(self, snapshot: Snapshot) -> Snapshot:
+    def _with_own(self, snapshot: RunState) -> RunState:
         """Somebody's state, with what is this peer's own in place of theirs."""
         tensors, metadata = self._method.tensors(), self._method.metadata()
         kept = {name: tensors.get(name, theirs) for name, theirs in snapshot.tensors.items() if name in snapshot.own}
@@ -271,7 +271,7 @@ class Recovery:
             snapshot, tensors={**snapshot.tensors, **kept}, metadata={**snapshot.metadata, **numbers}
         )
 
-    def _take_numbers(self, snapshot: Snapshot) -> None:
+    def _take_numbers(self, snapshot: RunState) -> None:
         """The tensors are the same, and the numbers beside them differ, as a learning rate may: no work is lost."""
         self.before_change()
         self._method.load_numbers(snapshot.metadata)
@@ -279,7 +279,7 @@ class Recovery:
         self.counts["mended_numbers"] += 1
         logger.debug("hyperparameters or schedule of epoch %d were not those of the others: taken over", self.epoch)
 
-    def _take_over(self, snapshot: Snapshot) -> None:
+    def _take_over(self, snapshot: RunState) -> None:
         logger.warning(
             "this peer's state of epoch %d is not what most others hold: repaired, by %d of %d chunks, to their state "
             "of epoch %d. Rounding does not explain it: if this comes again, test this machine's memory",
@@ -328,7 +328,7 @@ class Recovery:
         self._method.land()
         self.keep()
 
-    def _healthy_elsewhere(self, epoch: int) -> Snapshot | None:
+    def _healthy_elsewhere(self, epoch: int) -> RunState | None:
         if self._source is None:
             return None
         fetching = self._source.fetch(
@@ -354,9 +354,9 @@ class Recovery:
         if self._config.keep_last_good:
             self._good.keep(self._live(), None)
 
-    def _live(self, *, at_once: bool = False) -> Snapshot:
+    def _live(self, *, at_once: bool = False) -> RunState:
         tensors = self._method.tensors()
-        return Snapshot(
+        return RunState(
             epoch=self.epoch,
             tensors=tensors,
             metadata=self._method.metadata(),

@@ -47,7 +47,7 @@ class Moment:
         return not self._events
 
 
-class Staged:
+class StagedTensors:
     """The tensors of one round, and where the round finds them."""
 
     def __init__(self, tensors: Mapping[str, Tensor], host: dict[str, Tensor], copied: Moment) -> None:
@@ -72,7 +72,7 @@ class Staging:
         self._streams: dict[torch.device, Any] = {}
 
     @torch.no_grad()
-    def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
+    def stage(self, tensors: Mapping[str, Tensor]) -> StagedTensors:
         """Begin to copy what is not on the CPU. The tensors must stay until `copied` has passed."""
         host: dict[str, Tensor] = {}
         by_device: dict[torch.device, list[str]] = {}
@@ -83,7 +83,7 @@ class Staging:
                 host[name] = self._buffer(name, tensor)
                 by_device.setdefault(tensor.device, []).append(name)
         moments = [self._copy(device, names, tensors, host) for device, names in by_device.items()]
-        return Staged(tensors, host, _all(moments))
+        return StagedTensors(tensors, host, _all(moments))
 
     def _copy(
         self, device: torch.device, names: list[str], tensors: Mapping[str, Tensor], host: Mapping[str, Tensor]

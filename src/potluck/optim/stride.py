@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from potluck.optim.methods.cadence import Cadence
 from potluck.optim.methods.dylu import ALIKE_SHARE, inner_steps, steps_within
-from potluck.optim.methods.streaming import Schedule
+from potluck.optim.methods.streaming import FragmentSchedule
 from potluck.optim.progress.pace import Pace
-from potluck.round.member.wish import StandBy
+from potluck.round.member.intent import StandBy
 
 AWAITED_SHARE = 0.5  # of the others' weight in the last epoch
 LATER_SHARE = 1.25  # of the time that is left: how much later than expected a round may start
@@ -28,7 +28,7 @@ WORD_SECONDS = 0.5  # … and how long it takes at least to hear of it
 class Stride:
     """One peer's local steps. For the thread that trains; `cadence` is told of commits by another."""
 
-    def __init__(self, schedule: Schedule, *, by_speed: bool) -> None:
+    def __init__(self, schedule: FragmentSchedule, *, by_speed: bool) -> None:
         """`by_speed`: fewer steps where others are faster."""
         self.pace = Pace()
         self.cadence = Cadence()

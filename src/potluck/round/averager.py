@@ -27,11 +27,11 @@ from potluck import tasks
 from potluck.errors import ConfigurationError
 from potluck.peer.lease import Lease
 from potluck.peer.roster import RosterEvent
-from potluck.round.codecs import CodecChoice, Role
+from potluck.round.codecs import CodecChoice, TensorRole
 from potluck.round.coordinator.coordinator import Coordinator, CoordinatorConfig
 from potluck.round.lineage import Lineage
+from potluck.round.member.intent import StandBy
 from potluck.round.member.participation import Participation
-from potluck.round.member.wish import StandBy
 from potluck.round.member.workers import Workers, workers_for
 from potluck.round.outcome import FailedRound, RoundResult
 from potluck.round.plan.layout import FlatTensors, Layout
@@ -54,7 +54,7 @@ class AveragerConfig:
     codecs: CodecChoice = field(default_factory=CodecChoice)
     """Which tensor takes which codec."""
 
-    roles: Role | Mapping[str, Role] = "gradient"
+    roles: TensorRole | Mapping[str, TensorRole] = "gradient"
     """What the tensors are, one for all or one for each name."""
 
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 LOOK_UP_SECONDS = 0.2  # within so long Ctrl-C is noticed
 
 
-class Outcome(Generic[T]):
+class ThreadResult(Generic[T]):
     """What comes of work that another thread does. Any number of threads may wait for it."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Outcome(Generic[T]):
         return False
 
 
-class Call(Outcome[T]):
+class Call(ThreadResult[T]):
     """A coroutine on a loop that runs in another thread."""
 
     def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:

@@ -24,7 +24,7 @@ from potluck.hub.address import HubAddress
 from potluck.hub.bulk.wire import BulkWire, BulkWireConfig
 from potluck.hub.joinlink import JoinLink
 from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
-from potluck.hub.nats.keeper import KeeperConfig
+from potluck.hub.nats.linkkeeper import KeeperConfig
 from potluck.hub.presence import Card, Role
 from potluck.hub.subjects import MAIN, Subjects, check_group_name
 from potluck.link.direct.addresses import default_listen, local_interfaces

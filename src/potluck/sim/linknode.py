@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 from potluck.errors import PeerUnreachableError
 from potluck.hub.presence import Card, Presence, State
-from potluck.link.channel.inbox import Delivery
+from potluck.link.channel.inbox import ReceivedMessage
 from potluck.link.channel.packet import Urgency
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import SendReceipt
 from potluck.link.limits import LinkConfig
 from potluck.link.peerlink import PeerLink
 from potluck.link.table import LinkTable
@@ -51,8 +51,8 @@ class LinkNode:
         self.received: list[tuple[str, bytes, list[bytes]]] = []
         self.failures: list[tuple[str, PeerUnreachableError]] = []
         self.keeps = False  # deliveries are not released until `release_all`
-        self.kept: list[Delivery] = []
-        self.on_delivered: Callable[[PeerLink, Delivery], None] | None = None
+        self.kept: list[ReceivedMessage] = []
+        self.on_delivered: Callable[[PeerLink, ReceivedMessage], None] | None = None
         self._network = network
         self._clock = clock
         self._config = config if config is not None else LinkConfig()
@@ -80,7 +80,7 @@ class LinkNode:
         self.session = session
         self.table = self._begin()
 
-    def send(self, peer: str, body: bytes, frames: Sequence[bytes] = (), *, bulk: bool = False) -> Receipt:
+    def send(self, peer: str, body: bytes, frames: Sequence[bytes] = (), *, bulk: bool = False) -> SendReceipt:
         """Queue a message."""
         return self.table.links[peer].send(
             body, [memoryview(frame) for frame in frames], urgency=Urgency.BULK if bulk else Urgency.FIRST
@@ -92,7 +92,7 @@ class LinkNode:
         for delivery in kept:
             delivery.release()
 
-    def delivered(self, link: PeerLink, delivery: Delivery) -> None:
+    def delivered(self, link: PeerLink, delivery: ReceivedMessage) -> None:
         """A message has arrived."""
         self.received.append((link.peer, bytes(delivery.body), [bytes(frame) for frame in delivery.frames]))
         if self.on_delivered is not None:

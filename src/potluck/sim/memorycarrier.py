@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from potluck.hub.presence import Presence
 from potluck.link.carrier import Buffer, CarrierEvents
-from potluck.sim.virtualclock import Schedule
+from potluck.sim.virtualclock import TimerSchedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ OpenPath = tuple[str, str, str]  # kind, sender, receiver
 class MemoryNetwork:
     """Connects carriers of the same kind."""
 
-    def __init__(self, *, seed: int = 0, schedule: Schedule | None = None) -> None:
+    def __init__(self, *, seed: int = 0, schedule: TimerSchedule | None = None) -> None:
         self.random = random.Random(seed)
         self.num_lost = 0
         self.num_duplicated = 0

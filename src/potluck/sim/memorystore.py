@@ -16,7 +16,7 @@ from potluck.errors import (
     RevisionConflictError,
 )
 from potluck.hub.connection import Entry
-from potluck.hub.nats.ledger import WatchLedger
+from potluck.hub.nats.watchledger import WatchLedger
 from potluck.hub.stores import DELETED_FOR_SECONDS, check_key, check_prefix, check_ttl
 
 if TYPE_CHECKING:

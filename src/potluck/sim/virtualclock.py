@@ -1,9 +1,9 @@
 """Time that moves only when told to.
 
-`Schedule` is a heap of calls with a time of its own: a simulator runs a whole network on one, without an event loop.
-`VirtualClock` shows that time to a component as a `potluck.clock.Clock`; several clocks on one schedule can disagree
-about the hour, as machines do. Calls at the same time run in the order in which they were asked for, so that a run can
-be repeated.
+`TimerSchedule` is a heap of calls with a time of its own: a simulator runs a whole network on one, without an event
+loop. `VirtualClock` shows that time to a component as a `potluck.clock.Clock`; several clocks on one schedule can
+disagree about the hour, as machines do. Calls at the same time run in the order in which they were asked for, so that
+a run can be repeated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Timer:
             callback()
 
 
-class Schedule:
+class TimerSchedule:
     """Calls in the order of their times. What a call raises comes out of the method that ran it."""
 
     def __init__(self, start: float = 0.0) -> None:
@@ -119,13 +119,13 @@ class VirtualClock:
 
     def __init__(
         self,
-        schedule: Schedule | None = None,
+        schedule: TimerSchedule | None = None,
         *,
         monotonic_offset_seconds: float = 1000.0,
         wall_offset_seconds: float = START_WALL_SECONDS,
     ) -> None:
         """Show the schedule's time with these offsets; a machine whose clock is wrong has another wall offset."""
-        self.schedule = schedule if schedule is not None else Schedule()
+        self.schedule = schedule if schedule is not None else TimerSchedule()
         self._monotonic_offset_seconds = monotonic_offset_seconds
         self._wall_offset_seconds = wall_offset_seconds
 

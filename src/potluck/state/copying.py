@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from potluck.errors import StateUnavailableError
-from potluck.run.calls import Outcome
+from potluck.run.calls import ThreadResult
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.snapshot import Outline, Snapshot, Staged
 
@@ -54,7 +54,7 @@ class Copying:
         self._owner: int | None = None  # the thread that makes the copy
         self._may_change = False  # by right
         self._is_torn = False
-        self._copied: Outcome[Staged] = Outcome()
+        self._copied: ThreadResult[Staged] = ThreadResult()
         self._lock = threading.Lock()
         live = {name: tensor.detach() for name, tensor in tensors.items()}
         later = {name for name in steady if _can_wait(live[name])}

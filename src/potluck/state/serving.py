@@ -21,7 +21,7 @@ from potluck.clock import Clock
 from potluck.errors import ConfigurationError, DeadlineExceededError, PeerError, RetryableError
 from potluck.faultpoints import reach
 from potluck.link.grouplinks import GroupLinks
-from potluck.link.links import Incoming, Receipt, Stream
+from potluck.link.links import Incoming, SendReceipt, Stream
 from potluck.messages import Message
 from potluck.round.member.workers import Workers
 from potluck.state.announcement import Digest
@@ -117,7 +117,7 @@ class _Service:
     burst_began: float = 0.0
     arrived: asyncio.Event = field(default_factory=asyncio.Event)  # all that was sent
 
-    def sent(self, num_bytes: int, now: float, receipt: Receipt) -> None:
+    def sent(self, num_bytes: int, now: float, receipt: SendReceipt) -> None:
         if not self.burst_bytes:
             self.burst_began = now
         self.burst_bytes += num_bytes

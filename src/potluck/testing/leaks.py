@@ -1,6 +1,6 @@
 """What a test left behind: threads, sockets, pipes and tasks.
 
-A check takes a `Snapshot` before and asks for `leaks_since` after. Threads that are just ending and objects that wait
+A check takes a `Resources` before and asks for `leaks_since` after. Threads that are just ending and objects that wait
 for the garbage collector are given a moment; what is still there then is a leak.
 """
 
@@ -21,14 +21,14 @@ WATCHED_DESCRIPTORS = ("socket:", "pipe:", "anon_inode:[eventpoll]", "anon_inode
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Resources:
     """The threads and descriptors of this process at one moment."""
 
     threads: frozenset[threading.Thread]
     descriptors: Counter[str]
 
     @classmethod
-    def take(cls) -> Snapshot:
+    def take(cls) -> Resources:
         """Look now."""
         return cls(threads=frozenset(threading.enumerate()), descriptors=_descriptors())
 

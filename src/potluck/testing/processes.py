@@ -4,8 +4,8 @@ Each process starts in a session of its own, writes to a file (so it never block
 read), and carries a token in its environment. `close` kills the process and its group, and then, by that token, every
 descendant that has moved to another session: nothing survives the test that started it.
 
-Python programs are forked from a process that has torch imported (`nursery.py`), which spares seconds for each. Where
-the start itself is tested, `fresh=True` asks for an interpreter of its own.
+Python programs are forked from a process that has torch imported (`forkserver.py`), which spares seconds for each.
+Where the start itself is tested, `fresh=True` asks for an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from potluck.testing import namespaces
-from potluck.testing.nursery import NURSERY, ForkedProcess
+from potluck.testing.forkserver import FORK_SERVER, ForkedProcess
 from potluck.testing.polling import ConditionNotMetError, poll_until, poll_until_sync
 
 TOKEN_VARIABLE = "POTLUCK_TEST_CHILD"
@@ -73,7 +73,7 @@ class ManagedProcess:
         self, env: dict[str, str], cwd: str | os.PathLike[str] | None, stdin: bool, network: str, fresh: bool
     ) -> subprocess.Popen[bytes] | ForkedProcess:
         if not fresh:
-            forked = NURSERY.start(self.argv, env=env, cwd=cwd, network=network, stdin=stdin, output=self._log)
+            forked = FORK_SERVER.start(self.argv, env=env, cwd=cwd, network=network, stdin=stdin, output=self._log)
             if forked is not None:
                 return forked
         return subprocess.Popen(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from potluck.cli.demo.ending import Outcome
+    from potluck.cli.demo.summary import DemoResult
 
 EPOCHS = 80
 
@@ -32,8 +32,8 @@ def demo(
     import tempfile
 
     from potluck.cli import console
-    from potluck.cli.demo import ending
-    from potluck.cli.demo.story import FEWEST_EPOCHS, prepare
+    from potluck.cli.demo import summary
+    from potluck.cli.demo.scenario import FEWEST_EPOCHS, prepare
     from potluck.errors import ConfigurationError
 
     console.set_up_logging(verbose=False)
@@ -51,21 +51,21 @@ def demo(
     except asyncio.CancelledError:
         raise typer.Exit(128 + signal.SIGTERM) from None
     if as_json:
-        console.print_json(ending.as_json(outcome))
+        console.print_json(summary.as_json(outcome))
     else:
-        ending.show(outcome)
+        summary.show(outcome)
     raise typer.Exit(0 if outcome.ok else 1)
 
 
-async def _perform(folder: Path, epochs: int, *, quiet: bool) -> Outcome:
+async def _perform(folder: Path, epochs: int, *, quiet: bool) -> DemoResult:
     from potluck.cli import console
-    from potluck.cli.demo import ending
-    from potluck.cli.demo.record import Record
-    from potluck.cli.demo.stage import Stage
-    from potluck.cli.demo.story import Script, play
+    from potluck.cli.demo import summary
+    from potluck.cli.demo.display import Display
+    from potluck.cli.demo.record import DemoRecord
+    from potluck.cli.demo.scenario import Script, play
     from potluck.errors import PotluckError
 
-    record, stage = Record(), Stage(quiet)
+    record, stage = DemoRecord(), Display(quiet)
     began = time.monotonic()
     task = asyncio.current_task()
     assert task is not None
@@ -74,7 +74,7 @@ async def _perform(folder: Path, epochs: int, *, quiet: bool) -> Outcome:
         await play(folder, Script(epochs=epochs), stage, record)
     except PotluckError as error:
         record.problem = str(error)
-    module = await console.import_slowly("potluck.training.trainer.exhibit")
+    module = await console.import_slowly("potluck.training.trainer.resultpreview")
     try:
         exhibit = module.examine(folder, folder / "hub" / "states")
     except PotluckError as error:
@@ -83,4 +83,4 @@ async def _perform(folder: Path, epochs: int, *, quiet: bool) -> Outcome:
     else:
         record.checkpoint_epoch = exhibit.epoch
         record.loss_before, record.loss_after = exhibit.loss_before, exhibit.loss_after
-    return ending.conclude(record, exhibit, folder, time.monotonic() - began)
+    return summary.conclude(record, exhibit, folder, time.monotonic() - began)

@@ -6,7 +6,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from potluck.cli.demo.record import Incident, Record
+from potluck.cli.demo.record import DemoRecord, Incident
 
 LEARNT_SHARE = 0.9  # the loss must fall at least to this share of what it was
 
@@ -26,7 +26,7 @@ class Promise:
     found: str
 
 
-def check(record: Record) -> list[Promise]:
+def check(record: DemoRecord) -> list[Promise]:
     """All promises, in the order in which a person would ask."""
     return [
         _the_play_was_played(record),
@@ -39,13 +39,13 @@ def check(record: Record) -> list[Promise]:
     ]
 
 
-def _the_play_was_played(record: Record) -> Promise:
+def _the_play_was_played(record: DemoRecord) -> Promise:
     return Promise(
         promise="everything happens that was to happen", kept=not record.problem, found=record.problem or "it did"
     )
 
 
-def _loss_falls(record: Record) -> Promise:
+def _loss_falls(record: DemoRecord) -> Promise:
     before, after = record.loss_before, record.loss_after
     known = before is not None and after is not None and math.isfinite(before) and math.isfinite(after)
     found = f"{before:.3f} → {after:.3f}" if known else f"{before} → {after}"
@@ -53,7 +53,7 @@ def _loss_falls(record: Record) -> Promise:
     return Promise(promise="the loss falls, on text that nobody trains on", kept=kept, found=found)
 
 
-def _lineage_is_one_chain(record: Record) -> Promise:
+def _lineage_is_one_chain(record: DemoRecord) -> Promise:
     epochs = [commit.epoch for commit in record.commits]
     grows = all(earlier < later for earlier, later in itertools.pairwise(epochs))
     found = f"{len(epochs)} commits up to epoch {record.epoch}"
@@ -66,7 +66,7 @@ def _lineage_is_one_chain(record: Record) -> Promise:
     )
 
 
-def _run_goes_on(record: Record, incident: Incident) -> Promise:
+def _run_goes_on(record: DemoRecord, incident: Incident) -> Promise:
     seconds = incident.recovery_seconds(record.commits)
     return Promise(
         promise=_STORIES[incident.kind].format(who=incident.who),
@@ -75,7 +75,7 @@ def _run_goes_on(record: Record, incident: Incident) -> Promise:
     )
 
 
-def _everybody_contributed(record: Record) -> Promise:
+def _everybody_contributed(record: DemoRecord) -> Promise:
     given = {name: sum(c.weights.get(name, 0.0) for c in record.commits) for name in record.trainers}
     return Promise(
         promise="every trainer's samples count, by whatever way they come",
@@ -84,7 +84,7 @@ def _everybody_contributed(record: Record) -> Promise:
     )
 
 
-def _checkpoint_is_there(record: Record) -> Promise:
+def _checkpoint_is_there(record: DemoRecord) -> Promise:
     epoch = record.checkpoint_epoch
     return Promise(
         promise="the run's state is on disk, whole",
@@ -93,7 +93,7 @@ def _checkpoint_is_there(record: Record) -> Promise:
     )
 
 
-def _all_left_cleanly(record: Record) -> Promise:
+def _all_left_cleanly(record: DemoRecord) -> Promise:
     rude = {name: code for name, code in record.exit_codes.items() if code != 0}
     return Promise(
         promise="whoever is asked to leave leaves cleanly",

@@ -67,7 +67,7 @@ class Incident:
 
 
 @dataclass(slots=True, kw_only=True)
-class Record:
+class DemoRecord:
     """All that a demo has seen."""
 
     trainers: list[str] = field(default_factory=list)

@@ -27,8 +27,8 @@ from potluck.hub.address import HubAddress
 from potluck.hub.bulk.connection import BulkConnection, BulkLimits, BulkLogin
 from potluck.hub.bulk.protocol import Buffer
 from potluck.hub.keys import Signer
-from potluck.hub.nats.keeper import HELD_UP_SECONDS
 from potluck.hub.nats.link import explain
+from potluck.hub.nats.linkkeeper import HELD_UP_SECONDS
 from potluck.hub.nats.reconnect import Backoff, ServerPool
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 wire.py          bytes: TCP, TLS, WebSocket
 link.py          one connection to one server
-keeper.py        opens the next link when one breaks (reconnect.py: which server, and when)
+linkkeeper.py        opens the next link when one breaks (reconnect.py: which server, and when)
 requests.py      requests that wait for answers
 interests.py     what is listened to, on whichever link (subscription.py: one of them; dispatch.py: calling its handler)
 store.py         stores, and watch.py their changes
@@ -31,8 +31,8 @@ from potluck.hub.address import HubAddress
 from potluck.hub.connection import Handler
 from potluck.hub.nats.dispatch import BACKLOG_BYTES, BACKLOG_MESSAGES
 from potluck.hub.nats.interests import Interests
-from potluck.hub.nats.keeper import KeeperConfig, LinkKeeper
 from potluck.hub.nats.link import Credentials, NatsLink
+from potluck.hub.nats.linkkeeper import KeeperConfig, LinkKeeper
 from potluck.hub.nats.requests import PendingRequests
 from potluck.hub.nats.store import NatsStore
 from potluck.hub.nats.subscription import NatsHubSubscription

@@ -3,7 +3,7 @@
 Changes are missed when the connection was away, when too many came at once, and in a cluster now and then: an
 interest takes a moment to reach the other servers, and a broken route between them swallows messages in silence. So
 the watch looks at the whole store again after each of the former, when a change shows that an earlier one is missing,
-and when a regular check of the newest revision says so. What was told already is not told again (ledger.py).
+and when a regular check of the newest revision says so. What was told already is not told again (watchledger.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from potluck import tasks
 from potluck.errors import NobodyAnswersError, PotluckError, ProtocolError
 from potluck.hub.connection import Delivery, Entry, Subscription
-from potluck.hub.nats.ledger import WatchLedger
 from potluck.hub.nats.subscription import NatsDelivery
+from potluck.hub.nats.watchledger import WatchLedger
 
 if TYPE_CHECKING:
     from potluck.hub.nats.connection import NatsConnection

@@ -39,11 +39,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from potluck.errors import ConfigurationError
 from potluck.integrations.algorithms import Algorithm
-from potluck.integrations.embedded import EmbeddedConfig
+from potluck.integrations.embeddedrun import EmbeddedConfig
 from potluck.integrations.lightning import batches, checks
-from potluck.integrations.part import InRun, TrainerPart
 from potluck.integrations.samples import SampleCounter
 from potluck.integrations.schedules import RunSchedule
+from potluck.integrations.trainerpart import InRun, TrainerPart
 from potluck.optim.gradscaler import Unscaler
 from potluck.run.joined import Joined
 

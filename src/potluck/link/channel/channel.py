@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 
 from potluck.link.carrier import Buffer
 from potluck.link.channel.budget import Ledger, ReceiveBudget
-from potluck.link.channel.inbox import AT_ONCE, Delivery, Inbox
+from potluck.link.channel.congestion import CongestionWindow
+from potluck.link.channel.inbox import AT_ONCE, Inbox, ReceivedMessage
 from potluck.link.channel.outbox import LOADED_BYTES, AdmitsStreams, Outbox, Segment, where_no_bulk_waits
-from potluck.link.channel.pace import Pace
 from potluck.link.channel.packet import ACK_NOW, GAP, LOADED, MAX_REASON_BYTES, Kind, Packet, Urgency, encode_header
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import SendReceipt
 from potluck.link.counters import Counters
 from potluck.link.limits import LinkConfig
 
@@ -62,11 +62,11 @@ class Channel:
         """Whether no packet of a message has left or come, so that it may still change its generation."""
         return self.outbox.is_untouched and self.inbox.expected == 0 and not self.inbox.has_gap
 
-    def send(self, body: bytes, frames: Sequence[memoryview] = (), *, urgency: Urgency = Urgency.FIRST) -> Receipt:
+    def send(self, body: bytes, frames: Sequence[memoryview] = (), *, urgency: Urgency = Urgency.FIRST) -> SendReceipt:
         """Queue a message. The frames must stay unchanged until the receipt is settled."""
         return self.outbox.add(body, frames, urgency)
 
-    def receive(self, packet: Packet, pace: Pace, deliveries: list[Delivery], now: float) -> int:
+    def receive(self, packet: Packet, pace: CongestionWindow, deliveries: list[ReceivedMessage], now: float) -> int:
         """Take in a packet of this channel, append the messages that are complete; bytes of ours it acknowledges.
 
         ProtocolError: drop the packet. ChannelBrokenError: give up the channel; what was appended is right.
@@ -79,7 +79,9 @@ class Channel:
             self.inbox.receive(packet, deliveries, now)
         return acked_bytes
 
-    def pump(self, pace: Pace, now: float, send: Send, *, admits_streams: AdmitsStreams = where_no_bulk_waits) -> bool:
+    def pump(
+        self, pace: CongestionWindow, now: float, send: Send, *, admits_streams: AdmitsStreams = where_no_bulk_waits
+    ) -> bool:
         """Send all that may leave now. False: `send` refused one, which stays the next.
 
         `admits_streams` is asked for each packet that streams could have.
@@ -136,7 +138,7 @@ class Channel:
             payload_bytes,
         )
 
-    def _flags(self, segment: Segment, pace: Pace) -> int:
+    def _flags(self, segment: Segment, pace: CongestionWindow) -> int:
         # Four acknowledgements per window are enough; one is needed before the window is full, or it would stand still.
         outbox = self.outbox
         self._since_ack_request_bytes += segment.charge_bytes
@@ -189,7 +191,7 @@ class Channel:
         """Time has passed. ChannelBrokenError when the peer has left a large message unfinished for too long."""
         self.inbox.tick(now)
 
-    def next_at(self, pace: Pace) -> float | None:
+    def next_at(self, pace: CongestionWindow) -> float | None:
         """When `tick` and `pump` have something to do though nothing happens; None: never."""
         due = (self.inbox.ack_due_at, self.inbox.tick_at(), self.outbox.timeout_at(pace), self._credit_probe_at)
         return min((at for at in due if at is not None), default=None)

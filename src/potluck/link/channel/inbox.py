@@ -22,7 +22,7 @@ from potluck.link.channel.packet import (
     ACK_NOW,
     MAX_CHARGE_BYTES,
     Kind,
-    Manifest,
+    MessageStart,
     Packet,
     Urgency,
     decode_manifest,
@@ -42,7 +42,7 @@ class ChannelBrokenError(ProtocolError):
     """What the peer sent in order cannot be right, so nothing behind it can be: the channel must start anew."""
 
 
-class Delivery:
+class ReceivedMessage:
     """A whole message; its bytes count against the sender's credit until it is released."""
 
     __slots__ = ("_charge_bytes", "_inbox", "_reserved_bytes", "body", "frames", "urgency")
@@ -64,7 +64,7 @@ class Delivery:
             inbox.taken(self._charge_bytes, self._reserved_bytes)
 
 
-class Assembly:
+class MessageAssembly:
     """A message of which not everything has arrived."""
 
     __slots__ = (
@@ -79,7 +79,7 @@ class Assembly:
         "window_bytes",
     )
 
-    def __init__(self, manifest: Manifest, window_bytes: int, now: float) -> None:
+    def __init__(self, manifest: MessageStart, window_bytes: int, now: float) -> None:
         self.manifest = manifest
         self.charge_bytes = 0
         self.window_bytes = window_bytes  # when it began
@@ -141,7 +141,7 @@ class Inbox:
         self._wake = wake
         self._early: dict[int, Packet] = {}
         self._early_bytes = 0
-        self._assemblies: list[Assembly | None] = [None for _ in Urgency]
+        self._assemblies: list[MessageAssembly | None] = [None for _ in Urgency]
         self._received_bytes = 0
         self._granted_bytes = INITIAL_CREDIT_BYTES
         self._last_arrival_at = 0.0
@@ -211,7 +211,7 @@ class Inbox:
                 window = max(window, assembly.window_bytes)
         return self._received_bytes + max(0, window - self._ledger.held_bytes) + extra
 
-    def receive(self, packet: Packet, deliveries: list[Delivery], now: float) -> None:
+    def receive(self, packet: Packet, deliveries: list[ReceivedMessage], now: float) -> None:
         """Take in a packet with a sequence number; append the messages that are complete now, in order.
 
         ChannelBrokenError when it cannot be right; what was appended before is right nevertheless.
@@ -257,7 +257,7 @@ class Inbox:
             or self._ledger.held_bytes + charge <= self._budget.largest_window_bytes + INITIAL_CREDIT_BYTES
         )
 
-    def _accept(self, packet: Packet, deliveries: list[Delivery], now: float) -> None:
+    def _accept(self, packet: Packet, deliveries: list[ReceivedMessage], now: float) -> None:
         charge = packet.charge_bytes
         urgency = urgency_of(packet.flags)
         assembly = self._assemblies[urgency]
@@ -279,7 +279,7 @@ class Inbox:
             self._assemblies[urgency] = None
             deliveries.append(self._deliver(assembly, urgency))
 
-    def _start(self, packet: Packet, now: float) -> Assembly:
+    def _start(self, packet: Packet, now: float) -> MessageAssembly:
         try:
             manifest = decode_manifest(packet.inline)
         except ProtocolError as error:
@@ -293,13 +293,13 @@ class Inbox:
         if total > config.max_message_bytes:
             self._counters.refused += 1
             raise ChannelBrokenError(f"a message of {total} bytes exceeds the limit of {config.max_message_bytes}")
-        assembly = Assembly(manifest, self._budget.window_bytes, now)
+        assembly = MessageAssembly(manifest, self._budget.window_bytes, now)
         if total > self._budget.window_bytes // 4:
             assembly.needs_bytes = reservation_bytes(total)
             self._reserve(assembly)
         return assembly
 
-    def _reserve(self, assembly: Assembly) -> bool:
+    def _reserve(self, assembly: MessageAssembly) -> bool:
         needed = assembly.needs_bytes
         if self._ledger.reserved_bytes + needed > self._budget.peer_bytes:
             self._budget.forget(assembly)  # it waits for its own peer's messages to be taken, so others may pass
@@ -315,12 +315,12 @@ class Inbox:
         self._ledger.reserved_bytes -= reserved_bytes
         self._budget.release(reserved_bytes)
 
-    def _deliver(self, assembly: Assembly, urgency: Urgency) -> Delivery:
+    def _deliver(self, assembly: MessageAssembly, urgency: Urgency) -> ReceivedMessage:
         frames = [frame for frame in assembly.manifest.frames if frame is not None]
         if assembly.needs_bytes:
             self._budget.forget(assembly)
         charge = 0 if assembly.reserved_bytes else assembly.charge_bytes
-        return Delivery(assembly.manifest.body, frames, urgency, self, charge, assembly.reserved_bytes)
+        return ReceivedMessage(assembly.manifest.body, frames, urgency, self, charge, assembly.reserved_bytes)
 
     def taken(self, charge_bytes: int, reserved_bytes: int) -> None:
         """The application has taken a message: its memory is free again, and the sender may get credit for it."""

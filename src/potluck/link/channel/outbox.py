@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from potluck.errors import ProtocolError
-from potluck.link.channel.pace import LARGEST_TIMEOUT_SECONDS, LEAST_FRAGMENT_BYTES, Pace, Stamp
+from potluck.link.channel.congestion import LARGEST_TIMEOUT_SECONDS, LEAST_FRAGMENT_BYTES, CongestionWindow, Stamp
 from potluck.link.channel.packet import (
     PACKET_BYTES,
     PACKET_OVERHEAD_BYTES,
@@ -30,7 +30,7 @@ from potluck.link.channel.packet import (
     encode_manifest,
     urgency_flag,
 )
-from potluck.link.channel.receipt import Receipt
+from potluck.link.channel.sendreceipt import SendReceipt
 from potluck.link.counters import Counters
 from potluck.link.limits import BULK_RESERVE_BYTES, INITIAL_CREDIT_BYTES, KIB
 
@@ -90,7 +90,7 @@ class QueuedMessage:
 
     __slots__ = ("frames", "has_begun", "inline", "is_large", "offset", "receipt", "size_bytes", "urgency")
 
-    def __init__(self, body: bytes, frames: Sequence[memoryview], urgency: Urgency, receipt: Receipt) -> None:
+    def __init__(self, body: bytes, frames: Sequence[memoryview], urgency: Urgency, receipt: SendReceipt) -> None:
         self.inline, self.frames = encode_manifest(body, frames)
         self.frames.reverse()  # so that the next one is popped off the end
         self.offset = 0
@@ -182,9 +182,9 @@ class Outbox:
         """Whether bulk waits, or is on its way."""
         return self._queued_bytes_by_urgency[Urgency.BULK] > 0
 
-    def add(self, body: bytes, frames: Sequence[memoryview], urgency: Urgency) -> Receipt:
+    def add(self, body: bytes, frames: Sequence[memoryview], urgency: Urgency) -> SendReceipt:
         """Queue a message."""
-        message = QueuedMessage(body, frames, urgency, Receipt())
+        message = QueuedMessage(body, frames, urgency, SendReceipt())
         message.receipt.withdraw = lambda error: self._withdraw(message, error)
         self._lanes[urgency].append(message)
         self._count(message, 1)
@@ -207,7 +207,7 @@ class Outbox:
         return True
 
     def next_segment(
-        self, pace: Pace, now: float, admits_streams: AdmitsStreams = where_no_bulk_waits
+        self, pace: CongestionWindow, now: float, admits_streams: AdmitsStreams = where_no_bulk_waits
     ) -> Segment | None:
         """The packet that should leave now, if any; it stays the next one until `sent`.
 
@@ -225,7 +225,7 @@ class Outbox:
             return segment  # the oldest packet goes again even if the window is full: all behind it wait for it
         return None
 
-    def _fits(self, charge_bytes: int, pace: Pace) -> bool:
+    def _fits(self, charge_bytes: int, pace: CongestionWindow) -> bool:
         return not self.in_flight_bytes or self.in_flight_bytes + charge_bytes <= pace.window_bytes
 
     def _next_lane(self, admits_streams: AdmitsStreams) -> deque[QueuedMessage] | None:
@@ -234,7 +234,7 @@ class Outbox:
             return streams
         return first or bulk or None
 
-    def _cut(self, pace: Pace, admits_streams: AdmitsStreams) -> bool:
+    def _cut(self, pace: CongestionWindow, admits_streams: AdmitsStreams) -> bool:
         lane = self._next_lane(admits_streams)
         if not lane or len(self._unacked) >= MAX_UNACKED_PACKETS:
             pace.ran_dry(self.in_flight_bytes)
@@ -268,7 +268,7 @@ class Outbox:
         segment.waits = True
         self._to_send.append(segment)
 
-    def sent(self, segment: Segment, pace: Pace, now: float) -> None:
+    def sent(self, segment: Segment, pace: CongestionWindow, now: float) -> None:
         """The packet from `next_segment` has left."""
         self._to_send.popleft()
         segment.waits = False
@@ -288,7 +288,7 @@ class Outbox:
         self._credit_bytes = credit_bytes
         return True
 
-    def acknowledge(self, ack: int, has_gap: bool, ack_age_seconds: float, pace: Pace, now: float) -> int:
+    def acknowledge(self, ack: int, has_gap: bool, ack_age_seconds: float, pace: CongestionWindow, now: float) -> int:
         """Everything below `ack` has arrived; the bytes that this is news of."""
         if ack > self._end_of_sent:
             raise ProtocolError(f"a peer acknowledges packet {ack - 1}, which was never sent")
@@ -310,7 +310,9 @@ class Outbox:
             self._fill_hole(self._unacked[0], pace, now)
         return num_bytes
 
-    def _progressed(self, newest: Segment, num_bytes: int, ack_age_seconds: float, pace: Pace, now: float) -> None:
+    def _progressed(
+        self, newest: Segment, num_bytes: int, ack_age_seconds: float, pace: CongestionWindow, now: float
+    ) -> None:
         self._waiting_since = self._unanswered_since = now
         self._num_timeouts = 0
         stamp = newest.stamp
@@ -325,7 +327,7 @@ class Outbox:
             if not false_alarm:
                 self._lose([segment for segment in self._unacked if segment.num_sent])
 
-    def _fill_hole(self, oldest: Segment, pace: Pace, now: float) -> None:
+    def _fill_hole(self, oldest: Segment, pace: CongestionWindow, now: float) -> None:
         if oldest.in_flight and oldest.stamp is not None and now - oldest.stamp.sent_at >= pace.rtt_seconds:
             self._lose([oldest])
 
@@ -352,14 +354,14 @@ class Outbox:
         """Start counting `unanswered_since` from now."""
         self._unanswered_since = now
 
-    def timeout_at(self, pace: Pace) -> float | None:
+    def timeout_at(self, pace: CongestionWindow) -> float | None:
         """When to give up on what is in flight."""
         if not self.in_flight_bytes:
             return None
         timeout = min(pace.timeout_seconds * 2.0**self._num_timeouts, LARGEST_TIMEOUT_SECONDS)
         return self._waiting_since + timeout
 
-    def check_timeout(self, pace: Pace, now: float) -> bool:
+    def check_timeout(self, pace: CongestionWindow, now: float) -> bool:
         """Send the oldest packet again if its acknowledgement is overdue; whether it was."""
         at = self.timeout_at(pace)
         if at is None or now < at:

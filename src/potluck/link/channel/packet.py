@@ -207,7 +207,7 @@ def decode(header: memoryview, payload: memoryview | None) -> Packet:
 
 
 @dataclass(slots=True)
-class Manifest:
+class MessageStart:
     """The start of a message: its body, the frames that came with it, and the sizes of those that follow."""
 
     body: memoryview
@@ -239,7 +239,7 @@ def encode_manifest(body: bytes, frames: Sequence[memoryview]) -> tuple[bytes, l
     return b"".join((start, body, *small)), large
 
 
-def decode_manifest(inline: memoryview) -> Manifest:
+def decode_manifest(inline: memoryview) -> MessageStart:
     """The start of a message, or ProtocolError. Sizes of frames that follow are only claims until checked."""
     body_bytes, num_frames = _MANIFEST.unpack_from(inline)
     if num_frames > MAX_FRAMES or body_bytes > MAX_BODY_BYTES:
@@ -263,4 +263,4 @@ def decode_manifest(inline: memoryview) -> Manifest:
             frames.append(None)
     if position != len(inline):
         raise ProtocolError(f"a message's start has {len(inline)} bytes where its sizes add up to {position}")
-    return Manifest(body, frames, sizes)
+    return MessageStart(body, frames, sizes)

@@ -51,7 +51,7 @@ ANSWERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class KnownPeer:
     """A session of a peer that may connect."""
 
     peer: str
@@ -74,14 +74,14 @@ class Admission:
         self._clock = clock
         self._keys = keys
         self._plain = plain
-        self._by_key: dict[str, Member] = {}
-        self._by_peer: dict[str, Member] = {}
-        self._banned: dict[str, Member] = {}  # by key
+        self._by_key: dict[str, KnownPeer] = {}
+        self._by_peer: dict[str, KnownPeer] = {}
+        self._banned: dict[str, KnownPeer] = {}  # by key
         self._probes: dict[str, float] = {}  # key → until when
         self._pace: dict[str, _Pace] = {}
         self._used: dict[bytes, float] = {}  # ephemeral key → until when it is remembered, the oldest first
 
-    def admit(self, member: Member) -> bool:
+    def admit(self, member: KnownPeer) -> bool:
         """Let this session of a peer in, and no earlier one. False when it is banned or its key cannot be used."""
         if member.key in self._banned:
             self.withdraw(member.peer)
@@ -120,7 +120,7 @@ class Admission:
             del self._probes[next(iter(self._probes))]
         self._probes[key] = now + seconds
 
-    def member(self, key: str) -> Member | None:
+    def member(self, key: str) -> KnownPeer | None:
         """Whose key this is, if it may connect."""
         return self._by_key.get(key)
 

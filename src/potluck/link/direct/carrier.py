@@ -14,7 +14,7 @@ from potluck.errors import ConfigurationError
 from potluck.hub.presence import Presence
 from potluck.link.carrier import Buffer, CarrierEvents
 from potluck.link.direct.addresses import Endpoint, Interface, dial_order, local_interfaces
-from potluck.link.direct.admission import Admission, Member
+from potluck.link.direct.admission import Admission, KnownPeer
 from potluck.link.direct.connection import Connection, Shared
 from potluck.link.direct.greeting import LinkKeys
 from potluck.link.direct.listening import Listener
@@ -150,7 +150,7 @@ class DirectCarrier:
             self._learn_own_host(presence.host)
             return
         card = presence.card
-        member = Member(peer=presence.peer, session=card.session, key=card.link_key)
+        member = KnownPeer(peer=presence.peer, session=card.session, key=card.link_key)
         path = self._paths.get(presence.peer)
         if presence.state in ("dead", "left"):
             self._drop(presence.peer, presence.reason or f"the peer is {presence.state}")
@@ -265,16 +265,16 @@ class DirectCarrier:
 
     # What the listener tells
 
-    def accepts(self, member: Member) -> bool:
+    def accepts(self, member: KnownPeer) -> bool:
         """Whether a connection of this member is wanted now."""
         path = self._paths.get(member.peer)
         return path is not None and path.member == member and path.accepts()
 
-    def owner_of(self, member: Member) -> DirectPath:
+    def owner_of(self, member: KnownPeer) -> DirectPath:
         """The path that a connection of this member is for."""
         return self._paths[member.peer]
 
-    def incoming_opened(self, member: Member, connection: Connection) -> None:
+    def incoming_opened(self, member: KnownPeer, connection: Connection) -> None:
         """Another peer's dial succeeded."""
         self._paths[member.peer].adopt(connection)
 

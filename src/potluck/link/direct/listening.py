@@ -15,7 +15,7 @@ from typing import Protocol
 
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.link.direct.addresses import Endpoint
-from potluck.link.direct.admission import Admission, Member
+from potluck.link.direct.admission import Admission, KnownPeer
 from potluck.link.direct.connection import Connection, ConnectionOwner, Shared
 from potluck.link.direct.greeting import KNOCK_BYTES, NOT_WANTED, READY, READY_BYTES, Knock
 from potluck.link.direct.noise import Cipher
@@ -31,15 +31,15 @@ PAUSE_SECONDS = 1.0  # when the system gives us no more descriptors
 class ListenerOwner(Protocol):
     """What a listener asks and tells whoever made it."""
 
-    def accepts(self, member: Member) -> bool:
+    def accepts(self, member: KnownPeer) -> bool:
         """Whether a connection of this member is wanted now; if not, it is refused."""
         ...
 
-    def owner_of(self, member: Member) -> ConnectionOwner:
+    def owner_of(self, member: KnownPeer) -> ConnectionOwner:
         """Whom a connection of this member will belong to."""
         ...
 
-    def incoming_opened(self, member: Member, connection: Connection) -> None:
+    def incoming_opened(self, member: KnownPeer, connection: Connection) -> None:
         """Another peer's dial succeeded: the connection works both ways."""
         ...
 
@@ -137,7 +137,7 @@ class Guest:
         self.host = host
         self.key = ""  # once it is proven
         self._listener = listener
-        self._member: Member | None = None  # None, when it was let in: a probe
+        self._member: KnownPeer | None = None  # None, when it was let in: a probe
         self._ciphers: tuple[Cipher, Cipher] | None = None  # once it is let in
         self.connection = Connection(sock, listener.shared, self, dialled=False)
         self.connection.expect(KNOCK_BYTES)

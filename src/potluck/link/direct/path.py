@@ -16,7 +16,7 @@ from typing import Protocol
 from potluck.clock import Clock
 from potluck.errors import ConfigurationError
 from potluck.link.direct.addresses import Endpoint
-from potluck.link.direct.admission import Member
+from potluck.link.direct.admission import KnownPeer
 from potluck.link.direct.connection import Connection, Shared
 from potluck.link.direct.dialling import Dial
 from potluck.link.direct.greeting import LinkKeys
@@ -96,7 +96,7 @@ class PathOwner(Protocol):
 class DirectPath:
     """The path to one session of one peer."""
 
-    def __init__(self, owner: PathOwner, station: Station, member: Member, *, wanted: bool) -> None:
+    def __init__(self, owner: PathOwner, station: Station, member: KnownPeer, *, wanted: bool) -> None:
         """`wanted`: dial as soon as there are addresses; else once somebody wants to send."""
         self.member = member
         self.line: Connection | None = None  # open, whoever dialled

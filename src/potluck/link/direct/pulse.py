@@ -19,7 +19,7 @@ DATA_MARK, ASK_MARK, ANSWER_MARK = bytes([DATA]), bytes([ASK]), bytes([ANSWER])
 PAUSE_SECONDS = 1.0
 
 
-class Line(Protocol):
+class ProbedConnection(Protocol):
     """An open connection, as far as its pulse is concerned."""
 
     heard_at: float  # monotonic: when it was opened, or the last bytes came
@@ -30,7 +30,7 @@ class Line(Protocol):
         ...
 
 
-L = TypeVar("L", bound=Line)
+L = TypeVar("L", bound=ProbedConnection)
 
 
 class Pulse(Generic[L]):

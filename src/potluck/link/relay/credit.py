@@ -65,7 +65,7 @@ class CreditConfig:
 
 
 @dataclass(slots=True)
-class Allowance:
+class SendCredit:
     """The sender's side of one path: what it may send."""
 
     limit_bytes: int
@@ -104,7 +104,7 @@ class Allowance:
 
 
 @dataclass(slots=True, eq=False)
-class Account:
+class SenderAccount:
     """The receiver's side of one path: what a sender was granted and has used."""
 
     grant: Callable[[int, int], None]  # tell the sender its limit, and the serial of this word
@@ -124,8 +124,8 @@ class InboundBudget:
         self.config = config or CreditConfig()
         self.budget_bytes = self.config.least_bytes
         self.charged_bytes = 0
-        self._accounts: dict[Account, None] = {}
-        self._waiting: deque[Account] = deque()
+        self._accounts: dict[SenderAccount, None] = {}
+        self._waiting: deque[SenderAccount] = deque()
         self._num_busy = 0
         self._rate_since = 0.0
         self._rate_bytes = 0
@@ -146,20 +146,20 @@ class InboundBudget:
     def _share_bytes(self) -> int:
         return self.budget_bytes // max(1, self._num_busy)
 
-    def open(self, grant: Callable[[int, int], None], now: float) -> Account:
+    def open(self, grant: Callable[[int, int], None], now: float) -> SenderAccount:
         """An account for a new path. Its `limit_bytes` has to be told to the sender; changes go through `grant`."""
-        account = Account(grant, limit_bytes=0, active_at=now)
+        account = SenderAccount(grant, limit_bytes=0, active_at=now)
         self._accounts[account] = None
         account.limit_bytes = self.base_bytes
         return account
 
-    def close(self, account: Account) -> None:
+    def close(self, account: SenderAccount) -> None:
         """The path is gone, and with it what was granted. Calling it twice does no harm."""
         self._accounts.pop(account, None)
         self._rest(account)
         self._serve()
 
-    def arrived(self, account: Account, size: int, now: float) -> bool:
+    def arrived(self, account: SenderAccount, size: int, now: float) -> bool:
         """A packet that counts for `size` is here; False when its sender had no credit for it."""
         if account.received_bytes + size > account.limit_bytes:
             return False
@@ -173,7 +173,7 @@ class InboundBudget:
             self._replenish(account)
         return True
 
-    def wants(self, account: Account, sent_bytes: int, wanted_bytes: int, now: float) -> None:
+    def wants(self, account: SenderAccount, sent_bytes: int, wanted_bytes: int, now: float) -> None:
         """A sender has so little credit that it cannot go on."""
         account.active_at = now
         self._catch_up(account, sent_bytes)
@@ -185,7 +185,7 @@ class InboundBudget:
         account.wanted_bytes = max(1, min(wanted_bytes, self.config.least_bytes))
         self._serve()
 
-    def yields(self, account: Account, sent_bytes: int, limit_bytes: int, serial: int) -> None:
+    def yields(self, account: SenderAccount, sent_bytes: int, limit_bytes: int, serial: int) -> None:
         """A sender gives back what it does not use; unless it did not know yet of our newest word."""
         self._catch_up(account, sent_bytes)
         if serial == account.serial and account.received_bytes <= limit_bytes <= account.limit_bytes:
@@ -218,7 +218,7 @@ class InboundBudget:
             account.wanted_bytes = 0
             self._raise(account, max(needed, min(self._share_bytes - left, free), 0), must_tell=True)
 
-    def _replenish(self, account: Account) -> None:
+    def _replenish(self, account: SenderAccount) -> None:
         """Move the limit up before the sender has to ask."""
         left = account.limit_bytes - account.received_bytes
         if not account.is_busy:
@@ -228,21 +228,21 @@ class InboundBudget:
         elif left < self._share_bytes // 2 and not self._waiting:
             self._raise(account, min(self._share_bytes - left, self.budget_bytes - self.charged_bytes))
 
-    def _raise(self, account: Account, size: int, *, must_tell: bool = False) -> None:
+    def _raise(self, account: SenderAccount, size: int, *, must_tell: bool = False) -> None:
         if size > 0 or must_tell:
             self._charge(account, max(size, 0))
             self._tell(account, account.limit_bytes + max(size, 0))
 
-    def _tell(self, account: Account, limit_bytes: int) -> None:
+    def _tell(self, account: SenderAccount, limit_bytes: int) -> None:
         account.limit_bytes = limit_bytes
         account.serial += 1
         account.grant(account.limit_bytes, account.serial)
 
-    def _charge(self, account: Account, size: int) -> None:
+    def _charge(self, account: SenderAccount, size: int) -> None:
         account.charged_bytes += size
         self.charged_bytes += size
 
-    def _rest(self, account: Account) -> None:
+    def _rest(self, account: SenderAccount) -> None:
         """Not busy, not waiting, nothing granted."""
         self._charge(account, -account.charged_bytes)
         if account.is_busy:
@@ -252,7 +252,7 @@ class InboundBudget:
             account.wanted_bytes = 0
             self._waiting.remove(account)
 
-    def _catch_up(self, account: Account, sent_bytes: int) -> None:
+    def _catch_up(self, account: SenderAccount, sent_bytes: int) -> None:
         """All that was sent before has arrived or is lost: packets keep their order."""
         lost = sent_bytes - account.received_bytes
         if 0 < lost <= account.limit_bytes - account.received_bytes:

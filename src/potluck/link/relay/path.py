@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from potluck.errors import ConfigurationError, ProtocolError
-from potluck.link.relay.credit import Account, Allowance, InboundBudget
+from potluck.link.relay.credit import InboundBudget, SendCredit, SenderAccount
 from potluck.link.relay.greeting import RelayGreeting
 from potluck.link.relay.packet import PLEASE_ANSWER, Control, RelayKind, RelayPacket, read_hello
 from potluck.link.relay.sealing import RelaySeal, ReplayedError
@@ -129,8 +129,8 @@ class RelayPath:
         self._greeting = self._make_greeting()
         self.is_open = False
         self.remote_epoch = 0
-        self.allowance = Allowance(limit_bytes=0, base_bytes=0)
-        self.account: Account = self._budget.open(self._grant, now)
+        self.allowance = SendCredit(limit_bytes=0, base_bytes=0)
+        self.account: SenderAccount = self._budget.open(self._grant, now)
         self._hello_at = now
         self._greeted_at = -math.inf
         self._hello_wait = self._times.hello_first_seconds
@@ -275,7 +275,7 @@ class RelayPath:
                 self.mistrust(str(error))
                 return
         if opens:
-            self.allowance = Allowance(limit_bytes=limit_bytes, base_bytes=limit_bytes)
+            self.allowance = SendCredit(limit_bytes=limit_bytes, base_bytes=limit_bytes)
             self.is_open = True
         if packet.flags & PLEASE_ANSWER:
             self._hello()

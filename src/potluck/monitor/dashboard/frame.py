@@ -11,7 +11,7 @@ from nicegui import ui
 from starlette.requests import Request
 
 from potluck.errors import PotluckError
-from potluck.monitor.dashboard.gate import Visitor
+from potluck.monitor.dashboard.login import Visitor
 from potluck.monitor.dashboard.parts import box, words
 
 if TYPE_CHECKING:

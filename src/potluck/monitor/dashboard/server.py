@@ -29,7 +29,7 @@ from potluck import tasks
 from potluck.errors import AccessError, ConfigurationError
 from potluck.monitor.dashboard import metrics
 from potluck.monitor.dashboard.frame import COOKIE, Page, frame
-from potluck.monitor.dashboard.gate import SESSION_SECONDS, TooManyTriesError, is_same_origin
+from potluck.monitor.dashboard.login import SESSION_SECONDS, TooManyTriesError, is_same_origin
 from potluck.monitor.dashboard.pages.control import ControlPage
 from potluck.monitor.dashboard.pages.fleet import FleetPage
 from potluck.monitor.dashboard.pages.leaderboard import LeaderboardPage

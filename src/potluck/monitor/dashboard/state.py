@@ -15,7 +15,7 @@ from potluck.hub.joinlink import JoinLink
 from potluck.hub.keys import Signer
 from potluck.monitor.alarms import Alarm
 from potluck.monitor.dashboard.actions import Action, ActionLog
-from potluck.monitor.dashboard.gate import Gate, Visitor
+from potluck.monitor.dashboard.login import Login, Visitor
 from potluck.monitor.follower import RunFollower
 from potluck.monitor.view import Overview, PeerRow
 from potluck.training.manifest.manifest import Settings
@@ -38,7 +38,7 @@ class Organising:
     """The organiser's rights, and who may use them here."""
 
     organiser: Organiser
-    gate: Gate
+    gate: Login
     log: ActionLog
     helm: Steering
     link: JoinLink

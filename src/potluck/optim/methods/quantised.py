@@ -15,7 +15,7 @@ from torch import Tensor
 
 from potluck.errors import ConfigurationError
 from potluck.optim.methods.transform import ErrorFeedback, Tensors
-from potluck.round.codecs import CodecChoice, Role, codec_for
+from potluck.round.codecs import CodecChoice, TensorRole, codec_for
 from potluck.round.plan.layout import Layout
 
 BLOCKED = ("float32", "float16", "bfloat16", "blockwise8", "e3m0")
@@ -24,7 +24,7 @@ BLOCKED = ("float32", "float16", "bfloat16", "blockwise8", "e3m0")
 class Quantised(ErrorFeedback):
     """Error feedback around the codecs that a round uses for these values."""
 
-    def __init__(self, choice: CodecChoice, *, prefix: str = "gradient/", role: Role = "gradient") -> None:
+    def __init__(self, choice: CodecChoice, *, prefix: str = "gradient/", role: TensorRole = "gradient") -> None:
         """`prefix` and `role` are those under which the values travel: they decide on the codec and the blocks."""
         super().__init__()
         for rule in choice.rules:
@@ -35,7 +35,7 @@ class Quantised(ErrorFeedback):
                 )
         self._choice = choice
         self._prefix = prefix
-        self._role: Role = role
+        self._role: TensorRole = role
 
     def send(self, name: str, values: Tensor) -> Tensor:
         """One tensor alone, in blocks of its own."""

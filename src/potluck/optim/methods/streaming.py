@@ -27,7 +27,7 @@ from potluck.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class FragmentSchedule:
     """Which fragment synchronises when."""
 
     inner_steps: int

@@ -13,15 +13,15 @@ own. So an audit that recomputes a chunk from the same frames reaches the same b
 
 from __future__ import annotations
 
-from potluck.round.aggregators.base import Accumulator, Aggregator, Outcome
+from potluck.round.aggregators.base import Accumulator, Aggregated, Aggregator
 from potluck.round.aggregators.catalogue import aggregator_for
 from potluck.round.plan.specs import AGGREGATOR_NAMES, AggregatorSpec
 
 __all__ = [
     "AGGREGATOR_NAMES",
     "Accumulator",
+    "Aggregated",
     "Aggregator",
     "AggregatorSpec",
-    "Outcome",
     "aggregator_for",
 ]

@@ -28,7 +28,7 @@ Contribution = Tensor | EncodedChunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Aggregated:
     """What went into a result."""
 
     contributors: tuple[str, ...]
@@ -53,7 +53,7 @@ class Aggregator(ABC):
 
     def aggregate(
         self, contributions: Mapping[str, Contribution], weights: Mapping[str, float], out: Tensor
-    ) -> Outcome:
+    ) -> Aggregated:
         """All at once."""
         accumulator = self.begin(out.numel(), weights)
         for peer in sorted(contributions):
@@ -92,7 +92,7 @@ class Accumulator(ABC):
             self._seen.add(peer)
             self._drop(peer)
 
-    def result(self, out: Tensor) -> Outcome:
+    def result(self, out: Tensor) -> Aggregated:
         """Put the aggregate into `out`. Senders that did not contribute are not in it. Ends the accumulator's use."""
         contributors = self._finish(out)
         if not contributors:
@@ -100,7 +100,7 @@ class Accumulator(ABC):
             raise PeerError(f"nobody's values can be used for this chunk ({refused or 'none came'}): do it again")
         if not is_finite(out):  # all values were, but sums of the largest float32 overflowed: saturate
             out.nan_to_num_(nan=0.0, posinf=MAX_FLOAT32, neginf=-MAX_FLOAT32)
-        return Outcome(
+        return Aggregated(
             contributors=contributors,
             weight=math.fsum(self.weights[peer] for peer in contributors),
             rejected=self._rejected,

@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from potluck.errors import ConfigurationError
-from potluck.round.audit.testimony import Account, Fault, reducer_of
+from potluck.round.audit.testimony import FalseTestimony, WitnessAccount, reducer_of
 from potluck.round.plan.messages import Plan
 
 
@@ -59,7 +59,7 @@ class AuditConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AskWitnesses:
     """Ask these members about a chunk."""
 
     chunk: int
@@ -75,7 +75,7 @@ class Recompute:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class AuditResult:
     """What came of an audit."""
 
     num_good: int = 0
@@ -96,7 +96,7 @@ class Verdict:
         return not (self.liars or self.missing or self.stale)
 
 
-Action = Ask | Recompute | Verdict
+Action = AskWitnesses | Recompute | AuditResult
 
 
 def draw_chunks(plan: Plan, config: AuditConfig, rng: random.Random) -> list[int]:
@@ -122,7 +122,7 @@ class _Case:
     reducer: int
     required: frozenset[int]  # contributors that the reducer had to wait for
     asked: frozenset[int]
-    answers: dict[int, Account | None] = field(default_factory=dict)  # None: nothing can be told
+    answers: dict[int, WitnessAccount | None] = field(default_factory=dict)  # None: nothing can be told
     recomputing: bool = False
     closed: bool = False
 
@@ -149,20 +149,20 @@ class Audit:
         actions: list[Action] = []
         for chunk, case in self._cases.items():
             if case.reducer in self._holders:
-                actions.append(Ask(chunk, tuple(sorted(case.asked))))
+                actions.append(AskWitnesses(chunk, tuple(sorted(case.asked))))
             else:  # it made this average and then went: nobody can say any more what of
                 self._gone.add(case.reducer)
                 case.closed = True
         return actions + self._finish()
 
-    def testified(self, member: int, chunk: int, account: Account | Fault) -> list[Action]:
+    def testified(self, member: int, chunk: int, account: WitnessAccount | FalseTestimony) -> list[Action]:
         """A member has answered."""
         case = self._cases[chunk]
         if case.closed or member in case.answers or member not in case.asked:
             return []
-        if isinstance(account, Fault):
+        if isinstance(account, FalseTestimony):
             self._convict(member, account.reason)
-        case.answers[member] = account if isinstance(account, Account) else None
+        case.answers[member] = account if isinstance(account, WitnessAccount) else None
         return self._look(chunk, case)
 
     def unheard(self, member: int, chunk: int, reason: str) -> list[Action]:
@@ -253,7 +253,7 @@ class Audit:
         self._over = True
         missing = {member: why for member, why in self._missing.items() if member not in self._liars}
         stale = frozenset(self._stale(self._liars.keys() | missing.keys() | self._gone))
-        return [Verdict(num_good=self._num_good, liars=self._liars, missing=missing, stale=stale)]
+        return [AuditResult(num_good=self._num_good, liars=self._liars, missing=missing, stale=stale)]
 
     def _stale(self, out: Collection[int]) -> Iterator[int]:
         """What rests on members that can no longer be asked: all of it if one of them contributed, else its parts."""

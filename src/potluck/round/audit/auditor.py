@@ -26,11 +26,19 @@ from potluck.link.carrier import Buffer
 from potluck.link.grouplinks import GroupLinks
 from potluck.peer.groupsession import GroupSession
 from potluck.round.aggregators import aggregator_for
-from potluck.round.audit.auditcore import Action, Ask, Audit, AuditConfig, Recompute, Verdict, draw_chunks
+from potluck.round.audit.auditcore import Action, AskWitnesses, Audit, AuditConfig, AuditResult, Recompute, draw_chunks
 from potluck.round.audit.disputes import UNPROVEN, Holding, read_holding, settle
 from potluck.round.audit.exclusions import Exclusions, why_excluded
 from potluck.round.audit.seals import Notary, sealed_hash
-from potluck.round.audit.testimony import Account, Challenge, Fault, Holdings, Inventory, Testimony, examine
+from potluck.round.audit.testimony import (
+    Challenge,
+    FalseTestimony,
+    Holdings,
+    HoldingsRequest,
+    Testimony,
+    WitnessAccount,
+    examine,
+)
 from potluck.round.coordinator.director import OTHER_DIGEST, Director
 from potluck.round.member.reduction import reduce_chunk
 from potluck.round.member.workers import Workers
@@ -73,7 +81,7 @@ class Auditor:
         now = self._session.now()
         return {peer: why_excluded(exclusion, now) for peer, exclusion in self.excluded(head).items()}
 
-    async def audit(self, director: Director, digest: str, holders: tuple[int, ...]) -> Verdict:
+    async def audit(self, director: Director, digest: str, holders: tuple[int, ...]) -> AuditResult:
         """Look at a round that is complete: `holders` have the averages with this digest, as they have reported."""
         plan = director.plan
         reach("round.auditing", peer=self._session.peer_id, epoch=plan.key.epoch, role="coordinator")
@@ -132,7 +140,7 @@ class _Answer:
     """What a member said of a chunk, or why it said nothing."""
 
     member: int
-    account: Account | Fault | str
+    account: WitnessAccount | FalseTestimony | str
     frame: Buffer | None = None
 
 
@@ -163,7 +171,7 @@ class _Inquiry:
         self._generations = {n: part.generation for part in plan.parts for n in range(part.start, part.stop)}
         num_senders = max(1, sum(member.weight > 0 for member in plan.members))
         self._room = asyncio.Semaphore(max(1, MEMORY_BYTES // (plan.chunk_bytes * num_senders)))
-        self._verdict: Verdict | None = None
+        self._verdict: AuditResult | None = None
 
     async def settle(self, holders: Collection[int], dissenters: Collection[int]) -> Settled:
         """Who lied so that members hold different averages, as far as they can show it.
@@ -194,7 +202,7 @@ class _Inquiry:
         try:
             incoming = await self._links.request(
                 peer,
-                Inventory(key=self._plan.key),
+                HoldingsRequest(key=self._plan.key),
                 reply=Holdings,
                 timeout_seconds=self._patience((until - self._now()) / 2),
             )
@@ -211,11 +219,11 @@ class _Inquiry:
         """So long, if the round has that long."""
         return max(0.0, min(seconds, self._plan.deadline - self._now()))
 
-    async def hear(self, audit: Audit) -> Verdict:
+    async def hear(self, audit: Audit) -> AuditResult:
         """Ask everybody everything about the chunks that were drawn."""
         async with asyncio.TaskGroup() as group:
             for action in self._note(audit.start()):
-                assert isinstance(action, Ask), "there is nothing to recompute yet"
+                assert isinstance(action, AskWitnesses), "there is nothing to recompute yet"
                 group.create_task(self._hear_chunk(audit, action))
         assert self._verdict is not None, "every chunk was looked at"
         return self._verdict
@@ -223,11 +231,11 @@ class _Inquiry:
     def _note(self, actions: list[Action]) -> list[Action]:
         """Keep the verdict, if it is there; returns what is left to do."""
         for action in actions:
-            if isinstance(action, Verdict):
+            if isinstance(action, AuditResult):
                 self._verdict = action
-        return [action for action in actions if not isinstance(action, Verdict)]
+        return [action for action in actions if not isinstance(action, AuditResult)]
 
-    async def _hear_chunk(self, audit: Audit, ask: Ask) -> None:
+    async def _hear_chunk(self, audit: Audit, ask: AskWitnesses) -> None:
         """All about one chunk."""
         frames: dict[int, Buffer] = {}
         async with self._room:

@@ -3,7 +3,7 @@
 The coordinator asks about one chunk at a time (`Challenge`), and every member that has to do with it answers
 (`Testimony`): which average it holds, shown under the digest that it reported; its own contribution, as a frame, shown
 under the commitment that it reported; and the chunk's reducer also who contributed what, with the senders' seals.
-`examine` turns that into facts (`Account`), or into the fault that convicts the witness itself.
+`examine` turns that into facts (`WitnessAccount`), or into the fault that convicts the witness itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from potluck.messages import Message
 from potluck.round.audit.merkle import HASH_BYTES, MAX_PATH, NOTHING, is_under
 from potluck.round.audit.seals import Notary, sealed_hash
 from potluck.round.codecs.memory import Buffer
-from potluck.round.plan.messages import MAX_MEMBERS, ChunkNumber, Counter, Index, Plan, Report, RoundKey, Seal
+from potluck.round.plan.messages import MAX_MEMBERS, ChunkNumber, Count, Index, Plan, Report, RoundKey, Seal
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Path = Annotated[tuple[Hash, ...], msgspec.Meta(max_length=MAX_PATH)]
@@ -29,7 +29,7 @@ class Challenge(Message, frozen=True, kw_only=True, tag="round.challenge"):
 
     key: RoundKey
     chunk: ChunkNumber
-    generation: Counter
+    generation: Count
 
 
 class Input(Message, frozen=True, kw_only=True, array_like=True):
@@ -50,7 +50,7 @@ class Testimony(Message, frozen=True, kw_only=True, tag="round.testimony"):
     inputs: Annotated[tuple[Input, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()  # from the chunk's reducer
 
 
-class Inventory(Message, frozen=True, kw_only=True, tag="round.inventory"):
+class HoldingsRequest(Message, frozen=True, kw_only=True, tag="round.inventory"):
     """The coordinator asks a member for all that it holds, since members hold different averages."""
 
     key: RoundKey
@@ -61,7 +61,7 @@ class Holdings(Message, frozen=True, kw_only=True, tag="round.holdings"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
+class WitnessAccount:
     """What a witness has shown."""
 
     average: bytes
@@ -75,7 +75,7 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class FalseTestimony:
     """A witness's answer that speaks against itself."""
 
     reason: str
@@ -89,29 +89,29 @@ def examine(
     report: Report,
     testimony: Testimony,
     frames: Sequence[Buffer],
-) -> Account | Fault:
+) -> WitnessAccount | FalseTestimony:
     """What the answer of a member amounts to, given what it had reported before it knew the question."""
     chunk = challenge.chunk
     if not _is_shown(report.digest, plan, chunk, testimony.average, testimony.average_path):
-        return Fault(f"the average of chunk {chunk} that it shows is not in the digest that it reported")
+        return FalseTestimony(f"the average of chunk {chunk} that it shows is not in the digest that it reported")
     if not _is_shown(report.commitment, plan, chunk, testimony.contribution, testimony.contribution_path):
-        return Fault(f"the contribution to chunk {chunk} that it shows is not what it committed to")
+        return FalseTestimony(f"the contribution to chunk {chunk} that it shows is not what it committed to")
     contribution = b""
     if testimony.contribution != NOTHING:
         contribution = testimony.contribution
         if len(frames) != 1 or sealed_hash(frames[0]) != contribution:
-            return Fault(f"its contribution to chunk {chunk} does not match the hash that it committed to")
+            return FalseTestimony(f"its contribution to chunk {chunk} does not match the hash that it committed to")
     if reducer_of(plan, chunk) != witness:
-        return Account(average=testimony.average, contribution=contribution)
+        return WitnessAccount(average=testimony.average, contribution=contribution)
     inputs: dict[int, bytes] = {}
     for given in testimony.inputs:
         if given.member >= len(plan.members) or not plan.members[given.member].weight > 0 or given.member in inputs:
-            return Fault(f"it says that chunk {chunk} has a contribution of somebody who made none")
+            return FalseTestimony(f"it says that chunk {chunk} has a contribution of somebody who made none")
         sender = plan.members[given.member].peer
         if not notary.is_contribution(sender, chunk, given.frame_hash, given.seal):
-            return Fault(f"it says that {sender} contributed to chunk {chunk}, and has no good seal for that")
+            return FalseTestimony(f"it says that {sender} contributed to chunk {chunk}, and has no good seal for that")
         inputs[given.member] = given.frame_hash
-    return Account(average=testimony.average, contribution=contribution, inputs=inputs)
+    return WitnessAccount(average=testimony.average, contribution=contribution, inputs=inputs)
 
 
 def reducer_of(plan: Plan, chunk: int) -> int:

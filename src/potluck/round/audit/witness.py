@@ -10,8 +10,8 @@ from potluck.link.carrier import Buffer
 from potluck.link.grouplinks import GroupLinks
 from potluck.link.links import Incoming
 from potluck.round.audit.merkle import NOTHING, merkle_path
-from potluck.round.audit.testimony import Challenge, Holdings, Input, Inventory, Testimony
-from potluck.round.member.messenger import Audience
+from potluck.round.audit.testimony import Challenge, Holdings, HoldingsRequest, Input, Testimony
+from potluck.round.member.messenger import ReportTarget
 from potluck.round.member.reduction import encode_values
 from potluck.round.member.roundwork import RoundWork
 from potluck.round.member.tensorwork import SealedWork
@@ -22,13 +22,13 @@ from potluck.round.plan.messages import RoundKey
 class Witness:
     """Testifies in the round that this peer is in."""
 
-    def __init__(self, links: GroupLinks, workers: Workers, audience: Callable[[], Audience | None]) -> None:
+    def __init__(self, links: GroupLinks, workers: Workers, audience: Callable[[], ReportTarget | None]) -> None:
         """`audience` is the round and its coordinator, to whom alone we answer."""
         self.counts: Counter[str] = Counter()
         self._workers = workers
         self._audience = audience
         links.handle(Challenge, self._challenged)
-        links.handle(Inventory, self._inventoried)
+        links.handle(HoldingsRequest, self._inventoried)
 
     def _round_work(self, sender: str, key: RoundKey) -> RoundWork:
         """The round that we are asked about; ProtocolError unless we have completed it, for whoever asks."""
@@ -44,7 +44,7 @@ class Witness:
     async def _challenged(self, incoming: Incoming[Challenge]) -> tuple[Testimony, Sequence[Buffer]]:
         return await self._testify(self._round_work(incoming.sender, incoming.message.key), incoming.message)
 
-    def _inventoried(self, incoming: Incoming[Inventory]) -> tuple[Holdings, Sequence[Buffer]]:
+    def _inventoried(self, incoming: Incoming[HoldingsRequest]) -> tuple[Holdings, Sequence[Buffer]]:
         round_work = self._round_work(incoming.sender, incoming.message.key)
         work, generation = round_work.work, round_work.exchange.generation
         if not isinstance(work, SealedWork):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from potluck.round.codecs.base import LARGEST, SMALLEST, Codec, EncodedChunk
 from potluck.round.codecs.catalogue import codec_for
-from potluck.round.codecs.choice import CodecChoice, CodecRule, Role
+from potluck.round.codecs.choice import CodecChoice, CodecRule, TensorRole
 from potluck.round.codecs.reductions import is_finite
 from potluck.round.plan.specs import CODEC_NAMES, CodecSpec
 
@@ -33,7 +33,7 @@ __all__ = [
     "CodecRule",
     "CodecSpec",
     "EncodedChunk",
-    "Role",
+    "TensorRole",
     "codec_for",
     "is_finite",
 ]

@@ -13,7 +13,7 @@ from potluck.errors import ConfigurationError
 from potluck.messages import Message
 from potluck.round.plan.specs import CodecSpec
 
-Role = Literal["gradient", "parameter", "optimizer", "buffer"]
+TensorRole = Literal["gradient", "parameter", "optimizer", "buffer"]
 
 EXACT = CodecSpec(name="float32")
 
@@ -22,7 +22,7 @@ class CodecRule(Message, frozen=True, kw_only=True):
     """One codec, and the tensors it is for. A condition that is left out fits every tensor."""
 
     codec: CodecSpec
-    role: Role | None = None
+    role: TensorRole | None = None
     pattern: str = "*"  # of the tensor's name, as in a shell: * ? [seq]; case matters
     at_least: int = 0  # elements
     at_most: int | None = None  # elements
@@ -35,7 +35,7 @@ class CodecRule(Message, frozen=True, kw_only=True):
                 f"a codec rule for {self.at_least} to {self.at_most} elements fits no tensor: widen it or remove it"
             )
 
-    def fits(self, name: str, role: Role, elements: int) -> bool:
+    def fits(self, name: str, role: TensorRole, elements: int) -> bool:
         """Whether this rule is for such a tensor."""
         return (
             self.role in (None, role)
@@ -66,7 +66,9 @@ class CodecChoice(Message, frozen=True, kw_only=True):
         return cls(rules=(CodecRule(codec=CodecSpec(name=name, block=block)),))
 
     @classmethod
-    def by_role(cls, codecs: Mapping[Role, str], *, small: str = "float32", small_elements: int = 4096) -> CodecChoice:
+    def by_role(
+        cls, codecs: Mapping[TensorRole, str], *, small: str = "float32", small_elements: int = 4096
+    ) -> CodecChoice:
         """A codec for each role, and one for small tensors of any role."""
         rules = [CodecRule(codec=CodecSpec(name=small), at_most=small_elements)]
         rules += [CodecRule(codec=CodecSpec(name=codecs[role]), role=role) for role in sorted(codecs)]
@@ -76,7 +78,7 @@ class CodecChoice(Message, frozen=True, kw_only=True):
         """The same, but for gradients of any size."""
         return CodecChoice(rules=(CodecRule(codec=codec, role="gradient"), *self.rules))
 
-    def codec_of(self, name: str, role: Role, elements: int, *, integer: bool = False) -> CodecSpec:
+    def codec_of(self, name: str, role: TensorRole, elements: int, *, integer: bool = False) -> CodecSpec:
         """The codec of one tensor. Integers are counters more often than not, and always travel in float32."""
         if integer:
             return EXACT

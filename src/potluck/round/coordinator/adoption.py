@@ -16,7 +16,7 @@ from potluck.round.plan.signing import read_word
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class CompletionClaim:
     """A member says that it completed a round. The plan's signature has been checked."""
 
     peer: str
@@ -33,22 +33,22 @@ class Adoption:
     holders: tuple[int, ...]
 
 
-def read_claim(peer: str, completed: Completed, run: str, coordinators: Mapping[int, str]) -> Claim:
+def read_claim(peer: str, completed: Completed, run: str, coordinators: Mapping[int, str]) -> CompletionClaim:
     """What a member says; ProtocolError unless one of these coordinators, by token, signed that plan in its term."""
     plan = read_word(completed.plan, completed.coordinator, run)
     if not isinstance(plan, Plan) or coordinators.get(plan.key.token) != completed.coordinator:
         raise ProtocolError(f"{completed.coordinator} is not known to have coordinated {plan.key}")
-    return Claim(peer, plan, completed.digest)
+    return CompletionClaim(peer, plan, completed.digest)
 
 
 def read_claims(
     said: Mapping[str, Completed], run: str, coordinators: Mapping[int, str], epoch: int
-) -> tuple[list[Claim], dict[str, str]]:
+) -> tuple[list[CompletionClaim], dict[str, str]]:
     """What these members say of that epoch; and of those whose word does not count, why.
 
     A round that should have been audited is not claimed: who is bound to what, only its coordinator had heard.
     """
-    claims: list[Claim] = []
+    claims: list[CompletionClaim] = []
     bad: dict[str, str] = {}
     for peer, completed in said.items():
         try:
@@ -62,7 +62,7 @@ def read_claims(
 
 
 def find_adoption(
-    claims: Sequence[Claim], *, alive: Mapping[str, str], waiting: Collection[str], is_late: bool
+    claims: Sequence[CompletionClaim], *, alive: Mapping[str, str], waiting: Collection[str], is_late: bool
 ) -> Adoption | None:
     """The newest round that all of its living members completed alike.
 

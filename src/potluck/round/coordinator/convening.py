@@ -17,7 +17,7 @@ from potluck.peer.groupsession import GroupSession
 from potluck.peer.lease import Lease
 from potluck.round.audit.auditor import Auditor
 from potluck.round.audit.exclusions import Absences
-from potluck.round.coordinator.adoption import Adoption, Claim, find_adoption, read_claims
+from potluck.round.coordinator.adoption import Adoption, CompletionClaim, find_adoption, read_claims
 from potluck.round.coordinator.gathering import (
     Candidate,
     GatherConfig,
@@ -178,7 +178,7 @@ class Convener:
         missing = present_trainers(self._session.roster) - {sender.peer for sender in ready}
         return self._hub_back_at + RETURN_SECONDS if missing else -math.inf
 
-    def _claims(self, candidates: list[Candidate], epoch: int) -> list[Claim]:
+    def _claims(self, candidates: list[Candidate], epoch: int) -> list[CompletionClaim]:
         """What members say that they completed under a coordinator before us."""
         said = {c.peer: c.ready.completed for c in candidates if c.ready.completed is not None}
         claims, bad = read_claims(said, self._session.subjects.scope, self._lease.view.past_holders, epoch)

@@ -27,13 +27,13 @@ from potluck.peer.groupsession import GroupSession
 from potluck.peer.lease import Lease
 from potluck.peer.roster import RosterEvent
 from potluck.peer.session import HubChange
-from potluck.round.audit.auditcore import Verdict
+from potluck.round.audit.auditcore import AuditResult
 from potluck.round.audit.auditor import Auditor
 from potluck.round.coordinator.adoption import Adoption
 from potluck.round.coordinator.announcing import RETRY_SECONDS, Announcer
 from potluck.round.coordinator.commitment import make_commit, make_restoration
 from potluck.round.coordinator.convening import Convener, NoPlan, Term, Wait
-from potluck.round.coordinator.director import Decision, Director, Finish, GiveUp, Patience, Publish
+from potluck.round.coordinator.director import Decision, Director, DirectorTimeouts, Finish, GiveUp, Publish
 from potluck.round.coordinator.gathering import GatherConfig, Proposal
 from potluck.round.coordinator.trigger import Quorum, Trigger
 from potluck.round.lineage import Lineage
@@ -60,7 +60,7 @@ class CoordinatorConfig:
     trigger: Trigger = field(default_factory=Quorum)
     """When to start."""
 
-    patience: Patience = field(default_factory=Patience)
+    patience: DirectorTimeouts = field(default_factory=DirectorTimeouts)
     """How long to wait for whom."""
 
 
@@ -293,7 +293,7 @@ class Coordinator:
                     member.weight,
                 )
 
-    def _patience(self, proposal: Proposal) -> Patience:
+    def _patience(self, proposal: Proposal) -> DirectorTimeouts:
         patience = self._config.patience
         return replace(
             patience,
@@ -336,7 +336,7 @@ class Coordinator:
     async def _finish(self, director: Director, finish: Finish) -> None:
         """Commit, unless an audit says otherwise."""
         plan, digest, holders = finish.plan, finish.digest, finish.holders
-        verdict = await self._auditor.audit(director, digest, holders) if plan.audit else Verdict()
+        verdict = await self._auditor.audit(director, digest, holders) if plan.audit else AuditResult()
         if self._director is not director:
             return
         if verdict.is_good:

@@ -40,7 +40,7 @@ OTHER_DIGEST = "its averages have another digest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class DirectorTimeouts:
     """How long the director waits for what. All of it is far above what a healthy round needs."""
 
     silent_seconds: float = 1.5
@@ -93,7 +93,7 @@ Decision = Publish | Finish | GiveUp
 class Director:
     """Watches over one round."""
 
-    def __init__(self, plan: Plan, patience: Patience, now: float, *, coordinator: str = "") -> None:
+    def __init__(self, plan: Plan, patience: DirectorTimeouts, now: float, *, coordinator: str = "") -> None:
         """`coordinator` is the peer that directs, a member or not."""
         self.plan = plan
         self._coordinator = coordinator

@@ -23,8 +23,8 @@ from potluck.round.coordinator.trigger import ReadySender
 from potluck.round.plan.chunks import ChunkGrid, fitting_chunk_bytes, largest_reply_bytes, traffic_bytes
 from potluck.round.plan.messages import MAX_MEMBERS, MEAN, Commit, Part, Participant, Plan, Ready, RoundKey
 from potluck.round.plan.partition import Partition, PartitionConfig, partition, predicted_seconds, round_shares
-from potluck.round.plan.shares import Member, known_speeds, levelled
-from potluck.round.plan.specs import Run
+from potluck.round.plan.shares import MemberCapacity, known_speeds, levelled
+from potluck.round.plan.specs import CodecSpan
 from potluck.round.plan.weights import DEFAULT_CAP, WeightBook, check_cap
 
 LEAST_ROUND_SECONDS = 20.0
@@ -210,14 +210,14 @@ class Gathering:
             chunk_seconds=self._chunk_seconds(plan, members, {part.reducer for part in parts}),
         )
 
-    def _members(self, candidates: list[Candidate]) -> list[Member]:
+    def _members(self, candidates: list[Candidate]) -> list[MemberCapacity]:
         able = [candidate for candidate in candidates if self._may_reduce(candidate)]
         reducers = {candidate.peer for candidate in able if candidate.ready.reduces} or {c.peer for c in able}
         cards = [candidate.presence.card for candidate in candidates]
         uploads = levelled([card.upload_bytes_per_second for card in cards])
         downloads = levelled([card.download_bytes_per_second for card in cards])
         return [
-            Member(
+            MemberCapacity(
                 peer=candidate.peer,
                 sends=candidate.sends,
                 reduces=candidate.peer in reducers,
@@ -231,19 +231,19 @@ class Gathering:
         presence = candidate.presence
         return bool(presence.card.addresses) and (presence.trusted or not self.config.trusted_reducers)
 
-    def _check_trusted(self, members: list[Member]) -> None:
+    def _check_trusted(self, members: list[MemberCapacity]) -> None:
         if self.config.trusted_reducers and len(members) > 1 and not any(member.reduces for member in members):
             raise RetryableError(
                 f"none of the {len(members)} members may reduce: this run lets only trusted peers do so, and none that "
                 "accepts connections is here. Start an aux peer whose invite says so (potluck members invite --trusted)"
             )
 
-    def _is_audited(self, candidates: list[Candidate], members: list[Member]) -> bool:
+    def _is_audited(self, candidates: list[Candidate], members: list[MemberCapacity]) -> bool:
         """Whether somebody might reduce, now or after a repair, for whom the organisers do not vouch."""
         strangers = any(m.reduces and not c.presence.trusted for c, m in zip(candidates, members, strict=True))
         return strangers and len(members) > 1 and self.config.audit.chunks_per_reducer > 0
 
-    def _participants(self, candidates: list[Candidate], members: list[Member]) -> Iterable[Participant]:
+    def _participants(self, candidates: list[Candidate], members: list[MemberCapacity]) -> Iterable[Participant]:
         alone = len(candidates) == 1
         for candidate, member in zip(candidates, members, strict=True):
             yield Participant(
@@ -255,7 +255,7 @@ class Gathering:
                 reduces=member.reduces or alone,
             )
 
-    def _cut(self, members: list[Member], runs: tuple[Run, ...]) -> tuple[int, tuple[Part, ...], float]:
+    def _cut(self, members: list[MemberCapacity], runs: tuple[CodecSpan, ...]) -> tuple[int, tuple[Part, ...], float]:
         """The size of a chunk, who reduces which, and how long it should take."""
         num_senders = sum(1 for member in members if member.sends)
         contribution_bytes = traffic_bytes(runs, num_senders)
@@ -275,7 +275,7 @@ class Gathering:
         )
         return chunk_bytes, parts, seconds
 
-    def _chunk_seconds(self, plan: Plan, members: list[Member], reducers: set[int]) -> float:
+    def _chunk_seconds(self, plan: Plan, members: list[MemberCapacity], reducers: set[int]) -> float:
         """How long the busiest member takes to send one chunk to everybody it sends to."""
         num_senders = sum(1 for member in members if member.sends)
         frame_bytes = max(plan.chunk_bytes, largest_reply_bytes(plan.runs, plan.chunk_bytes, num_senders))
@@ -284,7 +284,7 @@ class Gathering:
         copies = [len(members) - 1 if index in reducers else len(reducers) for index in range(len(members))]
         return max(frame_bytes * num_copies / upload for num_copies, upload in zip(copies, uploads, strict=True))
 
-    def _slowest_upload(self, members: list[Member]) -> float:
+    def _slowest_upload(self, members: list[MemberCapacity]) -> float:
         speeds = [member.upload_bytes_per_second for member in members if member.sends]
         return min(known_speeds(speeds, self.config.partition.default_bytes_per_second))
 
@@ -333,13 +333,13 @@ def present_trainers(roster: Iterable[Presence]) -> frozenset[str]:
 
 
 @lru_cache(maxsize=8)  # it takes some milliseconds, and members and speeds change rarely
-def _shares(members: tuple[Member, ...], contribution_bytes: int, config: PartitionConfig) -> Partition:
+def _shares(members: tuple[MemberCapacity, ...], contribution_bytes: int, config: PartitionConfig) -> Partition:
     return partition(members, contribution_bytes=contribution_bytes, num_chunks=1 << 20, config=config)
 
 
-def _common_layout(candidates: Iterable[Candidate]) -> tuple[str, tuple[Run, ...]]:
+def _common_layout(candidates: Iterable[Candidate]) -> tuple[str, tuple[CodecSpan, ...]]:
     """The layout that most of those have who contribute; of two, the one with more weight behind it."""
-    found: defaultdict[tuple[str, tuple[Run, ...]], list[float]] = defaultdict(list)
+    found: defaultdict[tuple[str, tuple[CodecSpan, ...]], list[float]] = defaultdict(list)
     for candidate in candidates:
         if candidate.sends:
             found[candidate.ready.layout, candidate.ready.runs].append(candidate.weight)

@@ -26,7 +26,7 @@ from potluck import tasks
 from potluck.errors import DeadlineExceededError, PeerUnreachableError
 from potluck.link.carrier import Buffer
 from potluck.link.grouplinks import GroupLinks
-from potluck.link.links import Receipt
+from potluck.link.links import SendReceipt
 from potluck.round.plan.messages import Average, Contribution, RoundKey
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Lane:
         self._num_encoding = 0
         self._in_flight_bytes = 0
         self._frame_bytes = 0  # of the largest so far
-        self._receipts: set[Receipt] = set()
+        self._receipts: set[SendReceipt] = set()
         self._unanswered: set[int] = set()  # chunks contributed whose averages have not come back
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -187,7 +187,7 @@ class Lane:
         self._receipts.add(receipt)
         receipt.watch(lambda: self._settled(letter, size, receipt))
 
-    def _settled(self, letter: Letter, size: int, receipt: Receipt) -> None:
+    def _settled(self, letter: Letter, size: int, receipt: SendReceipt) -> None:
         self._in_flight_bytes -= size
         self._receipts.discard(receipt)
         self._wake.set()

@@ -29,7 +29,7 @@ UNHEARD_SECONDS = 0.5  # well below a director's patience with silence
 
 
 @dataclass(frozen=True, slots=True)
-class Audience:
+class ReportTarget:
     """Who wants to know how a round goes."""
 
     coordinator: str
@@ -53,7 +53,7 @@ class Messenger:
         session: GroupSession,
         *,
         ready: Callable[[], Ready | None],
-        audience: Callable[[], Audience | None],
+        audience: Callable[[], ReportTarget | None],
     ) -> None:
         self._links = links
         self._session = session
@@ -107,7 +107,7 @@ class Messenger:
                 await self._send_report(audience)
             await _wait(self._report_wanted, REPORT_EVERY_SECONDS if audience is not None else None)
 
-    async def _send_report(self, audience: Audience) -> None:
+    async def _send_report(self, audience: ReportTarget) -> None:
         report = audience.round_work.report()
         if self._is_heard(audience.coordinator):
             try:
@@ -124,7 +124,7 @@ class Messenger:
             return True
         return self._session.clock.monotonic() - unheard.since < UNHEARD_SECONDS
 
-    async def _report_by_link(self, audience: Audience, report: Report) -> None:
+    async def _report_by_link(self, audience: ReportTarget, report: Report) -> None:
         round_work = audience.round_work
         receipt = await self._links.send(audience.coordinator, report, timeout_seconds=REPORT_TIMEOUT_SECONDS)
         if self._unheard is None or self._unheard.coordinator != audience.coordinator:
@@ -139,7 +139,7 @@ class Messenger:
 
         receipt.watch(settled)
 
-    async def _report_by_hub(self, audience: Audience, report: Report) -> None:
+    async def _report_by_hub(self, audience: ReportTarget, report: Report) -> None:
         session = self._session
         try:
             await session.hub.publish(session.subjects.news(session.peer_id, "report"), encode(report))

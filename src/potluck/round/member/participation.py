@@ -33,10 +33,10 @@ from potluck.round.audit.seals import Notary, Sealer
 from potluck.round.audit.witness import Witness
 from potluck.round.lineage import Lineage
 from potluck.round.member.incoming import IncomingFrames
-from potluck.round.member.messenger import Audience, Messenger
+from potluck.round.member.intent import Intent, StandBy, ready_message
+from potluck.round.member.messenger import Messenger, ReportTarget
 from potluck.round.member.roundwork import RoundWork
 from potluck.round.member.tensorwork import SealedWork, TensorWork
-from potluck.round.member.wish import StandBy, Wish, ready_message
 from potluck.round.member.workers import Workers
 from potluck.round.outcome import LeftBehind, MemberRole, PhaseSeconds, RoundResult
 from potluck.round.plan.layout import FlatTensors
@@ -90,7 +90,7 @@ class Participation:
         self._workers = workers
         self._start = start
         self._clock = session.clock
-        self._wish: Wish | None = None
+        self._wish: Intent | None = None
         self._round: _Round | None = None
         self._last_abort = ""
         self._waiting_word: _Heard | None = None  # of a lease that we have not heard of yet
@@ -147,7 +147,7 @@ class Participation:
         if self._wish is not None:
             raise ConfigurationError("this peer is in a round already: await the first call before the next one")
         loop = asyncio.get_running_loop()
-        wish = self._wish = Wish(
+        wish = self._wish = Intent(
             ready_message(self._session.card.session, tensors, weight, epoch, reduces),
             tensors,
             self._clock.monotonic(),
@@ -176,7 +176,7 @@ class Participation:
                 if not self._session.ended.done():
                     await self._messenger.publish(msgspec.structs.replace(wish.ready, withdrawn=True))
 
-    async def _is_wanted(self, wish: Wish, stand_by: StandBy) -> bool:
+    async def _is_wanted(self, wish: Intent, stand_by: StandBy) -> bool:
         """Stand by until there is a plan, the epoch is due, or was committed by others; False: none of it in time."""
         until = 0.0 if stand_by.stays else self._session.now() + stand_by.seconds
         wish.ready = msgspec.structs.replace(wish.ready, awaits=stand_by.awaits, until=until)
@@ -197,7 +197,7 @@ class Participation:
         session = self._session.card.session
         await self._messenger.publish(Ready(session=session, epoch=epoch, weight=weight, token=self._lease.token))
 
-    async def _until_committed(self, wish: Wish, timeout_seconds: float) -> Commit:
+    async def _until_committed(self, wish: Intent, timeout_seconds: float) -> Commit:
         """The commit; a round in which bytes move is not given up, however slow the lines are."""
         ended = self._session.ended
         either: set[asyncio.Future[Any]] = {wish.committed, ended}
@@ -218,7 +218,7 @@ class Participation:
             f"{self._describe_trouble()}"
         )
 
-    async def _conclude(self, wish: Wish, commit: Commit) -> RoundResult:
+    async def _conclude(self, wish: Intent, commit: Commit) -> RoundResult:
         now = self._clock.monotonic()
         current, self._round = self._round, None
         if current is None:
@@ -258,7 +258,7 @@ class Participation:
         )
 
     def _result(
-        self, wish: Wish, commit: Commit, round_work: RoundWork | None, seconds: PhaseSeconds, reason: str
+        self, wish: Intent, commit: Commit, round_work: RoundWork | None, seconds: PhaseSeconds, reason: str
     ) -> RoundResult:
         behind = None
         if reason:
@@ -414,7 +414,7 @@ class Participation:
         run = self._session.subjects.scope
         return SealedWork(Sealer(self._session.identity, run, plan.key), Notary(run, plan.key))
 
-    def _broke(self, wish: Wish, error: Exception) -> None:
+    def _broke(self, wish: Intent, error: Exception) -> None:
         if not wish.committed.done():
             failure = RoundFailedError(f"epoch {wish.epoch}: this peer's own work on the tensors failed with {error!r}")
             failure.__cause__ = error
@@ -437,8 +437,8 @@ class Participation:
     def _expects(self, key: RoundKey) -> bool:
         return self._wish is not None and not self._wish.committed.done() and key.epoch == self._wish.epoch
 
-    def _audience(self) -> Audience | None:
-        return Audience(self._round.coordinator, self._round.round_work) if self._round is not None else None
+    def _audience(self) -> ReportTarget | None:
+        return ReportTarget(self._round.coordinator, self._round.round_work) if self._round is not None else None
 
     def _ready(self) -> Ready | None:
         wish, current = self._wish, self._round

@@ -16,7 +16,7 @@ from potluck.round.aggregators import Aggregator
 from potluck.round.codecs import EncodedChunk
 from potluck.round.codecs.base import Fixed
 from potluck.round.codecs.memory import Buffer, scratch
-from potluck.round.member.held import hash_of
+from potluck.round.member.heldaverages import hash_of
 from potluck.round.plan.chunks import Chunk
 from potluck.round.plan.layout import FlatTensors
 

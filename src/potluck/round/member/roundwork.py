@@ -4,8 +4,8 @@
                      ▲                 workers: reduce a chunk, check and hash an average
                      └── outcomes ─────┘
 
-Everything here runs on the event loop; only reduction.py and held.py's checks run in workers. The driver of the member
-(participation.py) brings plans and messages, and asks for the report.
+Everything here runs on the event loop; only reduction.py and heldaverages.py's checks run in workers. The driver
+of the member (participation.py) brings plans and messages, and asks for the report.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from potluck.link.grouplinks import GroupLinks
 from potluck.round.aggregators import aggregator_for
 from potluck.round.codecs import Codec
 from potluck.round.member.exchange import Action, Complete, Discard, Exchange, Reduce, SendAverage, SendContribution
-from potluck.round.member.held import HeldAverages
+from potluck.round.member.heldaverages import HeldAverages
 from potluck.round.member.lane import Lane, Letter, close_lanes
 from potluck.round.member.milestones import Milestones
 from potluck.round.member.reduction import Own, Reduced

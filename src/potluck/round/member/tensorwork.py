@@ -18,7 +18,7 @@ from potluck.round.aggregators import Aggregator
 from potluck.round.audit.merkle import NOTHING, merkle_root
 from potluck.round.audit.seals import Notary, Sealer, sealed_hash
 from potluck.round.codecs.memory import Buffer
-from potluck.round.member.held import check_average
+from potluck.round.member.heldaverages import check_average
 from potluck.round.member.lane import Letter
 from potluck.round.member.reduction import Own, Reduced, encode_values, reduce_chunk
 from potluck.round.plan.chunks import Chunk

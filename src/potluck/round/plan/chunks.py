@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from potluck.errors import ConfigurationError
 from potluck.round.codecs import Codec, codec_for
-from potluck.round.plan.specs import DEFAULT_CHUNK_BYTES, MAX_CHUNKS, Run
+from potluck.round.plan.specs import DEFAULT_CHUNK_BYTES, MAX_CHUNKS, CodecSpan
 
 SMALLEST_CHUNK_BYTES = 32 * 1024
 LARGEST_CHUNK_BYTES = 16 * 1024 * 1024
@@ -59,7 +59,7 @@ class Chunk:
 class ChunkGrid:
     """All chunks of a round, in order. Two peers with the same runs and chunk size have the same grid."""
 
-    def __init__(self, *, runs: Sequence[Run], chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
+    def __init__(self, *, runs: Sequence[CodecSpan], chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
         if not SMALLEST_CHUNK_BYTES <= chunk_bytes <= LARGEST_CHUNK_BYTES:
             raise ConfigurationError(
                 f"chunks of {chunk_bytes} bytes: take {SMALLEST_CHUNK_BYTES} to {LARGEST_CHUNK_BYTES}"
@@ -96,12 +96,12 @@ def elements_per_chunk(codec: Codec, chunk_bytes: int) -> int:
     return min(max(1, chunk_bytes // unit_bytes) * unit, MAX_CHUNK_ELEMENTS)
 
 
-def encoded_bytes(runs: Sequence[Run]) -> int:
+def encoded_bytes(runs: Sequence[CodecSpan]) -> int:
     """About how many bytes one peer's whole contribution has on the wire (headers that each chunk has left out)."""
     return sum(codec_for(run.codec).encoded_bytes(run.elements) for run in runs)
 
 
-def traffic_bytes(runs: Sequence[Run], num_senders: int) -> int:
+def traffic_bytes(runs: Sequence[CodecSpan], num_senders: int) -> int:
     """About how many bytes a whole contribution and the whole average of so many have, in the mean of both.
 
     Where every member reduces as much as any other, each moves as many of the one as of the other (shares.py), so that
@@ -111,13 +111,13 @@ def traffic_bytes(runs: Sequence[Run], num_senders: int) -> int:
     return (encoded_bytes(runs) + replies) // 2
 
 
-def largest_reply_bytes(runs: Sequence[Run], chunk_bytes: int, num_senders: int) -> int:
+def largest_reply_bytes(runs: Sequence[CodecSpan], chunk_bytes: int, num_senders: int) -> int:
     """About the size of the largest average of a chunk."""
     codecs = [codec_for(run.codec) for run in runs]
     return max((codec.reply_bytes(elements_per_chunk(codec, chunk_bytes), num_senders) for codec in codecs), default=0)
 
 
-def fitting_chunk_bytes(runs: Sequence[Run], num_reducers: int, slowest_bytes_per_second: float) -> int:
+def fitting_chunk_bytes(runs: Sequence[CodecSpan], num_reducers: int, slowest_bytes_per_second: float) -> int:
     """Chunks small enough that each reducer has several, and neither too small nor too large for the slowest line."""
     wanted = encoded_bytes(runs) // max(1, CHUNKS_PER_REDUCER * num_reducers)
     least = min(slowest_bytes_per_second * LEAST_CHUNK_SECONDS, DEFAULT_CHUNK_BYTES)
@@ -125,7 +125,7 @@ def fitting_chunk_bytes(runs: Sequence[Run], num_reducers: int, slowest_bytes_pe
     return max(SMALLEST_CHUNK_BYTES, int(min(max(wanted, least), most)))
 
 
-def _cut(runs: Sequence[Run], sizes: Sequence[int]) -> Iterator[Chunk]:
+def _cut(runs: Sequence[CodecSpan], sizes: Sequence[int]) -> Iterator[Chunk]:
     index = first = 0
     for run, size in zip(runs, sizes, strict=True):
         codec = codec_for(run.codec)

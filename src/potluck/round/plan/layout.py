@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from potluck.errors import ConfigurationError
-from potluck.round.codecs import CodecChoice, CodecSpec, EncodedChunk, Role
+from potluck.round.codecs import CodecChoice, CodecSpec, EncodedChunk, TensorRole
 from potluck.round.codecs.memory import scratch
-from potluck.round.plan.specs import Run
+from potluck.round.plan.specs import CodecSpan
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -45,7 +45,7 @@ class Slot:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    role: Role
+    role: TensorRole
     codec: CodecSpec
     start: int
     elements: int
@@ -65,7 +65,7 @@ class Layout:
         self.schema_digest = _schema_digest(slots)
         self.digest = _digest([self.schema_digest, [(slot.name, slot.codec) for slot in slots]])
         self.runs = tuple(
-            Run(codec=codec, elements=elements)
+            CodecSpan(codec=codec, elements=elements)
             for codec, group in groupby(slots, key=lambda slot: slot.codec)
             if (elements := sum(slot.elements for slot in group))
         )
@@ -75,7 +75,7 @@ class Layout:
         cls,
         tensors: Mapping[str, Tensor],
         choice: CodecChoice | None = None,
-        roles: Role | Mapping[str, Role] = "gradient",
+        roles: TensorRole | Mapping[str, TensorRole] = "gradient",
     ) -> Layout:
         """The layout of these tensors; `roles` is one for all, or one for each name."""
         choice = choice or CodecChoice()

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from potluck.messages import Message
-from potluck.round.plan.specs import DEFAULT_CHUNK_BYTES, MAX_CHUNKS, AggregatorSpec, Run, StartSpec
+from potluck.round.plan.specs import DEFAULT_CHUNK_BYTES, MAX_CHUNKS, AggregatorSpec, CodecSpan, StartSpec
 
 MAX_MEMBERS = 256
 MEAN = AggregatorSpec(name="mean")
@@ -22,7 +22,7 @@ MAX_REASON_CHARACTERS = 300
 
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]
 ChunkNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS)]
-Counter = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 Weight = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]  # a peer, a session, a digest
@@ -33,9 +33,9 @@ Seal = Annotated[bytes, msgspec.Meta(max_length=64)]
 class RoundKey(Message, frozen=True, kw_only=True, order=True, array_like=True):
     """One attempt at one epoch, under one lease. A later attempt is larger."""
 
-    epoch: Counter  # the one that this round would make
-    token: Counter  # of the coordinator's lease
-    attempt: Counter  # of this coordinator at this epoch
+    epoch: Count  # the one that this round would make
+    token: Count  # of the coordinator's lease
+    attempt: Count  # of this coordinator at this epoch
 
     def __str__(self) -> str:
         return f"epoch {self.epoch} (attempt {self.token}.{self.attempt})"
@@ -60,19 +60,19 @@ class Part(Message, frozen=True, kw_only=True):
     reducer: Index
     start: ChunkNumber
     stop: ChunkNumber
-    generation: Counter = 0
+    generation: Count = 0
 
 
 class Plan(Message, frozen=True, kw_only=True, tag="plan"):
     """Who takes part in a round and who reduces what."""
 
     key: RoundKey
-    revision: Counter = 0
+    revision: Count = 0
     members: tuple[Participant, ...]
     parts: tuple[Part, ...]  # in order, without gaps: together they are all chunks
     layout: Name  # digest of the tensors' names, shapes and codecs; who holds others cannot take part
-    runs: tuple[Run, ...] = ()  # with `chunk_bytes`, how the flattened tensors are cut and encoded
-    chunk_bytes: Counter = DEFAULT_CHUNK_BYTES
+    runs: tuple[CodecSpan, ...] = ()  # with `chunk_bytes`, how the flattened tensors are cut and encoded
+    chunk_bytes: Count = DEFAULT_CHUNK_BYTES
     aggregator: AggregatorSpec = MEAN
     deadline: float  # hub time
     audit: bool = False  # members seal what they send and commit to it, and a part is recomputed before the commit
@@ -122,14 +122,14 @@ class Ready(Message, frozen=True, kw_only=True):
     """A peer holds tensors for the next epoch; published until it is in a plan that gets committed."""
 
     session: Name
-    epoch: Counter  # the one it would help to make
+    epoch: Count  # the one it would help to make
     weight: Weight = 0.0
     sends: bool = True
     reduces: bool = True  # may be given parts, if there is somebody to give them to otherwise
     layout: Name = ""
-    runs: tuple[Run, ...] = ()
+    runs: tuple[CodecSpan, ...] = ()
     start: StartSpec | None = None  # as it would have rounds start; None: it leaves that to the coordinator
-    token: Counter = 0  # of the newest lease it knows: an earlier word means nothing to that coordinator
+    token: Count = 0  # of the newest lease it knows: an earlier word means nothing to that coordinator
     awaits: Weight = 0.0  # it stands by: ready as soon as all who are have so much weight together
     until: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0  # hub time after which no plan may have it; 0: it waits on
     withdrawn: bool = False  # it no longer waits for this epoch
@@ -141,7 +141,7 @@ class Contribution(Message, frozen=True, kw_only=True, array_like=True, tag="rou
 
     key: RoundKey
     chunk: ChunkNumber
-    generation: Counter
+    generation: Count
     seal: Seal = b""  # the sender's word for the frame, where the round is audited
 
 
@@ -150,7 +150,7 @@ class Average(Message, frozen=True, kw_only=True, array_like=True, tag="round.av
 
     key: RoundKey
     chunk: ChunkNumber
-    generation: Counter
+    generation: Count
     seal: Seal = b""
 
 
@@ -165,8 +165,8 @@ class Report(Message, frozen=True, kw_only=True, tag="round.report"):
     """A member's state in a round, told to the coordinator when it changes and while it waits."""
 
     key: RoundKey
-    number: Counter = 0  # grows with each report: they may come by link and by hub, and the newest counts
-    revision: Counter
+    number: Count = 0  # grows with each report: they may come by link and by hub, and the newest counts
+    revision: Count
     held: bytes = b""  # bitmap of the chunks whose averages it holds, chunk 0 in the lowest bit of the first byte
     waiting_for: tuple[Index, ...] = ()  # senders whose contributions it, as a reducer, lacks
     missing_from: tuple[Index, ...] = ()  # reducers whose averages it lacks
@@ -174,8 +174,8 @@ class Report(Message, frozen=True, kw_only=True, tag="round.report"):
     digest: Name = ""  # of all averages, once it holds them
     commitment: Name = ""  # of all that it contributed, where the round is audited
     offences: tuple[Offence, ...] = ()
-    sent_bytes: Counter = 0
-    received_bytes: Counter = 0
+    sent_bytes: Count = 0
+    received_bytes: Count = 0
 
 
 class CommittedMember(Message, frozen=True, kw_only=True):
@@ -186,8 +186,8 @@ class CommittedMember(Message, frozen=True, kw_only=True):
     claimed: Weight = 0.0  # what it said, where less than that counted; 0: all of it did
     holds: bool  # has the averages; otherwise it must fetch the state
     seconds: Seconds = 0.0  # from the plan until it had them
-    sent_bytes: Counter = 0
-    received_bytes: Counter = 0
+    sent_bytes: Count = 0
+    received_bytes: Count = 0
     trouble: Reason = ""  # why less was expected of it than at first, though it holds them; else see `left_out`
 
 
@@ -202,10 +202,10 @@ class Exclusion(Message, frozen=True, kw_only=True):
 class Restoration(Message, frozen=True, kw_only=True):
     """An epoch in which nothing was averaged: its state is that of an earlier one, as an organiser ordered."""
 
-    order: Counter  # its number
-    epoch: Counter  # the one that the run goes back to
+    order: Count  # its number
+    epoch: Count  # the one that the run goes back to
     digest: Name  # of that state
-    cut: Counter = 0  # whose part it is, where all groups go back; such orders are counted apart
+    cut: Count = 0  # whose part it is, where all groups go back; such orders are counted apart
 
     def describe(self) -> str:
         """For whoever was at work on something else."""
@@ -217,25 +217,25 @@ class Restoration(Message, frozen=True, kw_only=True):
 class Commit(Message, frozen=True, kw_only=True):
     """An epoch that is final: the `head` of the lineage store."""
 
-    epoch: Counter
+    epoch: Count
     key: RoundKey  # of the round that made the averages
-    term: Counter  # the token of the lease under which it was committed; larger than the key's if it was taken over
+    term: Count  # the token of the lease under which it was committed; larger than the key's if it was taken over
     coordinator: Name
     members: tuple[CommittedMember, ...]
     digest: Name
     parent: Name  # digest of the commit before
     layout: Name
-    runs: tuple[Run, ...] = ()  # how the averages were encoded
+    runs: tuple[CodecSpan, ...] = ()  # how the averages were encoded
     aggregator: AggregatorSpec = MEAN
     committed_at: float = 0.0  # hub time
     seconds: Seconds = 0.0  # from plan to commit
-    revisions: Counter = 0  # how often the plan had to be repaired
+    revisions: Count = 0  # how often the plan had to be repaired
     left_out: dict[Name, Reason] = {}  # peers without the averages, and why
-    audited: Counter = 0  # chunks that the coordinator recomputed
+    audited: Count = 0  # chunks that the coordinator recomputed
     excluded: dict[Name, Exclusion] = {}  # by audits; each commit carries on those of the one before
     restored: Restoration | None = None
-    num_restored: Counter = 0  # orders to go back that are carried out; each commit carries on that of the one before
-    num_returned: Counter = 0  # the same, of orders to all groups to go back to a cut
+    num_restored: Count = 0  # orders to go back that are carried out; each commit carries on that of the one before
+    num_returned: Count = 0  # the same, of orders to all groups to go back to a cut
 
     @property
     def holders(self) -> tuple[str, ...]:

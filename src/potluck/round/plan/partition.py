@@ -23,7 +23,7 @@ from potluck.round.plan.shares import (
     DEFAULT_BYTES_PER_SECOND,
     Floats,
     Mask,
-    Member,
+    MemberCapacity,
     Optimum,
     RoundModel,
     optimal_shares,
@@ -73,7 +73,11 @@ class Partition:
 
 
 def partition(
-    members: Sequence[Member], *, contribution_bytes: int, num_chunks: int, config: PartitionConfig | None = None
+    members: Sequence[MemberCapacity],
+    *,
+    contribution_bytes: int,
+    num_chunks: int,
+    config: PartitionConfig | None = None,
 ) -> Partition:
     """Share the chunks out among the members that may reduce."""
     config = config or PartitionConfig()
@@ -89,13 +93,13 @@ def partition(
 
 
 def predicted_seconds(
-    members: Sequence[Member], num_chunks: Sequence[int], *, contribution_bytes: int, config: PartitionConfig
+    members: Sequence[MemberCapacity], num_chunks: Sequence[int], *, contribution_bytes: int, config: PartitionConfig
 ) -> float:
     """How long a round should take in which each member reduces so many chunks, without the links' cost."""
     return _slowest_seconds(_model(members, contribution_bytes, config), num_chunks)
 
 
-def _model(members: Sequence[Member], contribution_bytes: int, config: PartitionConfig) -> RoundModel:
+def _model(members: Sequence[MemberCapacity], contribution_bytes: int, config: PartitionConfig) -> RoundModel:
     return RoundModel(
         members, contribution_bytes=contribution_bytes, default_bytes_per_second=config.default_bytes_per_second
     )
@@ -122,7 +126,7 @@ def round_shares(shares: Sequence[float], num_chunks: int) -> list[int]:
     return counts
 
 
-def _eligible(members: Sequence[Member]) -> Mask:
+def _eligible(members: Sequence[MemberCapacity]) -> Mask:
     """Who may reduce."""
     if not any(member.sends for member in members):
         raise ConfigurationError(

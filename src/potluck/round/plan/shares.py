@@ -52,7 +52,7 @@ SAME_SPEED = 4 / 3  # measured speeds within such a factor of the median say not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class MemberCapacity:
     """What the plan needs to know about one member."""
 
     peer: str
@@ -84,7 +84,7 @@ class RoundModel:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[MemberCapacity],
         *,
         contribution_bytes: int,
         default_bytes_per_second: float = DEFAULT_BYTES_PER_SECOND,

@@ -83,7 +83,7 @@ class AggregatorSpec(Message, frozen=True, kw_only=True):
             raise ConfigurationError(f"iterations={self.iterations}: take 1 to 100; a few are enough")
 
 
-class Run(Message, frozen=True, kw_only=True):
+class CodecSpan(Message, frozen=True, kw_only=True):
     """A stretch of the index space with one codec (see chunks.py)."""
 
     codec: CodecSpec

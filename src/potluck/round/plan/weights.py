@@ -9,9 +9,9 @@ say: so every peer that may coordinate has the same book, and one epoch that was
 measured against those who were there before; only where there are none, against each other.
 
 The *allowance* is for runs whose shards are on lease. How many shards a peer has taken per second, against the others,
-says how fast it is; over time no more counts than twice that, and twice the median of all (training/books/ledger.py).
-It fills a bucket by epochs, which holds one capped claim: honest counts differ eightfold from one epoch to the next.
-Without a ledger the bucket is always full.
+says how fast it is; over time no more counts than twice that, and twice the median of all
+(training/books/shardbook.py). It fills a bucket by epochs, which holds one capped claim: honest counts
+differ eightfold from one epoch to the next. Without a ledger the bucket is always full.
 
 Peers that the organisers trust are exempt, and a run may turn the cap off. While fewer than half of the others lie,
 their median lies within what honest peers give, so that one liar's share of n contributors of equal speed is at most

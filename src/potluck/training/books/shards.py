@@ -1,4 +1,4 @@
-"""Shards on lease: the coordinator keeps the book (ledger.py), a trainer asks it for the next one."""
+"""Shards on lease: the coordinator keeps the book (shardbook.py), a trainer asks it for the next one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from potluck.peer.lease import Lease, LeaseView
 from potluck.recipes.recipe import MAX_SHARDS
 from potluck.round.averager import RoundPeer
 from potluck.run.joined import Joined
-from potluck.training.books.ledger import ShardBook, allowances, check_same_data, reach, reader_key, take
+from potluck.training.books.shardbook import ShardBook, allowances, check_same_data, reach, reader_key, take
 from potluck.training.trainer.feed import RandomShards
 from potluck.training.trainer.reading import Place, Reached
 

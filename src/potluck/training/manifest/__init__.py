@@ -2,10 +2,10 @@
 
 manifest.py     Manifest: every joiner takes its arguments from here
 method.py       how it trains: optimizer, schedule, algorithm, exchange, evaluation
-baggage.py      what a volunteer needs before it can train: packages, files, consent;   shipping.py: what a run ships
+requirements.py what a volunteer needs before it can train: packages, files, consent;   shipping.py: what a run ships
 tomllines.py    which line of run.toml a message is about
 runfile.py      run.toml, which an organiser writes, as a manifest      skeleton.py: one to start from
-notice.py       the manifest in the hub: signed, checked, followed
+noticeboard.py       the manifest in the hub: signed, checked, followed
 organising.py   puts up a manifest, and later what has changed in run.toml
 steering.py     the organiser's orders: pause, resume, settings (changes.py: by name), rollback; all written down
 rollback.py     the coordinator's part in a rollback                    earlier.py: what a run could go back to

@@ -3,7 +3,7 @@
 Recipe, model, algorithm and codecs are fixed for the life of a run. What may change while it trains stands in
 `Settings`, each entry with the epoch from which on it counts: so all peers change at the same one, a newcomer knows
 what counted when, and a curriculum (curriculum.py) is nothing but entries that were written beforehand. An organiser
-signs each revision (notice.py); nobody else can change it.
+signs each revision (noticeboard.py); nobody else can change it.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from potluck.recipes.reference import MAX_FILES, MAX_REQUIREMENTS, DownloadRef, 
 from potluck.training.manifest.method import (
     AtLeastOne,
     Count,
-    DiLoCo,
+    DiLoCoSettings,
     Evaluation,
-    Exchange,
+    ExchangeSettings,
     OptimizerSpec,
     Patience,
     ScheduleSpec,
-    Sync,
+    SyncSettings,
     check_together,
 )
 
 __all__ = [
     "Count",
-    "DiLoCo",
+    "DiLoCoSettings",
     "Evaluation",
-    "Exchange",
+    "ExchangeSettings",
     "Manifest",
     "OptimizerSpec",
     "Patience",
     "ScheduleSpec",
     "Settings",
-    "Sync",
+    "SyncSettings",
 ]
 
 Value = bool | int | float | str
@@ -57,7 +57,7 @@ class Settings(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What may change while a run trains."""
 
     from_epoch: Count = 0  # it counts for the steps that make later epochs
-    training: Sync | DiLoCo = Sync()
+    training: SyncSettings | DiLoCoSettings = SyncSettings()
     optimizer: OptimizerSpec = OptimizerSpec()
     schedule: ScheduleSpec = ScheduleSpec()
     data: Options = {}  # all that the recipe's `Data` has
@@ -95,7 +95,7 @@ class Manifest(Message, frozen=True, kw_only=True):
     revision: AtLeastOne = 1
     protocol: int = PROTOCOL_VERSION
     model: ModelOptions = {}
-    exchange: Exchange = Exchange()
+    exchange: ExchangeSettings = ExchangeSettings()
     patience: Patience = Patience()
     evaluation: Evaluation = Evaluation()
     files: Annotated[tuple[FileRef, ...], msgspec.Meta(max_length=MAX_FILES)] = ()  # that the host serves
@@ -173,9 +173,9 @@ def _without_repeats(entries: list[Settings]) -> tuple[Settings, ...]:
     return tuple(kept)
 
 
-def _fixed(settings: Settings) -> tuple[Sync | DiLoCo, tuple[str, bool], float]:
+def _fixed(settings: Settings) -> tuple[SyncSettings | DiLoCoSettings, tuple[str, bool], float]:
     """What of the settings stays for the life of a run."""
     training, optimizer = settings.training, settings.optimizer
-    if isinstance(training, Sync):
+    if isinstance(training, SyncSettings):
         training = msgspec.structs.replace(training, target_batch_size=1)
     return training, (optimizer.name, optimizer.decay_vectors), optimizer.max_grad_norm

@@ -62,7 +62,7 @@ class ScheduleSpec(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             )
 
 
-class Sync(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="algorithm", tag="sync"):
+class SyncSettings(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="algorithm", tag="sync"):
     """Everybody's gradients together make one large batch, and one step."""
 
     target_batch_size: AtLeastOne = 256
@@ -93,7 +93,9 @@ class Sync(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_f
         return tuple(name.strip() for name in self.average_statistics.split(",") if name.strip())
 
 
-class DiLoCo(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="algorithm", tag="diloco"):
+class DiLoCoSettings(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="algorithm", tag="diloco"
+):
     """Many local steps, then one exchange: for slow lines."""
 
     inner_steps: AtLeastOne = 100
@@ -128,7 +130,7 @@ class DiLoCo(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
             raise ConfigurationError("keep_overlap_work and mixing are two ways to do the same: choose one")
 
 
-class Exchange(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExchangeSettings(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How values travel, and what becomes of them."""
 
     codec: str = "float16"
@@ -172,16 +174,18 @@ class Evaluation(Message, frozen=True, kw_only=True, forbid_unknown_fields=True)
             raise ConfigurationError("gate = true judges by held-out loss: say every_epochs = 10, or as often as fits")
 
 
-def check_together(training: Sync | DiLoCo, optimizer: OptimizerSpec, exchange: Exchange) -> None:
+def check_together(
+    training: SyncSettings | DiLoCoSettings, optimizer: OptimizerSpec, exchange: ExchangeSettings
+) -> None:
     """ConfigurationError where parts of a run do not fit each other."""
-    if exchange.compression == "demo" and not (isinstance(training, Sync) and optimizer.name == "sgd"):
+    if exchange.compression == "demo" and not (isinstance(training, SyncSettings) and optimizer.name == "sgd"):
         raise ConfigurationError(
             'compression = "demo" sends a sign to step by: it needs algorithm = "sync" and the optimizer sgd, with '
             "beta1 = 0"
         )
     if exchange.compression == "demo" and optimizer.beta1:
         raise ConfigurationError('compression = "demo" has a momentum of its own: set beta1 = 0 under [optimizer]')
-    if isinstance(training, Sync) and training.local_updates and exchange.compression != "none":
+    if isinstance(training, SyncSettings) and training.local_updates and exchange.compression != "none":
         raise ConfigurationError('local_updates averages parameters, not gradients: compression must be "none"')
 
 

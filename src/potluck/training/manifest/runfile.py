@@ -17,9 +17,9 @@ from potluck.recipes.shipped import folder_files
 from potluck.training.manifest.changes import flattened, full_name, with_values
 from potluck.training.manifest.manifest import (
     Count,
-    DiLoCo,
+    DiLoCoSettings,
     Evaluation,
-    Exchange,
+    ExchangeSettings,
     Manifest,
     ModelOptions,
     OptimizerSpec,
@@ -28,7 +28,7 @@ from potluck.training.manifest.manifest import (
     ScheduleSpec,
     Seed,
     Settings,
-    Sync,
+    SyncSettings,
 )
 from potluck.training.manifest.tomllines import line_of_error
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "run.toml"
 MAX_FILE_BYTES = 64 * 1024
-_FIELDS = {"sync": frozenset(Sync.__struct_fields__), "diloco": frozenset(DiLoCo.__struct_fields__)}
+_FIELDS = {"sync": frozenset(SyncSettings.__struct_fields__), "diloco": frozenset(DiLoCoSettings.__struct_fields__)}
 _told: set[tuple[Path | str, ...]] = set()  # a file is read several times, and told of once
 
 
@@ -64,10 +64,10 @@ class RunFile(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     model: ModelOptions = {}
     data: Options = {}
-    training: Sync | DiLoCo = Sync()
+    training: SyncSettings | DiLoCoSettings = SyncSettings()
     optimizer: OptimizerSpec = OptimizerSpec()
     schedule: ScheduleSpec = ScheduleSpec()
-    exchange: Exchange = Exchange()
+    exchange: ExchangeSettings = ExchangeSettings()
     patience: Patience = Patience()
     evaluation: Evaluation = Evaluation()
     pipeline: PipelineSpec | None = None

@@ -35,7 +35,7 @@ from potluck.peer.groupsession import STORE as GROUPS
 from potluck.round.lineage import Lineage
 from potluck.round.plan.messages import Commit
 from potluck.run.cutboard import Cut, CutBoard
-from potluck.training.manifest import notice
+from potluck.training.manifest import noticeboard
 from potluck.training.manifest.changes import Value, described, full_name, with_values
 from potluck.training.manifest.earlier import EarlierState, announced, merged, saved
 from potluck.training.manifest.manifest import Manifest, Rollback, Settings
@@ -216,7 +216,7 @@ class Steering:
         wanted = next_one(present, head.epoch if head is not None else 0)
         if wanted is None or wanted == present:
             return self._existing(present)
-        await self._organiser.put_up_manifest(notice.sign(wanted, self._signer), replaces=revision)
+        await self._organiser.put_up_manifest(noticeboard.sign(wanted, self._signer), replaces=revision)
         logger.info("revision %d of the manifest is put up", wanted.revision)
         return wanted
 
@@ -224,7 +224,7 @@ class Steering:
         entry = await self._hub.store("manifest").get(MANIFEST_KEY)
         if entry is None or entry.value is None:
             return None, 0
-        manifest, _organiser = notice.read(entry.value, self._run)
+        manifest, _organiser = noticeboard.read(entry.value, self._run)
         return manifest, entry.revision
 
     def _existing(self, manifest: Manifest | None) -> Manifest:

@@ -19,10 +19,10 @@ from potluck.run.hostrecord import read_record
 from potluck.state.backupfile import BackupInfo
 from potluck.state.backups import Backups
 from potluck.training.books.contributions import ContributionBook
-from potluck.training.manifest import notice
-from potluck.training.manifest.baggage import KEPT_FILE
+from potluck.training.manifest import noticeboard
 from potluck.training.manifest.curriculum import data_at
 from potluck.training.manifest.manifest import Manifest
+from potluck.training.manifest.requirements import KEPT_FILE
 from potluck.training.trainer.models import load, untrained
 
 MOST_NAMED = 50
@@ -35,7 +35,7 @@ def kept_manifest(folder: Path) -> Manifest:
     try:
         if record is None:
             raise FileNotFoundError(folder / KEPT_FILE)
-        manifest, _organiser = notice.read((folder / KEPT_FILE).read_bytes(), record.run)
+        manifest, _organiser = noticeboard.read((folder / KEPT_FILE).read_bytes(), record.run)
     except (OSError, ProtocolError) as error:
         raise ConfigurationError(
             f"{folder} does not say what the run trains ({error}): a model can be written where its host has run"

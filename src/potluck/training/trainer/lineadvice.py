@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from potluck.round.codecs import CodecSpec, codec_for
-from potluck.training.manifest.manifest import Manifest, Sync
+from potluck.training.manifest.manifest import Manifest, SyncSettings
 
 LONG_ROUND_SECONDS = 15.0  # shorter ones need no word
 
@@ -25,7 +25,7 @@ def line_advice(
         return ""
     training = manifest.newest.training
     text = f"Your line carries {min(speeds) / 1e6:.2g} MB/s; a round takes about {seconds:.0f} s. "
-    if isinstance(training, Sync):
+    if isinstance(training, SyncSettings):
         return text + (
             "Everybody waits for that with each update. With DiLoCo (algorithm in the organiser's run.toml) a round "
             "would come once in inner_steps steps only."

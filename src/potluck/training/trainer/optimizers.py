@@ -31,7 +31,7 @@ from potluck.run.joined import Joined
 from potluck.state.config import StateConfig
 from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, ScheduleSpec, Settings
-from potluck.training.trainer.inner import inner_optimizer
+from potluck.training.trainer.inneroptimizer import inner_optimizer
 
 SharedOptimizer = Optimizer | DiLoCo
 
@@ -48,7 +48,7 @@ def make_optimizer(
     inner = inner_optimizer(manifest.settings[0].optimizer, model)
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     options = {**options_of(manifest), "state": state or StateConfig(), "hyperparameters": following(inner, newest)}
-    if isinstance(manifest.settings[0].training, manifests.Sync):
+    if isinstance(manifest.settings[0].training, manifests.SyncSettings):
         return Optimizer(run, inner, extra_tensors=buffers, transform=transform_of(manifest), **options)
     return DiLoCo(
         run, inner, extra_tensors=buffers, outer=outer_of(manifest), transform=transform_of(manifest), **options
@@ -68,7 +68,7 @@ def options_of(manifest: Manifest) -> dict[str, Any]:
     }
     if manifest.patience.round_seconds:
         for_all["averaging_timeout_seconds"] = manifest.patience.round_seconds
-    if isinstance(training, manifests.Sync):
+    if isinstance(training, manifests.SyncSettings):
         return {
             **for_all,
             "target_batch_size": training.target_batch_size,
@@ -99,7 +99,7 @@ def options_of(manifest: Manifest) -> dict[str, Any]:
 def outer_of(manifest: Manifest) -> OuterOptimizer:
     """The outer optimizer of a run with DiLoCo."""
     training = manifest.settings[0].training
-    assert isinstance(training, manifests.DiLoCo), "it has one"
+    assert isinstance(training, manifests.DiLoCoSettings), "it has one"
     if training.outer == "sgd":
         return OuterSGD(training.outer_learning_rate)
     if training.outer == "delayed_nesterov":
@@ -150,7 +150,7 @@ def coordinating(manifest: Manifest) -> CoordinatorConfig:
     """How rounds of this run are started and planned by a coordinator that trains nothing itself."""
     training = manifest.newest.training
     gather = gathering(manifest)
-    if isinstance(training, manifests.Sync):
+    if isinstance(training, manifests.SyncSettings):
         return CoordinatorConfig(gather=gather, trigger=Quorum(grace_seconds=training.matchmaking_seconds))
     if training.asynchronous:
         return CoordinatorConfig(gather=gather, trigger=Quorum(grace_seconds=0.0))
@@ -161,7 +161,7 @@ def coordinating(manifest: Manifest) -> CoordinatorConfig:
 def follow(optimizer: SharedOptimizer, settings: Settings) -> None:
     """Set what may change while a run trains, before a step of this peer's own."""
     _set_groups(optimizer.param_groups, settings, optimizer.epoch)
-    if isinstance(settings.training, manifests.Sync) and isinstance(optimizer, Optimizer):
+    if isinstance(settings.training, manifests.SyncSettings) and isinstance(optimizer, Optimizer):
         optimizer.target_batch_size = settings.training.target_batch_size
 
 

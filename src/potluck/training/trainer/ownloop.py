@@ -30,8 +30,8 @@ from potluck.round.lineage import Lineage
 from potluck.run.joined import Joined
 from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, OptimizerSpec, Settings
-from potluck.training.manifest.notice import NoticeBoard
-from potluck.training.trainer.inner import KINDS, parameter_groups
+from potluck.training.manifest.noticeboard import NoticeBoard
+from potluck.training.trainer.inneroptimizer import KINDS, parameter_groups
 from potluck.training.trainer.optimizers import SharedOptimizer, follow, following, options_of, outer_of, transform_of
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Optimizer(target_batches.Optimizer):
         parts = {name: options.pop(name) for name in ("extra_tensors", "source", "hyperparameters") if name in options}
         is_auxiliary = config.auxiliary if config is not None else options.get("auxiliary", False)
         is_steered = not is_auxiliary and _group(config, options) == MAIN
-        self.hosted = hosted = HostedRun.of(run, manifests.Sync) if is_steered else None
+        self.hosted = hosted = HostedRun.of(run, manifests.SyncSettings) if is_steered else None
         if hosted is not None:
             optimizer = inner = hosted.prepared(optimizer, params)
             parts["hyperparameters"] = following(inner, lambda: hosted.manifest)
@@ -106,7 +106,7 @@ class DiLoCo(outer_loops.DiLoCo):
         """As `potluck.optim.diloco.DiLoCo`."""
         parts = {name: options.pop(name) for name in ("extra_tensors", "source", "hyperparameters") if name in options}
         is_steered = _group(config, options) == MAIN
-        self.hosted = hosted = HostedRun.of(run, manifests.DiLoCo) if is_steered else None
+        self.hosted = hosted = HostedRun.of(run, manifests.DiLoCoSettings) if is_steered else None
         if hosted is not None:
             optimizer = inner = hosted.prepared(optimizer, params)
             parts["hyperparameters"] = following(inner, lambda: hosted.manifest)
@@ -161,7 +161,7 @@ class HostedRun:
         self._overruled: list[str] = []
 
     @classmethod
-    def of(cls, run: Joined, wanted: type[manifests.Sync | manifests.DiLoCo]) -> Self | None:
+    def of(cls, run: Joined, wanted: type[manifests.SyncSettings | manifests.DiLoCoSettings]) -> Self | None:
         """The run's manifest, from now on; None where it has none. ConfigurationError where it trains otherwise."""
         board = NoticeBoard.of(run.peer.session)
         run.attach(board.close)
@@ -171,7 +171,7 @@ class HostedRun:
             board.listen(lambda _manifest: logger.warning("%s", TOO_LATE))
             return None
         if not isinstance(board.manifest.newest.training, wanted):
-            fitting = "potluck.Optimizer" if wanted is manifests.DiLoCo else "potluck.DiLoCo"
+            fitting = "potluck.Optimizer" if wanted is manifests.DiLoCoSettings else "potluck.DiLoCo"
             raise ConfigurationError(
                 f"the run {board.manifest.run} trains by another algorithm: use {fitting}(run, …) for it"
             )

@@ -39,7 +39,7 @@ class ProgramRun(Joined):
 
     def manifest(self) -> Manifest:
         """What the organiser has said; DeadlineExceededError where nobody has."""
-        from potluck.training.manifest.notice import NoticeBoard
+        from potluck.training.manifest.noticeboard import NoticeBoard
 
         board = NoticeBoard.of(self.peer.session)
         self.attach(board.close)
@@ -53,8 +53,8 @@ class ProgramRun(Joined):
         """
         from potluck.recipes.approval import approve, is_approved
         from potluck.recipes.catalogue import open_recipe
-        from potluck.training.manifest.baggage import check_requirements, fetch_all, fetches_of
         from potluck.training.manifest.curriculum import data_at
+        from potluck.training.manifest.requirements import check_requirements, fetch_all, fetches_of
 
         manifest = self.manifest()
         check_requirements(manifest)

@@ -36,11 +36,11 @@ from potluck.training.books.contributions import given_by
 from potluck.training.books.receipts import ReceiptKeeper
 from potluck.training.books.shards import MAX_READERS, LeasedShards
 from potluck.training.manifest.curriculum import data_at
-from potluck.training.manifest.manifest import Manifest, Settings, Sync
+from potluck.training.manifest.manifest import Manifest, Settings, SyncSettings
+from potluck.training.trainer.auxiliarywork import CoordinatorDesks
 from potluck.training.trainer.batchsize import BatchSearch, find_batch_size, to_device
 from potluck.training.trainer.feed import AHEAD_BATCHES, Feed
-from potluck.training.trainer.helping import Desks
-from potluck.training.trainer.inner import STATE_TENSORS
+from potluck.training.trainer.inneroptimizer import STATE_TENSORS
 from potluck.training.trainer.machine import MemoryLimit, find_devices, free_cache, is_out_of_memory, wait_for
 from potluck.training.trainer.models import untrained
 from potluck.training.trainer.optimizers import SharedOptimizer, follow, make_optimizer
@@ -48,7 +48,7 @@ from potluck.training.trainer.precision import PRECISIONS, MixedPrecision, find_
 from potluck.training.trainer.smoothed import SmoothedLoss
 
 if TYPE_CHECKING:
-    from potluck.training.trainer.crew import Crew
+    from potluck.training.trainer.devicepool import DevicePool
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class Trainer:
         self.precision = MixedPrecision(find_precision(self._config.precision, self.device), self.device)
         self._memory = MemoryLimit(self._config.max_memory_bytes, self.device)
         self.model = untrained(recipe, first.seed, self.device)
-        self._crew: Crew | None = None
+        self._crew: DevicePool | None = None
         self._computing: nn.Module = self.model
         if self._config.compile:
             self._computing = compiled(self.model)
@@ -196,11 +196,14 @@ class Trainer:
         """Smoothed. Reading it waits for the device."""
         return self._loss.read()
 
-    def _start_crew(self, manifest: Manifest) -> Crew:
+    def _start_crew(self, manifest: Manifest) -> DevicePool:
         """Processes for the further devices; they end with the run."""
-        from potluck.training.trainer.crew import Crew, CrewSpec  # torch.distributed, which one device does not need
+        from potluck.training.trainer.devicepool import (  # torch.distributed, which one device does not need
+            DevicePool,
+            DevicePoolSpec,
+        )
 
-        spec = CrewSpec(
+        spec = DevicePoolSpec(
             recipe=manifest.recipe,
             model=manifest.model,
             file=self._config.recipe_file,
@@ -208,7 +211,7 @@ class Trainer:
             precision=self.precision.precision,
             devices=tuple(map(str, self.devices)),
         )
-        crew = Crew(spec, self._recipe, self.model)
+        crew = DevicePool(spec, self._recipe, self.model)
         self._computing = compiled(crew.computing) if self._config.compile else crew.computing
 
         async def close() -> None:
@@ -379,7 +382,9 @@ class Trainer:
     def _num_parts(self) -> int:
         """Batches of one step: several where a local step is to have more samples than this machine takes at once."""
         training = self._settings().training
-        return 1 if isinstance(training, Sync) else max(1, math.ceil(training.inner_batch_size / self.batch_size))
+        return (
+            1 if isinstance(training, SyncSettings) else max(1, math.ceil(training.inner_batch_size / self.batch_size))
+        )
 
     def _compute_parts(self, feed: Feed) -> tuple[Tensor, float] | None:
         """As `_compute`, over the parts of a step; the gradients are their mean."""
@@ -449,7 +454,7 @@ class Trainer:
         """Other data, other batches. Where steps are what counts, and where the size was given, it stays."""
         training = self._manifest().newest.training
         # Not on several devices: the others would wait for one whose memory has ended.
-        if self._config.batch_size is None and isinstance(training, Sync) and len(self.devices) == 1:
+        if self._config.batch_size is None and isinstance(training, SyncSettings) and len(self.devices) == 1:
             self._search = BatchSearch(max(1, training.target_batch_size // SMALLEST_SHARE))
             self.batch_size = self._search.size
 
@@ -505,9 +510,9 @@ def compiled(model: nn.Module) -> nn.Module:
     return torch.compile(model)  # type: ignore[return-value]
 
 
-async def _open_desks(run: Joined, optimizer: SharedOptimizer, manifest: Callable[[], Manifest]) -> Desks:
+async def _open_desks(run: Joined, optimizer: SharedOptimizer, manifest: Callable[[], Manifest]) -> CoordinatorDesks:
     """Be ready to do what coordinators do: in a private run trainers are."""
-    return Desks(optimizer.collaboration.peer, optimizer.collaboration, manifest)
+    return CoordinatorDesks(optimizer.collaboration.peer, optimizer.collaboration, manifest)
 
 
 async def _keep_receipts(peer: RoundPeer, coordinators: LeaseView, path: Path) -> ReceiptKeeper:

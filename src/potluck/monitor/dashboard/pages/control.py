@@ -13,7 +13,7 @@ from potluck.monitor import figures
 from potluck.monitor.dashboard.frame import Page
 from potluck.monitor.dashboard.parts import Items, box, button, card, confirm, words
 from potluck.training.manifest.changes import Value, described, values_of
-from potluck.training.manifest.manifest import Change, Settings, Sync
+from potluck.training.manifest.manifest import Change, Settings, SyncSettings
 
 if TYPE_CHECKING:
     from potluck.state.backupfile import BackupInfo
@@ -178,7 +178,7 @@ def changeable(settings: Settings) -> dict[str, Value]:
     """What may change while a run trains, by name."""
     known = values_of(settings)
     values = {name: known[name] for name in SETTINGS if name in known}
-    if not isinstance(settings.training, Sync):
+    if not isinstance(settings.training, SyncSettings):
         values.pop("training.target_batch_size", None)
     return values | {name: value for name, value in known.items() if name.startswith(DATA)}
 

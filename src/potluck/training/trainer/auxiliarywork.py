@@ -1,0 +1,105 @@
+"""What a peer does for others beside training: reduces, coordinates if it may, gives out shards, keeps the books."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+from potluck.hub.subjects import MAIN
+from potluck.optim.auxiliary import AuxiliaryPeer
+from potluck.optim.collaboration import Collaboration
+from potluck.round.averager import RoundPeer
+from potluck.run.group import Group, LinkedPeer, group_of
+from potluck.state.config import StateConfig
+from potluck.training.books.ballot import BallotDesk
+from potluck.training.books.contributions import ContributionDesk
+from potluck.training.books.historydesk import HistoryDesk
+from potluck.training.books.receipts import ReceiptDesk
+from potluck.training.books.shards import ShardDesk
+from potluck.training.manifest.manifest import Manifest
+from potluck.training.manifest.noticeboard import NoticeBoard
+from potluck.training.manifest.rollback import RestorationDesk
+from potluck.training.trainer.optimizers import coordinating
+
+
+class CoordinatorDesks:
+    """What whoever coordinates does for the run beside rounds. Lives on the event loop."""
+
+    def __init__(self, peer: RoundPeer, collaboration: Collaboration, manifest: Callable[[], Manifest | None]) -> None:
+        """`manifest` returns the newest one."""
+        peer = group_of(peer)
+        averager, keeper = collaboration.averager, collaboration.keeper
+        self.shards = ShardDesk(peer, averager.lease, averager.measured)
+        self.contributions = ContributionDesk(peer.session, averager)
+        self.receipts = ReceiptDesk(peer, averager)
+        self.restorations = (
+            RestorationDesk(averager, keeper.restoring, manifest, keeper.cut_desk) if keeper is not None else None
+        )
+        self.history = HistoryDesk(peer.session, averager)
+        self.ballot = BallotDesk(peer.session, averager)
+
+    async def close(self) -> None:
+        """Calling it twice does no harm."""
+        if self.restorations is not None:
+            await self.restorations.close()
+        await self.receipts.close()
+        await self.contributions.close()
+        await self.history.close()
+        await self.ballot.close()
+
+
+class AuxiliaryWork:
+    """The whole part of a peer that trains nothing itself."""
+
+    def __init__(self, groups: list[Group], board: NoticeBoard, helper: AuxiliaryPeer, desks: CoordinatorDesks) -> None:
+        """`groups` are those that it is in, `main` first."""
+        self.board = board
+        self._groups = groups
+        self._others: list[AuxiliaryPeer] = []
+        self._helper = helper
+        self._desks = desks
+
+    @classmethod
+    async def start(cls, peer: LinkedPeer, state: StateConfig | None = None) -> Self:
+        """Help with what the manifest says; without one, with whatever the trainers do. `state`: see StateConfig.
+
+        In other groups that this peer is in it helps with whatever their trainers do. ConfigurationError where the
+        manifest is signed by somebody else than the organiser.
+        """
+        group = Group(peer)
+        board = NoticeBoard.of(group.session)
+        try:
+            await board.start()
+            board.check()
+            manifest = board.manifest
+            helper = await AuxiliaryPeer.of(
+                group,
+                coordinator=coordinating(manifest) if manifest is not None else None,
+                state=state,
+            )
+        except BaseException:
+            await board.close()
+            group.close()
+            raise
+        collaboration = helper.collaboration
+        board.listen(lambda newest: collaboration.coordinate_by(coordinating(newest)))
+        names = [name for name in peer.session.card.groups if name != MAIN]
+        work = cls([group], board, helper, CoordinatorDesks(group, collaboration, lambda: board.manifest))
+        try:
+            for name in names:
+                work._groups.append(Group(peer, name))
+                await work._groups[-1].enter()
+                work._others.append(await AuxiliaryPeer.of(work._groups[-1], state=state))
+        except BaseException:
+            await work.close()
+            raise
+        return work
+
+    async def close(self) -> None:
+        """Leave the round that is under way. Calling it twice does no harm."""
+        await self._desks.close()
+        for helper in (*self._others, self._helper):
+            await helper.close()
+        await self.board.close()
+        for group in self._groups:
+            group.close()

@@ -1,0 +1,205 @@
+"""Several devices, one peer: two processes on the CPU, with gloo between them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+from torch.nn.parallel import DistributedDataParallel
+from trainlab import TrainLab, together, train_lab
+
+from potluck.errors import FatalError
+from potluck.recipes.catalogue import open_recipe, refer_to
+from potluck.recipes.recipe import Recipe
+from potluck.training.manifest import manifest as manifests
+from potluck.training.manifest.manifest import Manifest, Settings, SyncSettings
+from potluck.training.trainer.devicepool import DevicePool, DevicePoolSpec
+from potluck.training.trainer.models import untrained
+from potluck.training.trainer.trainer import TrainConfig, Trainer
+
+pytestmark = pytest.mark.timeout(240)
+
+RECIPE = '''
+import torch
+from torch import nn
+from potluck.recipes.recipe import Recipe, RecipeConfig
+
+class Line(Recipe[RecipeConfig]):
+    """A line, with a hidden layer."""
+    num_shards = 4
+    def model(self):
+        return nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+    def samples(self, shard, generator):
+        for _ in range(256):
+            inputs = torch.randn(3, generator=generator)
+            yield inputs, inputs.sum().view(1)
+    def loss(self, model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+'''
+TWO = "cpu,cpu"
+
+
+def _warm_up() -> None:
+    """What Python and gloo open once in a process, for good: here, before a test counts."""
+    resource_tracker.ensure_running()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", store=FileStore(f"{folder}/meeting", 1), rank=0, world_size=1)
+        DistributedDataParallel(torch.nn.Linear(1, 1))(torch.ones(1, 1)).sum().backward()  # torch keeps the last one
+        dist.destroy_process_group()
+
+
+_warm_up()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "line.py"
+    path.write_text(RECIPE)
+    return path
+
+
+def manifest_of(file: Path, training: SyncSettings | manifests.DiLoCoSettings) -> Manifest:
+    return Manifest(run="test", recipe=refer_to(file.name, file.parent), settings=(Settings(training=training),))
+
+
+def opened(file: Path) -> Recipe[object]:
+    return open_recipe(refer_to(file.name, file.parent), {}, file)
+
+
+@pytest.fixture
+def crew(file: Path) -> Iterator[DevicePool]:
+    recipe = opened(file)
+    model = untrained(recipe, 7)
+    spec = DevicePoolSpec(
+        recipe=refer_to(file.name, file.parent),
+        model={},
+        file=file,
+        seed=7,
+        precision="float32",
+        devices=("cpu", "cpu"),
+    )
+    crew = DevicePool(spec, recipe, model)
+    yield crew
+    crew.close()
+
+
+def gradients(crew: DevicePool, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+    share, weight = crew.hand_out(batch, 1.0)
+    with crew.computed_together():
+        (crew._recipe.loss(crew.computing, share) * weight).backward()  # type: ignore[no-untyped-call]
+    found = [parameter.grad.clone() for parameter in crew._model.parameters() if parameter.grad is not None]
+    crew._model.zero_grad()
+    return found
+
+
+def test_gradients_are_those_of_the_whole_batch_however_it_is_shared(crew: DevicePool) -> None:
+    model = crew._model
+    for size in (8, 5, 1):
+        inputs = torch.randn(size, 3)
+        batch = (inputs, inputs.sum(1, keepdim=True))
+        shared = gradients(crew, batch)
+        crew._recipe.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        alone = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+        torch.testing.assert_close(shared, alone)
+        with torch.no_grad():
+            for parameter in model.parameters():  # a step: the others hear of it before the next batch
+                parameter.add_(0.1)
+
+
+def test_the_crew_ends_with_its_peer(crew: DevicePool) -> None:
+    ((process, _),) = crew._members
+    pid = process.pid
+    assert pid is not None
+    crew.close()
+    assert not Path(f"/proc/{pid}").exists()
+    crew.close()
+
+
+def make_trainer(
+    lab: TrainLab,
+    name: str,
+    file: Path,
+    devices: str,
+    training: SyncSettings | manifests.DiLoCoSettings,
+    max_steps: int | None,
+) -> Trainer:
+    config = TrainConfig(num_threads=1, batch_size=8, device=devices, recipe_file=file, max_steps=max_steps)
+    return Trainer(lab.join(name), lambda: manifest_of(file, training), opened(file), config)
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        SyncSettings(target_batch_size=32, matchmaking_seconds=20.0),
+        manifests.DiLoCoSettings(inner_steps=2, grace_seconds=20.0),
+    ],
+    ids=["sync", "diloco"],
+)
+def test_the_run_sees_one_peer(file: Path, training: SyncSettings | manifests.DiLoCoSettings) -> None:
+    """Its traffic and its state are those of a peer with one device."""
+    with train_lab() as lab:
+        ada, bob = (make_trainer(lab, name, file, on, training, None) for name, on in (("Ada", TWO), ("Bob", "cpu")))
+        stop = threading.Event()
+
+        def train(trainer: Trainer) -> None:
+            while trainer.optimizer.epoch < 6:
+                trainer._config = TrainConfig(num_threads=1, batch_size=8, max_steps=trainer.steps + 1)
+                trainer.train(stop)
+
+        together(lambda: train(ada), lambda: train(bob), seconds=200)
+        assert len(lab.runs[0].peer.session.roster) == 2
+        sent = [trainer.optimizer.collaboration.averager.statistics() for trainer in (ada, bob)]
+        keys = [key for key in sent[0] if "bytes" in key and sent[1].get(key)]
+        assert keys, sent
+        for key in keys:
+            assert sent[0][key] <= 1.5 * sent[1][key], key
+        tensors = ada.optimizer.method.tensors()
+        assert tensors.keys() == bob.optimizer.method.tensors().keys()
+        assert len(tensors) >= 4
+
+
+def test_who_loses_one_of_its_devices_ends_with_a_reason_and_the_run_goes_on(file: Path) -> None:
+    training = SyncSettings(target_batch_size=32, matchmaking_seconds=1.0)
+    with train_lab() as lab:
+        bob, ada = (make_trainer(lab, name, file, on, training, None) for name, on in (("Bob", "cpu"), ("Ada", TWO)))
+        assert ada._crew is not None
+        ((process, _),) = ada._crew._members
+        stop, ended, reached = threading.Event(), threading.Event(), []
+
+        def lose() -> None:
+            while ada.optimizer.epoch < 2:
+                ada._config = TrainConfig(num_threads=1, batch_size=8, max_steps=ada.steps + 1)
+                ada.train(stop)
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            ada._config = TrainConfig(num_threads=1, batch_size=8, max_steps=None)
+            with pytest.raises(
+                FatalError, match=r"computes on cpu for this peer was killed \(SIGKILL\).*the run goes on"
+            ):
+                ada.train(stop)
+            lab.runs[1].close()
+            ended.set()
+
+        def go_on() -> None:
+            after = None
+            while after is None or bob.optimizer.epoch < after + 3:
+                bob._config = TrainConfig(num_threads=1, batch_size=8, max_steps=bob.steps + 1)
+                bob.train(stop)
+                if ended.is_set() and after is None:
+                    after = bob.optimizer.epoch
+            reached.append(bob.optimizer.epoch - after)
+
+        together(lose, go_on, seconds=200)
+        assert reached == [3]

@@ -414,3 +414,41 @@ def test_the_fault_point_says_when_a_backup_is_there(tmp_path: Path) -> None:
 def test_a_configuration_that_makes_no_sense_is_refused(config: dict[str, int]) -> None:
     with pytest.raises(ConfigurationError):
         BackupConfig(**config)
+
+
+def test_parts_of_cuts_stay_by_the_numbers_of_the_cuts_whatever_their_epochs(tmp_path: Path) -> None:
+    config = {"keep_last": 2, "spread": 0}
+    quick, slow = backups(tmp_path / "quick", **config), backups(tmp_path / "slow", **config)
+    for cut, (quick_epoch, slow_epoch) in enumerate([(10, 1), (20, 1), (30, 2), (40, 2), (50, 3)], start=1):
+        quick.save(state(quick_epoch), epoch=quick_epoch, cut=cut)
+        slow.save(state(slow_epoch), epoch=slow_epoch, cut=cut)
+    assert {info.epoch: info.cuts for info in quick.infos()} == {50: (5,), 40: (4,)}
+    assert {info.epoch: info.cuts for info in slow.infos()} == {3: (5,), 2: (3, 4)}, "the same cuts, 4 and 5"
+
+
+def test_a_part_of_a_cut_is_saved_beside_later_backups_and_a_backup_becomes_one(tmp_path: Path) -> None:
+    there = backups(tmp_path)
+    for epoch in (1, 2, 3):
+        there.save(state(epoch), epoch=epoch)
+    tensors = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
+    info = there.save(state(2), epoch=2, cut=7)
+    assert info.cuts == (7,)
+    assert there.epochs() == [3, 2, 1], "the later one is not put aside"
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")} == tensors
+    assert [(each.epoch, each.cut) for each in there.announced()] == [(3, 0), (2, 7), (1, 0)]
+    assert restored_epoch(tmp_path) == 3
+
+
+def test_the_newest_part_of_a_cut_is_announced_however_many_backups_are_newer(tmp_path: Path) -> None:
+    there = backups(tmp_path, keep_last=30)
+    there.save(state(0), epoch=0, cut=4)
+    for epoch in range(1, 25):
+        there.save(state(epoch), epoch=epoch)
+    told = there.announced()
+    assert len(told) == 16
+    assert told[-1].cut == 4
+
+
+def test_a_record_without_a_cut_is_as_it_was_before_there_were_cuts(tmp_path: Path) -> None:
+    info = backups(tmp_path).save(state(1), epoch=1)
+    assert "cuts" not in json.loads(info.record_path.read_text())

@@ -10,7 +10,6 @@ A disk that is full or broken is an error to be told (BackupError), and never a 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import re
 import time
@@ -203,22 +202,26 @@ class Backups:
         return found
 
     def announced(self) -> tuple[KeptState, ...]:
-        """The newest backups whose records can be read, as others are told of them."""
-        found = []
-        for epoch in itertools.islice(self._newest_first(), MAX_SAVED):
+        """The newest backups whose records can be read, as others are told of them, and the newest part of a cut."""
+        infos = []
+        for epoch in self._newest_first():
             with contextlib.suppress(BackupError):  # told when somebody wants to read it
-                info = self._info(epoch)
-                found.append(
-                    KeptState(
-                        epoch=epoch,
-                        digest=info.digest,
-                        num_bytes=info.inventory.num_bytes,
-                        made_at=info.made_at,
-                        is_backup=True,
-                        cut=info.cut,
-                    )
-                )
-        return tuple(found)
+                infos.append(self._info(epoch))
+        told = infos[:MAX_SAVED]
+        part = next((info for info in infos if info.cuts), None)
+        if part is not None and part not in told:
+            told[-1] = part
+        return tuple(
+            KeptState(
+                epoch=info.epoch,
+                digest=info.digest,
+                num_bytes=info.inventory.num_bytes,
+                made_at=info.made_at,
+                is_backup=True,
+                cut=info.cut,
+            )
+            for info in told
+        )
 
     def read(self, info: BackupInfo) -> Snapshot:
         """The state of a backup, every byte of it checked; BackupError when something is wrong."""

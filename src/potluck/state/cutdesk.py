@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_SECONDS = 1.0
 ANSWER_SECONDS = 30.0  # for a group to name its part
 SAVE_SECONDS = 900.0  # for all parts to be on trusted disks, unless a line moves for longer
+ASKED_SECONDS = 20.0  # the same, once a program has asked for the next one
 NEXT_SECONDS = 2.0  # between two cuts, whoever asks
 MOST_CUTS = 64  # that the hub remembers
 
@@ -243,7 +244,9 @@ class CutDesk:
         until = clock.monotonic() + SAVE_SECONDS
         while not all(self._is_saved(cut.number, group) for group in cut.parts):
             self._check_term()
-            if clock.monotonic() >= until or self._asked is not None:
+            if self._asked is not None:  # another is wanted: this one has a little more time
+                until = min(until, clock.monotonic() + ASKED_SECONDS)
+            if clock.monotonic() >= until:
                 raise RetryableError(f"{cut.describe()} is not on trusted disks: does a peer save backups (the host?)")
             self._wake.clear()
             await self._until_woken(LOOK_EVERY_SECONDS)

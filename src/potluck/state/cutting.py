@@ -248,9 +248,10 @@ class Cutting:
 
     def _is_held(self, verdict: Verdict, number: int) -> bool:
         """Whether somebody holds the state for this cut, and says so."""
+        # What was told, not what was compared by value: that may be from before the cut was wanted.
+        told = self._directory.announcements.claims(verdict.epoch, self._session.roster)
         return any(
-            claim.peer in verdict.keepers and claim.state is not None and claim.state.cut == number
-            for claim in self._directory.claims(verdict.epoch)
+            claim.peer in verdict.keepers and claim.state is not None and claim.state.cut == number for claim in told
         )
 
     def _describe_gone(self, epoch: int) -> str:
@@ -309,11 +310,12 @@ class Cutting:
         self._wake.set()
 
     async def _obtain(self, number: int, part: CutPart) -> Held | None:
-        """The state, held; None where this peer has it not, and trains: it has better things to do than to fetch it."""
+        """The state, held; None where this peer has it not, and its disk would not count: no fetch is worth that."""
         own = self._shelf.of_cut(number)
         if own is not None and own.snapshot.common_digest == part.common:
             return Held(part.epoch, own.snapshot.hold(), own.made_at)
-        if self._session.card.role == "trainer":
+        presence = self._session.roster.get(self._session.peer_id)
+        if presence is None or not (presence.trusted or presence.coordinates):
             return None
         return await self.fetch(part)
 

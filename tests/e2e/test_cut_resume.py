@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commandline import PATIENCE_SECONDS, RUN, Party, Terminal, events, until_event
+from commandline import PATIENCE_SECONDS, Party, Terminal, events, until_event
 
 from potluck.testing.polling import poll_until_sync
 from potluck.testing.processes import ManagedProcess
@@ -65,11 +65,6 @@ def test_a_run_whose_processes_are_all_killed_goes_on_from_one_cut(terminal: Ter
     _, again = start(terminal)
     for group in GROUPS:
         first = min((until_event(trainer, "begun", group=group) for trainer in again), key=lambda each: each["epoch"])
-        assert first["epoch"] >= heads[group], "no epoch is made twice"
-        if first["epoch"] == max(known[group]):
-            assert first["digest"] == at_cut[group], f"{group} goes on from its part of the cut"
+        assert first["epoch"] >= max(known[group]), "no epoch is made twice"
+        assert first["digest"] == at_cut[group], f"{group} goes on from its part of the cut"
     until_later(again, {group: max(known[group]) + 2 for group in GROUPS})
-    for trainer in again:
-        for group in GROUPS:
-            assert not states(trainer, group).keys() & {e for e in known[group] if e <= heads[group]}
-    assert RUN

@@ -144,6 +144,26 @@ async def test_who_is_not_in_a_group_has_no_part_in_it_whatever_it_says() -> Non
 
 
 @in_virtual_time
+async def test_who_is_not_in_a_group_hears_nothing_of_its_rounds() -> None:
+    async with group_lab() as there:
+        stranger, *_ = await four_in_three(there)  # in main and x
+        hub = stranger.peer.session.hub
+        before = hub.statistics()
+        await asyncio.sleep(5.0)
+        idle = hub.statistics()["handled"] - before["handled"]
+        began = now()
+        for _ in range(8):
+            await there.average("y")
+        seconds = now() - began
+        after = hub.statistics()
+        assert after["subscriptions"] == before["subscriptions"]
+        heard = after["handled"] - before["handled"] - idle
+        assert heard <= idle * (seconds / 5.0 + 1), "signs of life, and nothing else"
+        await there.enter(stranger, "y")
+        assert hub.statistics()["subscriptions"] > after["subscriptions"]
+
+
+@in_virtual_time
 async def test_a_peer_that_may_not_be_in_a_group_is_told_so_and_stays_in_the_run() -> None:
     async with group_lab() as there:
         peer = await there.run.join("guest", allowed_groups=("main", "x"))

@@ -1,9 +1,9 @@
 """A program that trains two models in two groups, as people write it.
 
-    python groupsloop.py LINK NAME
+    python groupsloop.py LINK NAME [--cut]
 
-Says in JSON, a line for each event, which state it begins with and which it has after each epoch of each group. A line
-`cut` on its input has it propose a cut and wait for disks.
+Says in JSON, a line for each event, which state it begins with and which it has after each epoch of each group. With
+--cut it proposes a cut after some epochs, and waits for disks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from torch import nn
 import potluck
 
 GROUPS = {"main": 0.05, "critic": 0.2}  # seconds between two steps: they commit at their own pace
+CUT_EPOCH = 3
 telling = threading.Lock()
+epochs = dict.fromkeys(GROUPS, 0)
 
 
 def tell(event: str, **values: Any) -> None:
@@ -50,25 +52,28 @@ def train(run: Any, group: str, seed: int, pause_seconds: float) -> None:
         optimizer.step(batch_size=4)
         optimizer.zero_grad()
         if optimizer.epoch > told:
-            told = optimizer.epoch
+            told = epochs[group] = optimizer.epoch
             tell("epoch", group=group, epoch=told, digest=digest_of(model))
         time.sleep(pause_seconds)
 
 
 def main() -> None:
-    link, name = sys.argv[1:]
+    link, name, *options = sys.argv[1:]
     torch.set_num_threads(1)
     with potluck.join(link, name=name) as run:
-        for group, pause_seconds in GROUPS.items():
-            arguments = (run, group, len(group), pause_seconds)
-            threading.Thread(target=train, args=arguments, daemon=True).start()
-        for line in sys.stdin:
-            if line.strip() == "cut":
-                cut = run.cuts.propose(saved=True, timeout_seconds=90)
-                tell("cut", number=cut.number, epochs=cut.epochs)
-            elif line.strip() == "latest":
-                latest = run.cuts.latest()
-                tell("latest", number=latest.number if latest is not None else 0)
+        trainers = [
+            threading.Thread(target=train, args=(run, group, len(group), pause_seconds), daemon=True)
+            for group, pause_seconds in GROUPS.items()
+        ]
+        for trainer in trainers:
+            trainer.start()
+        while min(epochs.values()) < CUT_EPOCH:
+            time.sleep(0.1)
+        if "--cut" in options:
+            cut = run.cuts.propose(saved=True, timeout_seconds=90)
+            tell("cut", number=cut.number, epochs=cut.epochs)
+        for trainer in trainers:
+            trainer.join()
 
 
 if __name__ == "__main__":

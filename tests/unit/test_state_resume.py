@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from potluck.state.announcement import Verdict
 from potluck.state.backups import BackupConfig
 from potluck.state.config import StateConfig
 from potluck.state.keeper import StateKeeper
-from potluck.state.resumechoice import BEGINNER_SECONDS, Beginner, Situation, next_step
+from potluck.state.resumechoice import BEGINNER_SECONDS, Beginner, Situation, Step, next_step
 
 TIMEOUT_SECONDS = 120.0
 EVERY = BackupConfig(every_epochs=1)
@@ -55,6 +56,33 @@ def step(
 
 def test_the_state_of_the_present_epoch_is_taken_at_once() -> None:
     assert step(5, offer(9), present=offer(5), leads=False) == "fetch"
+
+
+def by_cut(cut_offer: Verdict | None, *offers: Verdict, coordinates: bool = True, waited: float = 0.0) -> Step:
+    situation = Situation(
+        head_epoch=30,
+        present=None,
+        offers=offers,
+        cut=4,
+        cut_offer=cut_offer,
+        is_coordinator=coordinates,
+        waited_seconds=waited,
+    )
+    return next_step(situation, grace_seconds=10.0)
+
+
+def test_a_run_with_several_groups_goes_back_to_its_cut_though_there_is_a_newer_backup() -> None:
+    part, newer, live = replace(offer(20), is_backup=True), replace(offer(28), is_backup=True), offer(29)
+    taken = by_cut(part, newer)
+    assert (taken.kind, taken.verdict, taken.cut) == ("adopt", part, 4)
+    assert "goes back to cut 4" in taken.reason
+    assert "updates since epoch 20 are lost" in taken.reason
+    assert by_cut(part, newer, coordinates=False).kind == "wait", "that is for the coordinator"
+    assert by_cut(part, live, newer).kind == "wait", "somebody is up: the newest state may only be late"
+    assert by_cut(part, live, newer, waited=11.0).verdict == part
+    assert by_cut(None, newer).kind == "wait", "whoever saved the part may be late"
+    fallback = by_cut(None, newer, waited=11.0)
+    assert (fallback.kind, fallback.verdict, fallback.cut) == ("adopt", newer, 0), "better than nothing"
 
 
 def test_a_new_run_begins_at_once_where_nobody_else_trains() -> None:

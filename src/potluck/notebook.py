@@ -169,7 +169,7 @@ def _train(
         run.is_leaving = stop.is_set
         chosen = replace(config, state=replace(config.state, on_progress=picture.load))
         trainer = Trainer(run, newest, open_recipe(first.recipe, first.model, recipe, first.files), chosen, picture.add)
-        picture.ask = lambda: trainer.optimizer.collaboration.latest
+        picture.ask = lambda: trainer.optimizer.collaboration.progress.latest
         return train_and_hand_in(
             trainer,
             stop,

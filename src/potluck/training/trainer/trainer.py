@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from potluck.errors import ConfigurationError, StoppedError
 from potluck.optim import compiler
 from potluck.optim.cores import share_cores
-from potluck.optim.diloco import DiLoCo
 from potluck.optim.optimizer import Optimizer
+from potluck.optim.sharedoptimizer import SharedOptimizer
 from potluck.optim.staging import has_streams
 from potluck.peer.lease import LeaseView
 from potluck.recipes.recipe import Batch, Recipe, RecipeConfig, require_downloads
@@ -43,7 +43,7 @@ from potluck.training.trainer.feed import AHEAD_BATCHES, Feed
 from potluck.training.trainer.inneroptimizer import STATE_TENSORS
 from potluck.training.trainer.machine import MemoryLimit, find_devices, free_cache, is_out_of_memory, wait_for
 from potluck.training.trainer.models import untrained
-from potluck.training.trainer.optimizers import SharedOptimizer, follow, make_optimizer
+from potluck.training.trainer.optimizers import follow, make_optimizer
 from potluck.training.trainer.precision import PRECISIONS, MixedPrecision, find_precision
 from potluck.training.trainer.smoothed import SmoothedLoss
 
@@ -282,10 +282,7 @@ class Trainer:
     @property
     def unfinished_samples(self) -> int:
         """Of this peer, towards the next epoch, if one is to come."""
-        optimizer = self.optimizer
-        if self._is_paused() or self._is_over():
-            return 0
-        return optimizer.method.samples if isinstance(optimizer, DiLoCo) else optimizer.samples
+        return 0 if self._is_paused() or self._is_over() else self.optimizer.samples
 
     def _committed(self, commit: Commit) -> None:
         self.given += given_by(self._run.peer_id, commit)
@@ -325,7 +322,7 @@ class Trainer:
 
     def _is_paused(self) -> bool:
         """By the run's epoch and not by ours: who was left behind when it paused goes on with the others."""
-        return self._manifest().at(max(self.optimizer.epoch, self.optimizer.collaboration.epoch)).paused
+        return self._manifest().at(max(self.optimizer.epoch, self.optimizer.collaboration.averager.epoch)).paused
 
     def _is_done(self) -> bool:
         most = self._config.max_steps

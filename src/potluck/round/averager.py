@@ -142,7 +142,7 @@ class Averager:
         when nothing is committed in time: it names the phase and the peers.
         """
         wanted = epoch if epoch is not None else self.epoch + 1
-        result = await self._take_part(tensors, weight, wanted, reduces, None, timeout_seconds)
+        result = await self._enter(tensors, weight, wanted, reduces, None, timeout_seconds)
         assert result is not None, "who does not only stand by gets a result, or an error"
         return result
 
@@ -153,9 +153,9 @@ class Averager:
 
         None when no round began while this peer stood by: then the tensors are as they were.
         """
-        return await self._take_part(tensors, weight, epoch, True, stand_by, timeout_seconds)
+        return await self._enter(tensors, weight, epoch, True, stand_by, timeout_seconds)
 
-    async def _take_part(
+    async def _enter(
         self,
         tensors: Mapping[str, Tensor] | None,
         weight: float,
@@ -168,7 +168,7 @@ class Averager:
             raise ConfigurationError(f"a weight of {weight}: take the number of samples, from 0 to 1e12")
         if timeout_seconds <= 0:
             raise ConfigurationError(f"timeout_seconds={timeout_seconds}: a round needs some time")
-        result = await self._participation.take_part(
+        result = await self._participation.enter(
             self._bind(tensors) if tensors is not None else None,
             weight=weight,
             epoch=epoch,

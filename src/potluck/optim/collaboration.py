@@ -110,12 +110,6 @@ class Collaboration:
         await self.progress.close()
         await self.averager.close()
 
-    @property
-    def num_restored(self) -> int:
-        """How often the run went back to an earlier state on purpose, as far as this peer knows (any thread)."""
-        head = self.averager.lineage.head
-        return head.num_restored if head is not None else 0
-
     async def stand_by(
         self, stand_by: StandBy, tensors: Mapping[str, Tensor], *, weight: float, epoch: int, timeout_seconds: float
     ) -> RoundResult | None:

@@ -102,7 +102,7 @@ class Driver:
         self._averager = collaboration.averager
         self._clock = run.clock
         self._config = config
-        self._recovery = Recovery(run, method, collaboration, config.recovery(), source, hyperparameters)
+        self._recovery = Recovery(run, method, self._averager, config.recovery(), source, hyperparameters)
         self._pending: _Pending | None = None
         self._steps: concurrent.futures.ThreadPoolExecutor | None = None
         self._staging = Staging()

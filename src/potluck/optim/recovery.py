@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from potluck.errors import ConfigurationError, DeadlineExceededError, FatalError, RetryableError
-from potluck.optim.collaboration import Collaboration
 from potluck.optim.epochlistener import EpochListener
 from potluck.optim.lastgood import LastGood
 from potluck.optim.method import Hyperparameters, Method, Offer, Published, RunState, StateSource
 from potluck.optim.parameters import are_finite
+from potluck.round.averager import Averager
 from potluck.run.joined import Joined
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Recovery:
         self,
         run: Joined,
         method: Method,
-        collaboration: Collaboration,
+        averager: Averager,
         config: RecoveryConfig,
         source: StateSource | None,
         hyperparameters: Hyperparameters,
@@ -74,8 +74,7 @@ class Recovery:
         self.counts: Counter[str] = Counter()
         self._run = run
         self._method = method
-        self._collaboration = collaboration
-        self._averager = collaboration.averager
+        self._averager = averager
         self._clock = run.clock
         self._config = config
         self._source = source
@@ -97,7 +96,7 @@ class Recovery:
 
     def begin(self) -> None:
         """Take over the run's state; begin with this peer's own where nobody has one."""
-        self._num_restored = self._collaboration.num_restored
+        self._num_restored = self._averager.num_restored
         if self._source is not None:
             self._resume(self._source)
         if self._averager.epoch > self.epoch:
@@ -123,7 +122,7 @@ class Recovery:
         if head <= self.epoch:
             return
         logger.info("this peer is at epoch %d and the run at %d: fetching its state", self.epoch, head)
-        num_restored = self._collaboration.num_restored
+        num_restored = self._averager.num_restored
         with self._listening() as listener:
             snapshot = self._fetch(head, listener)
             if num_restored > self._num_restored:

@@ -126,6 +126,12 @@ class Averager:
         """How many epochs are committed, as far as this peer knows."""
         return self.lineage.epoch
 
+    @property
+    def num_restored(self) -> int:
+        """How often the run went back to an earlier state on purpose, as far as this peer knows. Any thread."""
+        head = self.lineage.head
+        return head.num_restored if head is not None else 0
+
     async def average(
         self,
         tensors: Mapping[str, Tensor] | None,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -16,28 +16,7 @@ from potluck.optim.method import RunState
 from potluck.optim.modelstate import ModelState
 from potluck.optim.recovery import Recovery, RecoveryConfig
 from potluck.optim.targetbatch import TargetBatch
-from potluck.sim.virtualclock import VirtualClock
-
-T = TypeVar("T")
-
-
-class ManualRun:
-    """A run whose loop runs only while it is waited for, and whose time passes only in a sleep."""
-
-    def __init__(self, runner: asyncio.Runner) -> None:
-        self.clock = VirtualClock()
-        self._runner = runner
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._runner.run(work)
-
-    call_unless_leaving = call
-
-    def sleep(self, seconds: float) -> None:
-        self.clock.advance(seconds)
-
-    def check(self) -> None:
-        pass
+from potluck.sim.inlinerun import InlineRun
 
 
 class EpochFive:
@@ -57,8 +36,7 @@ class EpochFive:
 class NobodyHasIt:
     """Keepers that take their time, and give nothing."""
 
-    def __init__(self, run: ManualRun) -> None:
-        self.run = run
+    def __init__(self) -> None:
         self.waits: list[float] = []
 
     def publish(self, _state: RunState) -> None:
@@ -78,27 +56,27 @@ class NobodyHasIt:
 
     async def _fail(self, seconds: float) -> RunState:
         self.waits.append(seconds)
-        self.run.sleep(seconds)
+        await asyncio.sleep(seconds)
         raise StateUnavailableError("nobody has it")
 
     def statistics(self) -> dict[str, int]:
         return {}
 
 
-def make_recovery(source: NobodyHasIt | None, run: ManualRun) -> Recovery:
+def make_recovery(source: NobodyHasIt | None, run: InlineRun) -> Recovery:
     method = TargetBatch(ModelState(torch.optim.SGD(make_model().parameters(), lr=0.1)))
     parts: Any = (run, method, EpochFive(), RecoveryConfig(load_state_timeout_seconds=600.0), source)
     return Recovery(*parts, lambda _epoch: None)
 
 
 @pytest.fixture
-def run() -> Iterator[ManualRun]:
-    with asyncio.Runner() as runner:
-        yield ManualRun(runner)
+def run() -> Iterator[InlineRun]:
+    with InlineRun() as run:
+        yield run
 
 
-def test_repairs_that_fail_take_no_more_of_the_time_than_those_that_succeed(run: ManualRun) -> None:
-    source = NobodyHasIt(run)
+def test_repairs_that_fail_take_no_more_of_the_time_than_those_that_succeed(run: InlineRun) -> None:
+    source = NobodyHasIt()
     recovery = make_recovery(source, run)
     began_at = run.clock.monotonic()
     for _ in range(3000):
@@ -108,8 +86,8 @@ def test_repairs_that_fail_take_no_more_of_the_time_than_those_that_succeed(run:
     assert sum(source.waits) <= 10.0 + 0.05 * (run.clock.monotonic() - began_at) + 30.0
 
 
-def test_a_state_that_nobody_gives_is_asked_for_until_the_deadline(run: ManualRun) -> None:
-    source = NobodyHasIt(run)
+def test_a_state_that_nobody_gives_is_asked_for_until_the_deadline(run: InlineRun) -> None:
+    source = NobodyHasIt()
     began_at = run.clock.monotonic()
     with pytest.raises(DeadlineExceededError, match="epoch 5 within 600 s"):
         make_recovery(source, run).catch_up()
@@ -117,6 +95,6 @@ def test_a_state_that_nobody_gives_is_asked_for_until_the_deadline(run: ManualRu
     assert len(source.waits) >= 6, "again and again, since somebody may come"
 
 
-def test_without_a_source_of_states_a_peer_that_is_behind_cannot_go_on(run: ManualRun) -> None:
+def test_without_a_source_of_states_a_peer_that_is_behind_cannot_go_on(run: InlineRun) -> None:
     with pytest.raises(FatalError, match="no source of states"):
         make_recovery(None, run).catch_up()

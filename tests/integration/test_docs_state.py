@@ -21,10 +21,10 @@ LoopThread().__enter__().close()
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "state.md"
 
 
-async def test_the_program_on_the_page_trains_and_saves(
+async def test_the_programs_on_the_page_train_and_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [program] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    program, with_groups = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("POTLUCK_IDENTITY", str(tmp_path / "peer.nkey"))
     model = nn.Linear(3, 1)
@@ -38,8 +38,12 @@ async def test_the_program_on_the_page_trains_and_saves(
             "loss_of": lambda model, batch: model(batch).square().mean(),
         }
         await asyncio.to_thread(exec, program, names)
-    assert "'local_epoch': 2" in capsys.readouterr().out
+        assert "'local_epoch': 2" in capsys.readouterr().out
+        names["value"] = nn.Linear(3, 2)
+        await asyncio.to_thread(exec, with_groups, names)
+        assert "1 {'critic': 2, 'main': 4}" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "state" / "backups").glob("*.json")) == [
         "epoch-00000000.json",
         "epoch-00000002.json",
+        "epoch-00000004.json",
     ]

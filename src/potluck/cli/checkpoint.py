@@ -31,6 +31,7 @@ Folder = Annotated[Path | None, typer.Option(help="The folder of that run, if it
 Backups_ = Annotated[Path | None, typer.Option("--path", help="A folder of backups instead, or a peer's --state-path.")]
 InGroup = Annotated[str, typer.Option("--group", help="Of which group of the run; main unless given.")]
 Epoch = Annotated[int | None, typer.Option(help="Which one; the newest unless given.")]
+OfCut = Annotated[int | None, typer.Option("--cut", help="The group's part of this cut instead: see checkpoint list.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 FETCH_SECONDS = 600.0
 BEST = "best"  # as monitor/evaluating.py keeps it
@@ -43,7 +44,7 @@ def list_checkpoints(
 ) -> None:
     """List the backups that the host has, or those in a folder. Exit code 1 if there are some and all are broken.
 
-    Where a run has several groups, those of all are listed, unless one is named.
+    Where a run has several groups, those of all are listed, unless one is named, with the cut that each is part of.
 
     Example: [bold]potluck checkpoint list --run my-run[/bold]
     """
@@ -54,8 +55,8 @@ def list_checkpoints(
     rows = [_row(info) for info in backups.infos()]
     others = {} if group else {name: Backups(each) for name, each in _groups_beside(backups.folder).items()}
     if others:
-        rows = [{"group": "main", **row} for row in rows]
-        rows += [{"group": name, **_row(info)} for name, each in others.items() for info in each.infos()]
+        both = {MAIN: backups, **others}
+        rows = [{"group": name, "cut": i.cut, **_row(i)} for name, each in both.items() for i in each.infos()]
     if as_json:
         console.print_json(rows)
     else:
@@ -171,6 +172,7 @@ def export(
         typer.Option("--format", help="hf: a folder for from_pretrained, with config, tokenizer and model card."),
     ] = "safetensors",
     group: InGroup = "",
+    cut: OfCut = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the model's weights alone, by the model's own names, for other programs: no optimizer, no bookkeeping.
@@ -191,7 +193,7 @@ def export(
     backups = _backups(run, folder, path, group)
     if best:
         backups = Backups(backups.folder.parent / BEST)
-    info = _chosen(backups, epoch)
+    info = _chosen(backups, epoch, cut)
     if layout == "hf":
         where = folder if folder is not None or path is not None else backups_of_run(run, None)[0].parent.parent
         _export_folder(file, backups, info, where or backups.folder.parent.parent, as_json)
@@ -233,6 +235,7 @@ def upload(
     path: Backups_ = None,
     epoch: Epoch = None,
     group: InGroup = "",
+    cut: OfCut = None,
     as_json: AsJson = False,
 ) -> None:
     """Upload a backup, tensors first and record last: a folder elsewhere is itself a folder of backups.
@@ -244,7 +247,7 @@ def upload(
     from potluck.cli import console
     from potluck.state.uploadtargets import target_of
 
-    info = _chosen(_backups(run, folder, path, group), epoch)
+    info = _chosen(_backups(run, folder, path, group), epoch, cut)
     with console.err.status(f"uploading epoch {info.epoch} to {target}"):
         target_of(target, keep_last=10**6).upload(info)
     if as_json:
@@ -289,8 +292,20 @@ def _is_folder(path: Path) -> bool:
         raise ConfigurationError(f"{path} cannot be looked at: {error.strerror}") from error
 
 
-def _chosen(backups: Backups, epoch: int | None) -> BackupInfo:
+def _chosen(backups: Backups, epoch: int | None, cut: int | None = None) -> BackupInfo:
     infos = backups.infos()
+    if cut is not None:
+        from potluck.errors import ConfigurationError
+
+        if epoch is not None:
+            raise ConfigurationError("name an epoch or a cut, not both: --epoch, --cut")
+        found = next((info for info in infos if cut in info.cuts), None)
+        if found is None:
+            there = sorted({each for info in infos for each in info.cuts})
+            raise ConfigurationError(
+                f"{backups.folder} has no part of cut {cut}: there are {', '.join(map(str, there)) or 'none'}"
+            )
+        return found
     found = next((info for info in infos if epoch is None or info.epoch == epoch), None)
     if found is None:
         raise _no_backup(backups.folder, epoch, [info.epoch for info in infos])

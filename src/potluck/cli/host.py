@@ -121,6 +121,10 @@ def host(
         int,
         typer.Option(min=0, help="Of those before, each of such a multiple of epochs stays for good; 0: none does."),
     ] = 0,
+    groups: Annotated[
+        list[str] | None,
+        typer.Option("--group", help="Coordinate, keep and save this group too; once for each. main always is."),
+    ] = None,
     backup_space: Annotated[
         str,
         typer.Option(metavar="SIZE", help="Backups further back stay, ever wider apart, as long as all take less."),
@@ -156,10 +160,11 @@ def host(
     from potluck.hub.keys import HubKeys
     from potluck.hub.server.certificate import prepare_certificates
     from potluck.hub.server.configuration import MAX_PAYLOAD_BYTES, ClusterConfig, HubConfig, render_accounts
-    from potluck.hub.subjects import check_run_name
+    from potluck.hub.subjects import MAIN, check_run_name
     from potluck.link.direct.addresses import announced_hosts
     from potluck.peer import environment
     from potluck.run.host import Host, HostConfig
+    from potluck.run.peer import PeerConfig
     from potluck.training.manifest.runfile import read_run_file
 
     console.set_up_logging(verbose)
@@ -197,6 +202,7 @@ def host(
         ),
         hub_url=hub,
         hub_ca=hub_ca,
+        peer=PeerConfig(role="aux", name="host", groups=tuple(dict.fromkeys([MAIN, *(groups or ())]))),
         wheel_port=wheel_port if wheel else None,
     )
     work = Work(

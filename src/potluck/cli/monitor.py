@@ -95,7 +95,8 @@ async def _watch(peer: Peer, stop: asyncio.Event, exporters: Exporters, *, once:
                     if (pause := watcher.pause) is not None:
                         figures |= {"paused_by": pause.by, "paused_because": pause.reason}
                     if len(told_groups) > 1:
-                        figures["groups"] = told_groups
+                        cut = watcher.view.cut
+                        figures |= {"groups": told_groups, "cut": cut.number if cut is not None else None}
                     console.print_json({"event": "run", **figures, "peers": peers})
                 else:
                     width = console.out.width
@@ -194,9 +195,11 @@ def picture(
         table.add_row(*(cell for column, cell in zip(COLUMNS, cells, strict=True) if column in columns))
     tables = [table]
     if len(groups) > 1:
-        tables.insert(0, Table("group", "epoch", "members", "coordinator"))
+        tables.insert(0, Table("group", "epoch", "saved", "members", "coordinator"))
         for group in groups:
-            tables[0].add_row(group.name, str(group.epoch), str(group.num_members), Text(group.coordinator or "nobody"))
+            saved = str(group.cut_epoch) if group.cut_epoch is not None else "no"
+            coordinator = Text(group.coordinator or "nobody")
+            tables[0].add_row(group.name, str(group.epoch), saved, str(group.num_members), coordinator)
     return Group(head, *tables, *(Text(f"! {alarm.text}", style="bold red") for alarm in alarms))
 
 

@@ -93,6 +93,10 @@ def rollback(
         str,
         typer.Option(help="Of that epoch's state, where only a stranger's disk has it: see checkpoint list --json."),
     ] = "",
+    cut: Annotated[
+        int | None,
+        typer.Option(metavar="NUMBER", help="A cut instead: all groups of the run go back. See checkpoint list."),
+    ] = None,
     run: Run = "",
     folder: Folder = None,
     by: By = "",
@@ -104,33 +108,43 @@ def rollback(
 
     Epochs go on counting: what was epoch 120 becomes, say, epoch 346. All peers drop what they have and take it over.
 
-    Examples: [bold]potluck run rollback[/bold] lists what there is; [bold]potluck run rollback --to 120[/bold]
+    Examples: [bold]potluck run rollback[/bold] lists what there is; [bold]potluck run rollback --to 120[/bold]; a run
+    with several groups: [bold]potluck run rollback --cut 7[/bold]
     """
-    if to is None:
+    if cut is not None and (to is not None or digest):
+        raise typer.BadParameter("a cut names an epoch of each group: give --cut alone, or --to")
+    if to is None and cut is None:
         _list_earlier(steer(run, folder, _earlier), as_json)
         return
 
     async def work(helm: Steering, where: Path) -> tuple[Manifest, Commit | None]:
+        from potluck.hub.subjects import MAIN
         from potluck.training.manifest.earlier import chosen
 
-        there = [] if digest else await _earlier(helm, where)
+        part = (await helm.cut(cut)).parts[MAIN] if cut is not None else None
+        epoch, wanted = (part.epoch, part.digest) if part is not None else (to or 0, digest)
+        there = [] if wanted else await _earlier(helm, where)
         is_paused = (await helm.manifest()).newest.paused
-        state = chosen(there, to, digest=digest, is_paused=is_paused)
-        manifest = await helm.roll_back(state, by=_name(by), reason=reason)
+        state = chosen(there, epoch, digest=wanted, is_paused=is_paused)
+        manifest = await helm.roll_back(state, by=_name(by), reason=reason, cut=cut or 0)
         assert manifest.rollback is not None
         return manifest, await helm.until_restored(manifest.rollback, wait_seconds)
 
     manifest, commit = steer(run, folder, work)
+    assert manifest.rollback is not None
+    to = manifest.rollback.to_epoch
+    others = f" of main; the other groups go back to cut {cut} as soon as each can" if cut is not None else ""
     if as_json:
         from potluck.cli import console
 
         epoch = commit.epoch if commit is not None else None
-        console.print_json({"revision": manifest.revision, "to": to, "done": commit is not None, "epoch": epoch})
+        told = {"revision": manifest.revision, "to": to, "done": commit is not None, "epoch": epoch}
+        console.print_json(told if cut is None else {**told, "cut": cut})
     elif commit is not None:
-        typer.echo(f"The run went back to epoch {to}, and is at epoch {commit.epoch} with that state.")
+        typer.echo(f"The run went back to epoch {to}, and is at epoch {commit.epoch} with that state{others}.")
     else:
         typer.echo(
-            f"Ordered: back to epoch {to}. Nobody has carried it out yet; whoever coordinates next will. See "
+            f"Ordered: back to epoch {to}{others}. Nobody has carried it out yet; whoever coordinates next will. See "
             "`potluck run show`."
         )
 

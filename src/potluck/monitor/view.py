@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from potluck.hub.presence import Beacon, Presence
 from potluck.hub.subjects import MAIN
 from potluck.round.plan.messages import Commit
+from potluck.run.cutboard import Cut
 from potluck.run.linknews import LinkFigures, LinkNews
 from potluck.training.books.history import mean_loss
 
@@ -65,6 +66,7 @@ class GroupRow:
     num_members: int
     coordinator: str
     committed_at: float | None = None  # hub time of its newest epoch
+    cut_epoch: int | None = None  # its part of the newest cut that is safe on disks; None: it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class RunView:
     _links: dict[str, LinkNews] = field(default_factory=dict)
     _group_heads: dict[str, Commit] = field(default_factory=dict)
     _group_holders: dict[str, str] = field(default_factory=dict)
+    cut: Cut | None = None
+    """The newest that is safe on disks, where the run has several groups."""
     _commits: deque[Commit] = field(default_factory=lambda: deque(maxlen=KEPT_COMMITS))
     _evaluated: tuple[int, float] | None = None  # the newest epoch, and its loss
 
@@ -206,6 +210,7 @@ class RunView:
             num_members=num_members,
             coordinator=self._name(holder) if holder else "",
             committed_at=head.committed_at if head is not None else None,
+            cut_epoch=self.cut.epochs.get(name) if self.cut is not None else None,
         )
 
     def links(self) -> list[LinkRow]:

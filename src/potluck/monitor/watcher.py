@@ -22,6 +22,7 @@ from potluck.peer.session import Session
 from potluck.round.lineage import Head, Lineage
 from potluck.round.plan.messages import Commit
 from potluck.round.plan.signing import read_commit
+from potluck.run.cutboard import CutBoard
 from potluck.run.hostnews import MAX_NEWS_BYTES as MAX_HOST_NEWS_BYTES
 from potluck.run.hostnews import TOPIC as HOST_NEWS
 from potluck.run.hostnews import HostNews
@@ -49,6 +50,7 @@ class Watcher:
         self._session = session
         self._lease = LeaseView()
         self._lineage = Lineage(session.hub.store("lineage"), session.subjects.run, self._committed)
+        self._cuts = CutBoard(session.hub.store(GROUPS))
         self._subscriptions: list[Subscription] = []
         self._stop_listening: Callable[[], None] = lambda: None
 
@@ -81,6 +83,8 @@ class Watcher:
         follow(await hub.subscribe(subjects.news("*", KEPT), self._kept_came))
         follow(await hub.subscribe(subjects.news("*", HOST_NEWS), self._host_told))
         follow(await hub.store(GROUPS).watch(self._group_changed, "g."))
+        self._cuts.listen(self._cut_changed)
+        await self._cuts.start()
         await self._lineage.start()
         await self.board.start()
 
@@ -90,6 +94,7 @@ class Watcher:
         subscriptions, self._subscriptions = self._subscriptions, []
         for subscription in subscriptions:
             await subscription.cancel()
+        await self._cuts.close()
         await self._lineage.close()
         await self.board.close()
 
@@ -139,6 +144,9 @@ class Watcher:
                     self.view.group_committed(group, commit)
         except (ProtocolError, ConfigurationError):
             self.counts["bad_groups"] += 1
+
+    def _cut_changed(self) -> None:
+        self.view.cut = self._cuts.latest()
 
     def _preview_changed(self, entry: Entry) -> None:
         if entry.value is None:

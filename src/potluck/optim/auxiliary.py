@@ -29,6 +29,7 @@ from potluck.run.joined import Joined
 from potluck.state.config import StateConfig
 from potluck.state.following import Follower
 from potluck.state.keeper import StateKeeper
+from potluck.state.returning import Returning
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class AuxiliaryPeer:
         self.collaboration = collaboration
         self._keeper = keeper
         self._follower = follower
+        self._returning: Returning | None = None
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -86,6 +88,7 @@ class AuxiliaryPeer:
         except BaseException:
             await helper.close()
             raise
+        helper._returning = keeper.go_back_with(collaboration.averager)
         follower.start()
         helper._task = asyncio.create_task(helper._help(), name="optimizer: helping")
         return helper
@@ -93,6 +96,8 @@ class AuxiliaryPeer:
     async def close(self) -> None:
         """Leave the round that is under way. Idempotent."""
         await tasks.end(self._task)
+        if self._returning is not None:
+            await self._returning.close()
         await self._follower.close()
         await self._keeper.close()
         await self.collaboration.close()

@@ -18,6 +18,7 @@ from potluck.run.joined import Joined
 from potluck.state.config import StateConfig
 from potluck.state.fetched import FetchedState
 from potluck.state.keeper import StateKeeper
+from potluck.state.returning import Returning
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +129,14 @@ def source_of_states(
 
     keeper = run.call(start())
 
+    async def go_back() -> Returning:
+        return keeper.go_back_with(collaboration.averager)
+
+    returning = run.call(go_back())
+
     async def leave() -> None:
         session = run.peer.session
+        await returning.close()
         if session.hub.is_connected and not (run.is_interrupted or session.ended.done()):
             await keeper.hand_over(timeout_seconds=run.seconds_to_leave(HAND_OVER_SECONDS))
         await keeper.close()

@@ -130,7 +130,7 @@ class Averager:
     def num_restored(self) -> int:
         """How often the run went back to an earlier state on purpose, as far as this peer knows. Any thread."""
         head = self.lineage.head
-        return head.num_restored if head is not None else 0
+        return head.num_restored + head.num_returned if head is not None else 0
 
     async def average(
         self,

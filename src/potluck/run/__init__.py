@@ -4,6 +4,7 @@ joined.py      `potluck.join`: a run in a synchronous program, with a thread for
 calls.py       what one thread waits for and another does; Ctrl-C harms neither
 peer.py        a peer: admission, session, links, reachability, measured speeds
 group.py       a group of the run as this peer takes part in it: what rounds and states stand on
+cuts.py        one committed epoch of each group, for programs;  cutboard.py  what the hub has about them
 reachable.py   keeps true where others can reach it
 speedtest.py   how fast bytes go to another peer and come back
 runcheck.py    the way into a run, checked by going it

@@ -27,6 +27,7 @@ from potluck.peer import environment
 from potluck.peer.identity import Identity
 from potluck.peer.session import Session
 from potluck.run.calls import LOOK_UP_SECONDS, Call
+from potluck.run.cuts import Cuts
 from potluck.run.group import Group
 from potluck.run.loopthread import LEAVE_SECONDS, LoopThread, RunningLoop
 from potluck.run.peer import Peer, PeerConfig
@@ -143,6 +144,11 @@ class Joined:
             check_group_name(name)
             self._groups[name] = self.call_unless_leaving(self._enter_group(name))
         return self._groups[name]
+
+    @property
+    def cuts(self) -> Cuts:
+        """The cuts of the run: one committed epoch of each group, by which all of them are saved and resumed."""
+        return Cuts(self)
 
     def attach(self, close: Callable[[], Awaitable[None]]) -> None:
         """Have something closed, on the loop, before the peer leaves."""

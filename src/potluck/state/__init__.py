@@ -39,6 +39,8 @@ Among peers:
     packing.py       chunks without loss in fewer bytes, for slow ways (pure)
     resumechoice.py  which state to go on from (pure)        resuming.py  does so
     reinstating.py   an earlier state as that of a new epoch, on purpose     handingover.py   who leaves last
+    cutting.py       one group's part in the cuts of a run   cutdesk.py   the coordinator of main makes them
+    returning.py     a group goes back to a cut, on purpose
 
 On disk:
     archive.py       a peer's backups, written, announced and uploaded

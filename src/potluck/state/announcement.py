@@ -64,6 +64,7 @@ class KeptState(Message, frozen=True, kw_only=True):
     is_backup: bool = False  # read from disk: fit to go on from, but no claim that the run has this state now
     is_served: bool = True  # False: no longer held, and told so that others can compare
     common: Digest | None = None  # of what all peers should hold alike, where a part of it is the keeper's own
+    cut: Counted = 0  # held, or saved, as the group's part of this cut
 
     @property
     def compared(self) -> str:
@@ -81,11 +82,13 @@ class Kept(Message, frozen=True, kw_only=True):
     beginner: Annotated[str, msgspec.Meta(max_length=128)] = ""  # by a coordinator: who begins a run that has nothing …
     begins_at: Counted = 0  # … when it is at this epoch
     trouble: Annotated[str, msgspec.Meta(max_length=MAX_TROUBLE)] = ""  # for the organisers, with the remedy
+    cut: Counted = 0  # by a coordinator: for this cut, whoever has it is to hold the state …
+    cut_epoch: Counted = 0  # … of this epoch
 
     @property
     def says_anything(self) -> bool:
         """Whether others need to hear it."""
-        return bool(self.states or self.saved or self.beginner or self.trouble)
+        return bool(self.states or self.saved or self.beginner or self.trouble or self.cut)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +124,9 @@ class Verdict:
 
     common: str = ""
     """The digest of what all should hold alike; empty: not known."""
+
+    is_backup: bool = False
+    """Whether it was read from disk."""
 
     @property
     def is_replaceable(self) -> bool:
@@ -204,9 +210,26 @@ class Announcements:
 
     def beginner(self, coordinator: str, roster: Roster, epoch: int) -> str:
         """Whom a coordinator has chosen to begin the run at this epoch; empty: nobody."""
-        kept, presence = self._kept.get(coordinator), roster.get(coordinator)
-        is_believed = kept is not None and presence is not None and presence.card.session == kept.session
-        return kept.beginner if kept is not None and is_believed and kept.begins_at == epoch else ""
+        kept = self._of_present(coordinator, roster)
+        return kept.beginner if kept is not None and kept.begins_at == epoch else ""
+
+    def wanted_for_cut(self, coordinator: str, roster: Roster) -> tuple[int, int]:
+        """The cut that a coordinator wants a state for, and of which epoch; (0, 0): none."""
+        kept = self._of_present(coordinator, roster)
+        return (kept.cut, kept.cut_epoch) if kept is not None else (0, 0)
+
+    def savers(self, cut: int, epoch: int, roster: Roster) -> list[Presence]:
+        """Who has saved the group's part of a cut, of peers that are trusted or may coordinate."""
+        found = []
+        for peer in sorted(self._kept):
+            kept, presence = self._of_present(peer, roster), roster.get(peer)
+            if kept is not None and presence is not None and _tier(presence, ()) == 1:
+                found += [presence] * any(state.cut == cut and state.epoch == epoch for state in kept.saved)
+        return found
+
+    def _of_present(self, peer: str, roster: Roster) -> Kept | None:
+        kept, presence = self._kept.get(peer), roster.get(peer)
+        return kept if kept is not None and presence is not None and presence.card.session == kept.session else None
 
     def on_disk(self) -> Announcements:
         """What peers have saved, as if they offered it: for who asks what the run could go back to."""
@@ -313,6 +336,7 @@ def judge(
         dissenters=tuple(claim.peer for claim, _ in spoken if claim.vote != winner),
         is_settled=is_settled,
         is_contested=by_value and len(tied) > 1,
+        is_backup=given.is_backup,
     )
 
 

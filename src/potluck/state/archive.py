@@ -13,6 +13,7 @@ from potluck.state.backups import Backups, backup_folder
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.config import StateConfig
 from potluck.state.saving import Saver
+from potluck.state.shelf import Held
 from potluck.state.snapshot import Snapshot
 from potluck.state.uploads import Uploads
 from potluck.state.uploadtargets import target_of
@@ -65,6 +66,10 @@ class Archive:
         """Have a state written to disk, if a backup is due, or at once."""
         if self._saver is not None:
             self._saver.offer(epoch, snapshot, made_at=made_at, at_once=at_once)
+
+    async def save_part(self, cut: int, held: Held) -> bool:
+        """Save a state as the group's part of a cut; whether it is on disk."""
+        return self._saver is not None and await self._saver.save_part(cut, held)
 
     def keep_last_copy(self) -> bool:
         """Save the newest state in the end, due or not: it would be lost with this peer. False: nothing is saved."""

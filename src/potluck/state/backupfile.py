@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # they import torch, which whoever lists backups does without
     from potluck.state.snapshot import Snapshot
 
 FORMAT = "potluck-backup-1"
+MOST_CUTS = 64  # that a backup is said to be part of; as many as the hub remembers
 MAX_RECORD_BYTES = 2 * MAX_INVENTORY_BYTES
 MAX_HEADER_BYTES = 100 * 1024 * 1024  # as the safetensors library has it
 _LENGTH = struct.Struct("<Q")
@@ -78,6 +79,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     inventory: str
     metadata: Any = None
     checksum: str = ""
+    cuts: list[int] | msgspec.UnsetType = msgspec.UNSET  # left out where it is no part of one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,13 @@ class BackupInfo:
     record_path: Path
     tensors_path: Path
     inventory: Inventory
+    cuts: tuple[int, ...] = ()
+    """Of which cuts it is the group's part."""
+
+    @property
+    def cut(self) -> int:
+        """The newest of them; 0: none."""
+        return max(self.cuts, default=0)
 
 
 def record_path(folder: Path, epoch: int) -> Path:
@@ -102,7 +111,7 @@ def record_path(folder: Path, epoch: int) -> Path:
 
 
 def write_backup(
-    folder: Path, snapshot: Snapshot, *, epoch: int, made_at: int, run: str, saved_at: float
+    folder: Path, snapshot: Snapshot, *, epoch: int, made_at: int, run: str, saved_at: float, cut: int = 0
 ) -> BackupInfo:
     """Write a backup; OSError when the disk will not have it, and nothing is left of it then."""
     inventory = snapshot.inventory
@@ -120,6 +129,7 @@ def write_backup(
         saved_at=saved_at,
         inventory=base64.b64encode(inventory.encoded).decode(),
         metadata=snapshot.metadata,
+        cuts=[cut] if cut else msgspec.UNSET,
     )
     record = msgspec.structs.replace(record, checksum=_checksum(record))
     path = record_path(folder, epoch)
@@ -133,8 +143,22 @@ def write_backup(
     return _info(record, path, inventory)
 
 
+def write_cut(info: BackupInfo, cut: int) -> BackupInfo:
+    """Say that a backup is the part of a cut too; its tensors stay. OSError or BackupError when that cannot be."""
+    cuts = sorted({*info.cuts, cut})[-MOST_CUTS:]
+    record = msgspec.structs.replace(_read_record(info.record_path)[0], cuts=cuts)
+    record = msgspec.structs.replace(record, checksum=_checksum(record))
+    _write_whole(info.record_path, [msgspec.json.format(msgspec.json.encode(record), indent=1)])
+    return _info(record, info.record_path, info.inventory)
+
+
 def read_info(path: Path) -> BackupInfo:
     """What a JSON file says; BackupError when it is torn or corrupt."""
+    record, inventory = _read_record(path)
+    return _info(record, path, inventory)
+
+
+def _read_record(path: Path) -> tuple[Record, Inventory]:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_RECORD_BYTES + 1)
@@ -148,7 +172,7 @@ def read_info(path: Path) -> BackupInfo:
         inventory = read_inventory(base64.b64decode(record.inventory, validate=True), record.digest)
     except (OSError, ValueError, RecursionError, PotluckError) as error:
         raise BackupError(f"{path} cannot be used: {error}") from error
-    return _info(record, path, inventory)
+    return record, inventory
 
 
 def read_snapshot(info: BackupInfo, pool: ChunkPool) -> Snapshot:
@@ -244,6 +268,7 @@ def _info(record: Record, path: Path, inventory: Inventory) -> BackupInfo:
         record_path=path,
         tensors_path=path.parent / record.tensors_file,
         inventory=inventory,
+        cuts=tuple(record.cuts or ()),
     )
 
 

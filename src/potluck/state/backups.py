@@ -25,7 +25,7 @@ from potluck.faultpoints import reach
 from potluck.hub.server.diskspace import measure
 from potluck.hub.subjects import MAIN
 from potluck.state.announcement import MAX_SAVED, KeptState
-from potluck.state.backupfile import BackupInfo, read_info, read_snapshot, record_path, write_backup
+from potluck.state.backupfile import BackupInfo, read_info, read_snapshot, record_path, write_backup, write_cut
 
 if TYPE_CHECKING:  # they import torch, which whoever lists backups does without
     from potluck.state.chunkpool import ChunkPool
@@ -123,22 +123,30 @@ class Backups:
         last = self._last_epoch
         return last is None or epoch < last or epoch >= last + self.config.every_epochs
 
-    def save(self, snapshot: Snapshot, *, epoch: int, made_at: int | None = None) -> BackupInfo:
-        """Write a backup, then remove those that are not to be kept. BackupError when it cannot be written."""
-        self._last_epoch = epoch  # also if it fails: the next attempt is as far off as the next backup
+    def save(self, snapshot: Snapshot, *, epoch: int, made_at: int | None = None, cut: int = 0) -> BackupInfo:
+        """Write a backup, then remove those that are not to be kept. BackupError when it cannot be written.
+
+        With `cut` it is the group's part of one: later epochs may be here already, and stay.
+        """
+        last = self._last_epoch if cut else None
+        self._last_epoch = max(epoch, last or 0)  # also if it fails: the next attempt is as far off as the next backup
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._make_room(snapshot.inventory.num_bytes)
-            info = write_backup(
-                self.folder,
-                snapshot,
-                epoch=epoch,
-                made_at=epoch if made_at is None else made_at,
-                run=self._run,
-                saved_at=time.time(),
-            )
+            info = self._tagged(epoch, snapshot.digest, cut) if cut else None
+            if info is None:
+                self._make_room(snapshot.inventory.num_bytes)
+                info = write_backup(
+                    self.folder,
+                    snapshot,
+                    epoch=epoch,
+                    made_at=epoch if made_at is None else made_at,
+                    run=self._run,
+                    saved_at=time.time(),
+                    cut=cut,
+                )
             reach("state.backup_saved", epoch=epoch)
-            self._put_aside(epoch)
+            if not cut:
+                self._put_aside(epoch)
             self._clear_away(self.config)
         except OSError as error:
             self.counts["failed"] += 1
@@ -149,6 +157,16 @@ class Backups:
         self.counts["saved"] += 1
         self.last_error = ""
         return info
+
+    def _tagged(self, epoch: int, digest: str, cut: int) -> BackupInfo | None:
+        """The backup of that state, now part of a cut; None where it is not here, or cannot be read."""
+        if epoch not in self.epochs():
+            return None
+        try:
+            info = self._info(epoch)
+            return write_cut(info, cut) if info.digest == digest and info.tensors_path.is_file() else None
+        except BackupError:
+            return None
 
     def _make_room(self, num_bytes: int) -> None:
         space = measure(self.folder)
@@ -197,6 +215,7 @@ class Backups:
                         num_bytes=info.inventory.num_bytes,
                         made_at=info.made_at,
                         is_backup=True,
+                        cut=info.cut,
                     )
                 )
         return tuple(found)
@@ -257,7 +276,11 @@ class Backups:
                 logger.warning("the run went on from epoch %d: the backup of epoch %d is put aside", epoch, later)
 
     def _clear_away(self, config: BackupConfig) -> None:
-        for epoch in superfluous(self._sizes(), config):
+        sizes, cuts = self._sizes(), self._cuts()
+        # Parts of cuts are counted apart, by the numbers of the cuts: so all groups of a run keep the same ones.
+        plain = superfluous({epoch: size for epoch, size in sizes.items() if epoch not in cuts}, config)
+        of_cuts = set(superfluous({cut: sizes.get(epoch, 0) for epoch, cut in cuts.items()}, config))
+        for epoch in [*plain, *(epoch for epoch, cut in cuts.items() if cut in of_cuts)]:
             record_path(self.folder, epoch).unlink(missing_ok=True)
         kept = set(self.epochs())
         named = {self._tensors_of(epoch) for epoch in kept}
@@ -275,6 +298,15 @@ class Backups:
                 with contextlib.suppress(FileNotFoundError):  # another process has cleared it away
                     sizes[int(match[1])] += path.stat().st_size
         return sizes
+
+    def _cuts(self) -> dict[int, int]:
+        """The epochs that are parts of cuts, and of which."""
+        found: dict[int, int] = {}
+        for epoch in self.epochs():
+            with contextlib.suppress(BackupError):  # told when somebody wants to read it
+                cut = read_info(record_path(self.folder, epoch)).cut
+                found |= {epoch: cut} if cut else {}
+        return found
 
     def _tensors_of(self, epoch: int) -> str:
         try:

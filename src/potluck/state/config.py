@@ -29,6 +29,9 @@ class StateConfig:
     grace_seconds: float = 10.0
     """How long a coordinator waits, when a run goes on, for a newer state than anybody has offered."""
 
+    cut_every_seconds: float = 60.0
+    """How often to make a cut, where this peer coordinates a run with several groups; 0: only when a program asks."""
+
     folder: Path | None = None
     """For backups and for what is fetched half; None: nothing is written to disk."""
 
@@ -51,8 +54,10 @@ class StateConfig:
     def __post_init__(self) -> None:
         if self.num_kept < 1 or self.num_trainer_keepers < 1:
             raise ConfigurationError(f"{self}: num_kept and num_trainer_keepers are at least 1")
-        if not self.grace_seconds >= 0:
-            raise ConfigurationError(f"grace_seconds={self.grace_seconds}: it must be 0 or more")
+        if not self.grace_seconds >= 0 or not self.cut_every_seconds >= 0:
+            raise ConfigurationError(
+                f"grace_seconds={self.grace_seconds}, cut_every_seconds={self.cut_every_seconds}: they are 0 or more"
+            )
         if self.upload_to is not None and (self.folder is None or self.backups is None):
             raise ConfigurationError(
                 "upload_to sends backups, and none are written: give a folder, and do not turn them off"

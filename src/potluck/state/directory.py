@@ -65,6 +65,10 @@ class StateDirectory:
         """Whom this peer, as the coordinator, has chosen to begin the run …"""
         self.begins_at = 0
         """… when it is at this epoch."""
+        self.cut = 0
+        """For which cut this peer, as the coordinator, wants keepers to hold a state …"""
+        self.cut_epoch = 0
+        """… of this epoch."""
         self.settle: Callable[[int | None, int], Awaitable[bool]] = _settles_nothing
         """Compares values where digests decide nothing, of one epoch or of any from one on; whether that helped."""
         self.trouble = ""
@@ -310,6 +314,8 @@ class StateDirectory:
             beginner=self.beginner,
             begins_at=self.begins_at,
             trouble=self.trouble,
+            cut=self.cut,
+            cut_epoch=self.cut_epoch,
         )
 
     async def _publish(self, topic: str, payload: bytes) -> None:

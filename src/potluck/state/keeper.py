@@ -13,18 +13,22 @@ from typing import TypeVar
 from torch import Tensor
 
 from potluck.errors import ConfigurationError
-from potluck.round.averager import RoundPeer
+from potluck.hub.subjects import MAIN
+from potluck.round.averager import Averager, RoundPeer
 from potluck.round.member.workers import Workers, workers_for
+from potluck.run.cutboard import board_of
 from potluck.run.group import group_of
 from potluck.state.announcement import Verdict
 from potluck.state.appraising import Appraiser
 from potluck.state.archive import Archive
 from potluck.state.assembly import Assembly
-from potluck.state.backups import Backups
+from potluck.state.backups import Backups, backup_folder
 from potluck.state.chunklog import ChunkLog
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.comparing import Comparison
 from potluck.state.config import StateConfig
+from potluck.state.cutdesk import CutDesk
+from potluck.state.cutting import Cutting
 from potluck.state.directory import StateDirectory
 from potluck.state.fetched import FetchedState
 from potluck.state.fetcher import Fetcher, FetchReport, MovedOnError, Progress
@@ -33,6 +37,7 @@ from potluck.state.inventory import Metadata
 from potluck.state.publishing import Publication, Publisher
 from potluck.state.reinstating import Reinstating
 from potluck.state.resuming import EpochSource, Resuming
+from potluck.state.returning import Returning
 from potluck.state.serving import Serving
 from potluck.state.shelf import Held, Shelf
 from potluck.state.sketch import SEED_BYTES, difference, sketch
@@ -106,10 +111,20 @@ class StateKeeper:
             backups=self.archive.backups,
             workers=self._workers,
             grace_seconds=self.config.grace_seconds,
+            cuts=board_of(session.whole),
         )
         self.restoring = Reinstating(
             session, self.directory, self._shelf, self, backups=self.archive.backups, workers=self._workers
         )
+        is_watching = session.card.role == "observer"
+        self.cutting = (
+            None if is_watching else Cutting(session, averager, self.directory, self._shelf, self, self.archive)
+        )
+        """This group's part in the cuts of the run; None: this peer only looks."""
+        self.cut_desk: CutDesk | None = None
+        """What makes them, where this peer coordinates main."""
+        if group.name == MAIN and not is_watching:
+            self.cut_desk = CutDesk(session, self._links, averager.lease, self.config.cut_every_seconds)
         self._stop_listening: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
@@ -121,6 +136,10 @@ class StateKeeper:
             await self.archive.start()
             self._stop_listening = self.directory.listen(self._comparison.compare)
             await self.directory.start()
+            if self.cutting is not None:
+                await self.cutting.start()
+            if self.cut_desk is not None:
+                await self.cut_desk.start()
         except BaseException:
             await self.close()
             raise
@@ -131,6 +150,10 @@ class StateKeeper:
         What is uploaded gets there first, if it does in 30 s.
         """
         self._stop_listening()
+        if self.cut_desk is not None:
+            await self.cut_desk.close()
+        if self.cutting is not None:
+            await self.cutting.close()
         await self._appraiser.close()
         await self._publisher.close()
         await self.archive.finish_writing()
@@ -191,6 +214,8 @@ class StateKeeper:
             self._shelf.put(held.epoch, held.snapshot, made_at=held.made_at)
         else:
             self._shelf.clear()
+        if self.cutting is not None:
+            self.cutting.came()
         self.directory.announce()
         await self._serving.make_room()
         self._appraiser.came(held)
@@ -337,7 +362,9 @@ class StateKeeper:
             self._pool.trim()  # so much memory is not needed otherwise
 
     def _chunk_log(self) -> ChunkLog | None:
-        return ChunkLog(self.config.folder / "fetching.chunks") if self.config.folder is not None else None
+        if self.config.folder is None:
+            return None
+        return ChunkLog(backup_folder(self.config.folder, self._session.group).parent / "fetching.chunks")
 
     async def _fetch_one(
         self,
@@ -434,6 +461,10 @@ class StateKeeper:
         """This is the peer's state from now on, whatever it had before."""
         self._comparison.start_anew()
         await self._put(held, keeps=keeps, is_taken=True)
+
+    def go_back_with(self, averager: Averager) -> Returning:
+        """Carry out orders to go back to a cut, from now on; to be closed before this keeper is."""
+        return Returning(self._session.group, averager, self.restoring, board_of(self._session.whole))
 
     async def work(self, on_tensors: Callable[[], T]) -> T:
         """Have work on tensors done by one of the workers."""

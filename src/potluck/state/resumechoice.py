@@ -9,6 +9,9 @@ So the lineage is never broken or turned back, epochs are never used twice, and 
     offered = lineage   nothing is lost
     offered > lineage   the hub has lost its memory: the lineage goes on where it is, with the newer state
 
+A run with several groups goes back to one cut (run/cuts.py), though some groups have newer states: so all go on from
+what belongs together.
+
 A run that has nothing yet is begun by one trainer, with its own state, and the others take that. The coordinator says
 who it is, since those who start at the same moment would each take themselves for the first. It does the same where
 epochs are committed and their states are lost: all trainers died before a first backup, and nobody comes with one.
@@ -39,6 +42,12 @@ class Situation:
     offers: Sequence[Verdict]
     """States of other epochs, and backups."""
 
+    cut: int = 0
+    """The newest cut that is on trusted disks and has a part of this group; 0: there is none."""
+
+    cut_offer: Verdict | None = None
+    """That part, if somebody offers it."""
+
     live: Verdict | None = None
     """The newest state that somebody has in memory, where epochs were committed while this peer looked."""
 
@@ -64,6 +73,8 @@ class Step:
 
     verdict: Verdict | None = None
     reason: str = ""
+    cut: int = 0
+    """That the state is part of, if the group goes back to one."""
 
 
 def next_step(situation: Situation, grace_seconds: float) -> Step:
@@ -74,6 +85,8 @@ def next_step(situation: Situation, grace_seconds: float) -> Step:
     if situation.live is not None:  # others are training, and faster than they can tell us of it
         return Step("join", situation.live)
     is_late = situation.waited_seconds >= grace_seconds
+    if situation.cut and (situation.cut_offer is not None or not is_late):
+        return _next_by_cut(situation, is_late=is_late)
     # That the hub has forgotten epochs is believed of nobody but those who could have committed them.
     offers = [offer for offer in situation.offers if offer.is_trusted or offer.made_at <= head]
     if not offers:
@@ -84,6 +97,17 @@ def next_step(situation: Situation, grace_seconds: float) -> Step:
     if best.made_at != head and not is_late:
         return Step("wait", reason=f"others may have a state nearer to epoch {head} than that of {best.made_at}")
     return Step("adopt", best, _describe(best, head))
+
+
+def _next_by_cut(situation: Situation, *, is_late: bool) -> Step:
+    offer, head = situation.cut_offer, situation.head_epoch
+    if not situation.is_coordinator:
+        return Step("wait", reason=f"the coordinator has yet to go back to cut {situation.cut} at epoch {head}")
+    # Where somebody has a state in memory, the newest may only be late: it is waited for as without cuts.
+    is_anybody_up = any(not other.is_backup for other in situation.offers)
+    if offer is None or (is_anybody_up and not is_late):
+        return Step("wait", reason=f"others may have the state of cut {situation.cut}, or of epoch {head}")
+    return Step("adopt", offer, _describe_cut(situation.cut, offer, head), situation.cut)
 
 
 def _next_without_offers(situation: Situation, grace_seconds: float) -> Step:
@@ -123,6 +147,11 @@ def _describe_loss(head: int) -> str:
         "lost, and this peer begins anew with the model as it is here. If somebody does have a backup, stop all "
         "peers and start that one first"
     )
+
+
+def _describe_cut(cut: int, offer: Verdict, head: int) -> str:
+    lost = "" if offer.epoch == head else f", and the updates since epoch {offer.epoch} are lost"
+    return f"this group goes back to cut {cut}, as all groups of the run do: it goes on at epoch {head}{lost}"
 
 
 def _describe(best: Verdict, head: int) -> str:

@@ -9,11 +9,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from potluck.errors import StateUnavailableError
+from potluck.errors import RevisionConflictError, StateUnavailableError
 from potluck.peer.groupsession import GroupSession
 from potluck.peer.lease import Lease
 from potluck.round.lineage import Lineage
 from potluck.round.member.workers import Workers
+from potluck.run.cutboard import CutBoard, CutPart
 from potluck.state.announcement import Verdict
 from potluck.state.backups import Backups
 from potluck.state.directory import ASK_EVERY_SECONDS, StateDirectory
@@ -81,6 +82,7 @@ class Resuming:
         backups: Backups | None,
         workers: Workers,
         grace_seconds: float,
+        cuts: CutBoard,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._session = session
@@ -91,6 +93,7 @@ class Resuming:
         self._backups = backups
         self._workers = workers
         self._grace_seconds = grace_seconds
+        self._cuts = cuts
         self.has_begun = False
         """Whether the run began with this peer's own state."""
         self._beginner = Beginner()
@@ -144,11 +147,30 @@ class Resuming:
     async def _offer_backup(self) -> None:
         if self._backups is None or any(held.is_backup for held in self._shelf):
             return
-        restored = await self._workers.run(self._backups.restore)
+        backups, part = self._backups, self._part()
+        restored = await self._workers.run(lambda: backups.restore(part.epoch)) if part is not None else None
+        if restored is not None and part is not None and restored.snapshot.common_digest != part.common:
+            restored.snapshot.release()  # another state of that epoch: the run went on from an earlier one
+            restored = None
+        if restored is None:
+            restored = await self._workers.run(backups.restore)
         if restored is not None:
             self._shelf.put(restored.info.epoch, restored.snapshot, made_at=restored.info.made_at, is_backup=True)
             restored.snapshot.release()
             self._directory.announce()
+
+    def _part(self) -> CutPart | None:
+        """What this group should go back to, if nobody has its present state."""
+        cut = self._cuts.safe_for(self._session.group)
+        return cut.parts[self._session.group] if cut is not None else None
+
+    def _cut_offer(self) -> Verdict | None:
+        """The same, if somebody offers it, from memory or from disk."""
+        part = self._part()
+        if part is None:
+            return None
+        both = [self._directory.verdict(part.epoch, backups=backups) for backups in (True, False)]
+        return next((verdict for verdict in both if verdict is not None and verdict.common == part.common), None)
 
     def _asked(self, peer: str) -> None:
         """As the coordinator of a run that has nothing, or nothing any more: choose who begins it."""
@@ -188,7 +210,10 @@ class Resuming:
         directory, own = self._directory, self._session.peer_id
         offers = [directory.newest(head - 1), directory.newest(backups=True)]
         others = [presence.card.role for presence in self._session.roster if presence.peer != own]
+        cut = self._cuts.safe_for(self._session.group)
         return Situation(
+            cut=cut.number if cut is not None else 0,
+            cut_offer=self._cut_offer(),
             head_epoch=head,
             present=directory.verdict(head),
             live=directory.newest(head) if has_moved else None,
@@ -212,11 +237,14 @@ class Resuming:
         report = FetchReport()
         own = self._shelf.find(verdict.digest)
         try:
+            if step.cut:
+                await self._cuts.note_return(step.cut)
+                self.counts["returned_to_cut"] += 1
             if own is not None:
                 snapshot = own.hold()
             else:
                 snapshot = await self._taker.fetch_for_resuming(verdict, base, report, progress, until)
-        except MovedOnError as error:
+        except (MovedOnError, RevisionConflictError) as error:
             logger.info("another state to go on from is looked for: %s", error)
             return None
         # A run that moves on while we look is taken where it is; otherwise this is the state of the present epoch.

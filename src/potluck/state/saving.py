@@ -55,6 +55,15 @@ class Saver:
         else:
             self._task = asyncio.create_task(self._save(epoch, snapshot.hold(), made_at), name="state: backup")
 
+    async def save_part(self, cut: int, held: Held) -> bool:
+        """Save a state as the group's part of a cut, after the backup that is being written; whether it is on disk."""
+        while self._task is not None and not self._task.done():
+            await asyncio.wait([self._task])
+        saving = self._save(held.epoch, held.snapshot.hold(), held.made_at, cut)
+        self._task = asyncio.create_task(saving, name="state: backup of a cut")
+        await asyncio.wait([self._task])
+        return any(state.cut == cut for state in self.saved)
+
     async def close(self) -> None:
         """Finish the backup that is being written, and save what is newer. Calling it twice does no harm."""
         if self._task is not None:
@@ -70,9 +79,9 @@ class Saver:
             self._unsaved.snapshot.release()
             self._unsaved = None
 
-    async def _save(self, epoch: int, snapshot: Snapshot, made_at: int) -> None:
+    async def _save(self, epoch: int, snapshot: Snapshot, made_at: int, cut: int = 0) -> None:
         try:
-            info = await self._workers.run(lambda: self._backups.save(snapshot, epoch=epoch, made_at=made_at))
+            info = await self._workers.run(lambda: self._backups.save(snapshot, epoch=epoch, made_at=made_at, cut=cut))
             await self.look()
             self._on_backup(info)
             if self._is_failing:

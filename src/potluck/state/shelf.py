@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from potluck.state.announcement import KeptState
@@ -19,6 +19,8 @@ class Held:
     snapshot: Snapshot
     made_at: int
     is_backup: bool = False
+    cut: int = 0
+    """Of which cut it is the group's part."""
 
     def announced(self) -> KeptState:
         """As others are told."""
@@ -30,6 +32,7 @@ class Held:
             made_at=self.made_at,
             is_backup=self.is_backup,
             common=None if snapshot.inventory.is_common else snapshot.common_digest,
+            cut=self.cut,
         )
 
 
@@ -40,13 +43,21 @@ class Shelf:
         self._num_kept = num_kept
         self._states: list[Held] = []  # the oldest first
         self._pinned: list[tuple[Held, float]] = []  # that somebody compares, and until when
+        self._of_cuts: dict[int, Held] = {}  # by cut: its part, until it is safe elsewhere
 
     def __iter__(self) -> Iterator[Held]:
-        return iter(list(self._states))
+        """What others are told of: one state of each epoch, and the backup."""
+        parts = {held.epoch: held for held in self._of_cuts.values()}
+        states = []
+        for held in self._states:
+            part = None if held.is_backup else parts.pop(held.epoch, None)
+            is_same = part is not None and part.snapshot.digest == held.snapshot.digest
+            states.append(part if part is not None and is_same else held)
+        return iter(sorted([*parts.values(), *states], key=lambda held: held.epoch))
 
-    def put(self, epoch: int, snapshot: Snapshot, *, made_at: int, is_backup: bool = False) -> None:
+    def put(self, epoch: int, snapshot: Snapshot, *, made_at: int, is_backup: bool = False, cut: int = 0) -> None:
         """Hold a snapshot too, in place of what there was for its epoch; the oldest has to go."""
-        held = Held(epoch, snapshot.hold(), made_at, is_backup)
+        held = Held(epoch, snapshot.hold(), made_at, is_backup, cut)
         replaced = [other for other in self._states if _replaces(held, other)]
         self._states = sorted([*(s for s in self._states if s not in replaced), held], key=lambda state: state.epoch)
         for state in replaced:
@@ -59,12 +70,12 @@ class Shelf:
 
     def find(self, digest: str) -> Snapshot | None:
         """The state with that digest."""
-        states = [*self._states, *(held for held, _ in self._pinned)]
+        states = [*self._states, *(held for held, _ in self._pinned), *self._of_cuts.values()]
         return next((state.snapshot for state in states if state.snapshot.digest == digest), None)
 
     def get(self, epoch: int) -> Held | None:
         """The state of an epoch, backups aside."""
-        states = [*self._states, *(held for held, _ in self._pinned)]
+        states = [*self._states, *(held for held, _ in self._pinned), *self._of_cuts.values()]
         return next((state for state in states if state.epoch == epoch and not state.is_backup), None)
 
     def pin(self, held: Held, until: float) -> None:
@@ -80,6 +91,27 @@ class Shelf:
     def expire(self, now: float) -> None:
         """Let go of what nobody compares any more."""
         self._unpin([pin for pin in self._pinned if pin[1] <= now])
+
+    def keep_for_cut(self, cut: int, epoch: int) -> bool:
+        """Hold the state of an epoch as the part of a cut; whether that is new. It must be here."""
+        known, held = self._of_cuts.get(cut), self.get(epoch)
+        if held is None or (known is not None and known.epoch == epoch):
+            return False
+        self._of_cuts[cut] = Held(epoch, held.snapshot.hold(), held.made_at, cut=cut)
+        if known is not None:
+            known.snapshot.release()
+        return True
+
+    def of_cut(self, cut: int) -> Held | None:
+        """The part of a cut, if it is held here."""
+        return self._of_cuts.get(cut)
+
+    def release_cuts(self, is_needed: Callable[[int], bool]) -> bool:
+        """Let go of the parts of cuts that need not be held any more; whether there was one."""
+        over = [cut for cut in self._of_cuts if not is_needed(cut)]
+        for cut in over:
+            self._of_cuts.pop(cut).snapshot.release()
+        return bool(over)
 
     def _unpin(self, pins: list[tuple[Held, float]]) -> None:
         for pin in list(pins):
@@ -98,6 +130,7 @@ class Shelf:
         """Hold nothing, for nobody."""
         self.clear()
         self._unpin(self._pinned)
+        self.release_cuts(lambda _cut: False)
 
     def _drop(self, states: list[Held]) -> None:
         for state in states:

@@ -24,6 +24,7 @@ def make_commit(
     audited: int = 0,
     excluded: Mapping[str, Exclusion] | None = None,
     num_restored: int = 0,
+    num_returned: int = 0,
 ) -> Commit:
     """The commit of a plan's epoch; without a director, for a round that somebody else had watched over."""
     left_out = dict(plan.left_out)
@@ -48,6 +49,7 @@ def make_commit(
         audited=audited,
         excluded=dict(excluded or {}),
         num_restored=num_restored,
+        num_returned=num_returned,
     )
 
 
@@ -75,7 +77,8 @@ def make_restoration(
         committed_at=committed_at,
         excluded=dict(excluded or {}),
         restored=restored,
-        num_restored=restored.order,
+        num_restored=restored.order if not restored.cut else before.num_restored if before is not None else 0,
+        num_returned=restored.order if restored.cut else before.num_returned if before is not None else 0,
     )
 
 

@@ -377,6 +377,7 @@ class Coordinator:
             audited=audited,
             excluded=self._auditor.excluded(self._lineage.head),
             num_restored=self._lineage.head.num_restored if self._lineage.head is not None else 0,
+            num_returned=self._lineage.head.num_returned if self._lineage.head is not None else 0,
         )
         await self._announcer.commit(commit, plan)
         self._end_round()

@@ -205,9 +205,12 @@ class Restoration(Message, frozen=True, kw_only=True):
     order: Count  # its number
     epoch: Count  # the one that the run goes back to
     digest: Name  # of that state
+    cut: Count = 0  # whose part it is, where all groups go back; such orders are counted apart
 
     def describe(self) -> str:
         """For whoever was at work on something else."""
+        if self.cut:
+            return f"all groups go back to cut {self.cut}: this one to the state of epoch {self.epoch}"
         return f"an organiser had the run go back to the state of epoch {self.epoch}"
 
 
@@ -232,6 +235,7 @@ class Commit(Message, frozen=True, kw_only=True):
     excluded: dict[Name, Exclusion] = {}  # by audits; each commit carries on those of the one before
     restored: Restoration | None = None
     num_restored: Count = 0  # orders to go back that are carried out; each commit carries on that of the one before
+    num_returned: Count = 0  # the same, of orders to all groups to go back to a cut
 
     @property
     def holders(self) -> tuple[str, ...]:

@@ -83,6 +83,7 @@ class Rollback(Message, frozen=True, kw_only=True):
     to_epoch: Count
     digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]  # of that state
     given_at_epoch: Count  # a lineage that is not as far is another one, and the order not for it
+    cut: Count = 0  # whose part that state is: all other groups go back to theirs
 
 
 class Manifest(Message, frozen=True, kw_only=True):

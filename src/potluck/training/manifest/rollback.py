@@ -8,6 +8,9 @@ coordinates and however often that changes. In the order of what happens:
    by the same compare-and-set that agrees on every epoch.
 3. Whoever has it shows it as the state of that epoch. All trainers are behind by now, and fetch it.
 
+An order to go back to a cut (run/cuts.py) is the same for `main`; the other groups are told by the coordinator of
+`main`, and do it by themselves (state/returning.py).
+
 If the coordinator dies between 2 and 3, anybody else who has the earlier state does step 3.
 """
 
@@ -26,6 +29,7 @@ from potluck.training.manifest.manifest import Manifest, Rollback
 
 if TYPE_CHECKING:
     from potluck.round.averager import Averager
+    from potluck.state.cutdesk import CutDesk
     from potluck.state.reinstating import Reinstating
 
 logger = logging.getLogger(__name__)
@@ -38,12 +42,19 @@ RETRY_SECONDS = 5.0
 class RestorationDesk:
     """Carries out orders to go back. Lives on the event loop."""
 
-    def __init__(self, averager: Averager, states: Reinstating, manifest: Callable[[], Manifest | None]) -> None:
-        """`manifest` returns the newest one."""
+    def __init__(
+        self,
+        averager: Averager,
+        states: Reinstating,
+        manifest: Callable[[], Manifest | None],
+        cuts: CutDesk | None = None,
+    ) -> None:
+        """`manifest` returns the newest one; `cuts` has the other groups go back too."""
         self.counts: Counter[str] = Counter()
         self._averager = averager
         self._states = states
         self._manifest = manifest
+        self._cuts = cuts
         self._offered = 0  # the last order whose state this peer has, or has not
         self._seen_to = 0  # the last epoch that went back, whose state this peer shows, or cannot
         self._task = asyncio.create_task(self._run(), name="restorations")
@@ -81,6 +92,10 @@ class RestorationDesk:
             await self._states.bring(order.to_epoch, order.digest)
 
     async def _carry_out(self, order: Rollback) -> None:
+        if order.cut and self._cuts is not None:
+            answer = await self._cuts.order_return(order.cut, of_manifest=order.number)
+            if answer.trouble:
+                raise RetryableError(answer.trouble)
         await self._states.fetch(order.to_epoch, order.digest, timeout_seconds=FETCH_SECONDS)
         restored = Restoration(order=order.number, epoch=order.to_epoch, digest=order.digest)
         commit = await self._averager.restore(restored)

@@ -30,9 +30,11 @@ from potluck.hub.connection import HubConnection
 from potluck.hub.keys import HubKeys, Signer
 from potluck.hub.nats.connection import ConnectionConfig, NatsConnection
 from potluck.hub.stores import MANIFEST_KEY
-from potluck.hub.subjects import Subjects
+from potluck.hub.subjects import MAIN, Subjects
+from potluck.peer.groupsession import STORE as GROUPS
 from potluck.round.lineage import Lineage
 from potluck.round.plan.messages import Commit
+from potluck.run.cutboard import Cut, CutBoard
 from potluck.training.manifest import noticeboard
 from potluck.training.manifest.changes import Value, described, full_name, with_values
 from potluck.training.manifest.earlier import EarlierState, announced, merged, saved
@@ -138,8 +140,25 @@ class Steering:
         others = await announced(self._hub, Subjects(self._run), self._signer.public_key)
         return merged(saved(backups), others)
 
-    async def roll_back(self, backup: BackupInfo | EarlierState, *, by: str, reason: str = "") -> Manifest:
-        """Have the run go on from the state of an earlier epoch; `until_restored` waits for that."""
+    async def cut(self, number: int) -> Cut:
+        """A cut by its number; ConfigurationError where the hub knows of none, or `main` has no part in it."""
+        board = CutBoard(self._hub.store(GROUPS))
+        await board.start()
+        await board.close()
+        safe = board.safe.number if board.safe is not None else 0
+        there = [each for each, cut in sorted(board.made.items()) if each <= safe and MAIN in cut.parts]
+        if number not in there:
+            known = ", ".join(map(str, there)) or "none"
+            raise ConfigurationError(f"the run has no cut {number} on trusted disks: there are {known}")
+        return board.made[number]
+
+    async def roll_back(
+        self, backup: BackupInfo | EarlierState, *, by: str, reason: str = "", cut: int = 0
+    ) -> Manifest:
+        """Have the run go on from the state of an earlier epoch; `until_restored` waits for that.
+
+        With `cut`, of which that state is the part of `main`, all other groups go back to theirs.
+        """
         given: Rollback | None = None  # in an attempt whose answer was lost
 
         def next_one(present: Manifest | None, epoch: int) -> Manifest | None:
@@ -152,9 +171,9 @@ class Steering:
                     f"the run is at epoch {epoch}: it cannot go back to epoch {backup.epoch}, which it has not reached"
                 )
             number = manifest.rollback.number + 1 if manifest.rollback is not None else 1
-            given = Rollback(number=number, to_epoch=backup.epoch, digest=backup.digest, given_at_epoch=epoch)
+            given = Rollback(number=number, to_epoch=backup.epoch, digest=backup.digest, given_at_epoch=epoch, cut=cut)
             ordered = msgspec.structs.replace(manifest, rollback=given)
-            what = f"back to epoch {backup.epoch}"
+            what = f"all groups back to cut {cut}" if cut else f"back to epoch {backup.epoch}"
             return ordered.recorded(what, by=by, at=self._wall(), from_epoch=epoch, reason=reason)
 
         return await self.revise(next_one)

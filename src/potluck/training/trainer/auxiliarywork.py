@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Self
 
+from potluck.hub.subjects import MAIN
 from potluck.optim.auxiliary import AuxiliaryPeer
 from potluck.optim.collaboration import Collaboration
 from potluck.round.averager import RoundPeer
@@ -31,7 +32,9 @@ class CoordinatorDesks:
         self.shards = ShardDesk(peer, averager.lease, averager.measured)
         self.contributions = ContributionDesk(peer.session, averager)
         self.receipts = ReceiptDesk(peer, averager)
-        self.restorations = RestorationDesk(averager, keeper.restoring, manifest) if keeper is not None else None
+        self.restorations = (
+            RestorationDesk(averager, keeper.restoring, manifest, keeper.cut_desk) if keeper is not None else None
+        )
         self.history = HistoryDesk(peer.session, averager)
         self.ballot = BallotDesk(peer.session, averager)
 
@@ -48,9 +51,11 @@ class CoordinatorDesks:
 class AuxiliaryWork:
     """The whole part of a peer that trains nothing itself."""
 
-    def __init__(self, group: Group, board: NoticeBoard, helper: AuxiliaryPeer, desks: CoordinatorDesks) -> None:
+    def __init__(self, groups: list[Group], board: NoticeBoard, helper: AuxiliaryPeer, desks: CoordinatorDesks) -> None:
+        """`groups` are those that it is in, `main` first."""
         self.board = board
-        self._group = group
+        self._groups = groups
+        self._others: list[AuxiliaryPeer] = []
         self._helper = helper
         self._desks = desks
 
@@ -58,7 +63,8 @@ class AuxiliaryWork:
     async def start(cls, peer: LinkedPeer, state: StateConfig | None = None) -> Self:
         """Help with what the manifest says; without one, with whatever the trainers do. `state`: see StateConfig.
 
-        ConfigurationError where the manifest is signed by somebody else than the organiser.
+        In other groups that this peer is in it helps with whatever their trainers do. ConfigurationError where the
+        manifest is signed by somebody else than the organiser.
         """
         group = Group(peer)
         board = NoticeBoard.of(group.session)
@@ -77,11 +83,23 @@ class AuxiliaryWork:
             raise
         collaboration = helper.collaboration
         board.listen(lambda newest: collaboration.coordinate_by(coordinating(newest)))
-        return cls(group, board, helper, CoordinatorDesks(group, collaboration, lambda: board.manifest))
+        names = [name for name in peer.session.card.groups if name != MAIN]
+        work = cls([group], board, helper, CoordinatorDesks(group, collaboration, lambda: board.manifest))
+        try:
+            for name in names:
+                work._groups.append(Group(peer, name))
+                await work._groups[-1].enter()
+                work._others.append(await AuxiliaryPeer.of(work._groups[-1], state=state))
+        except BaseException:
+            await work.close()
+            raise
+        return work
 
     async def close(self) -> None:
         """Leave the round that is under way. Calling it twice does no harm."""
         await self._desks.close()
-        await self._helper.close()
+        for helper in (*self._others, self._helper):
+            await helper.close()
         await self.board.close()
-        self._group.close()
+        for group in self._groups:
+            group.close()

@@ -9,7 +9,7 @@ from potluck.monitor.dashboard import charts
 from potluck.monitor.dashboard.frame import Page
 from potluck.monitor.dashboard.parts import Bars, Chart, Figure, Meter, box, card, words
 from potluck.monitor.past import Axis
-from potluck.monitor.view import Overview
+from potluck.monitor.view import GroupRow, Overview
 
 TREND_EPOCHS = 20
 TOP_PEERS = 8
@@ -94,9 +94,7 @@ class OverviewPage:
         self._groups_sheet.set_visibility(len(rows) > 1)
         if len(rows) > 1:
             furthest = max(row.epoch for row in rows) or 1
-            self._groups.show(
-                [(row.name, row.epoch / furthest, f"epoch {row.epoch:,}, {row.num_members} members") for row in rows]
-            )
+            self._groups.show([(row.name, row.epoch / furthest, _describe_group(row)) for row in rows])
 
     def _show_alarms(self) -> None:
         texts = [alarm.text for alarm in self._dashboard.alarms()]
@@ -182,3 +180,8 @@ class OverviewPage:
             charts.line("trainers", charts.pairs(trainers.x, trainers.mean, "at"), charts.GREEN, area=True),
         ]
         return charts.chart(lines, by="at", from_zero=True)
+
+
+def _describe_group(row: GroupRow) -> str:
+    saved = "" if row.cut_epoch is None else f", saved at {row.cut_epoch:,}"
+    return f"epoch {row.epoch:,}{saved}, {row.num_members} members"

@@ -9,9 +9,9 @@ state's digest was announced, so that nobody can choose a state to fit them.
 Two pieces x and y are the same but for rounding where the sums of x − y stay below `BOUND · tolerance · min(|x|, |y|)`,
 as the root of their mean square. The mean square of such a sum is |x − y|² times 1.17, whatever x − y is; one value
 that is off by d adds d/4 at least to every sum. Measured over 400 steps between two instruction sets of one processor
-(see docs/design/state.md), |x − y| is 5 units in the last place of |x| at most with AdamW, LAMB, SGD, RMSprop, Adagrad, RAdam
-and Adafactor, and does not grow, since all take the same averages; with Muon, which multiplies matrices in bfloat16, it
-is 4,200. The tolerance, 2⁻⁹, is four times that.
+(see docs/design/state.md), |x − y| is 5 units in the last place of |x| at most with AdamW, LAMB, SGD, RMSprop, Adagrad,
+RAdam and Adafactor, and does not grow, since all take the same averages; with Muon, which multiplies matrices in
+bfloat16, it is 4,200. The tolerance, 2⁻⁹, is four times that.
 
 Hashes of blocks tell how far a difference is spread: rounding is everywhere in a piece, a flipped bit is in one place.
 """

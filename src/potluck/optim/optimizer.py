@@ -97,7 +97,7 @@ class Optimizer(torch.optim.Optimizer):
         states = source_of_states(run, self.collaboration, source, config.state)
         self.driver = Driver(run, self.method, self.collaboration, config.driver(), states, hyperparameters)
         self._unscaler = Unscaler(self.state_of_model.model.values(), self)
-        self.driver.begin()
+        self.driver.begin(listens_on=isinstance(self.method, TargetBatch))
         self._report()
         self._pace.resume(time.monotonic())
 

@@ -121,6 +121,37 @@ def test_who_fetches_for_longer_than_an_epoch_gets_in(kind: type, options: dict[
             assert all(torch.equal(wanted[name], tensor) for name, tensor in peer.shared.items())
 
 
+def test_epochs_that_pass_while_a_newcomer_computes_its_first_batch_cost_no_second_state() -> None:
+    with train_lab() as lab:
+        alone = {"target_batch_size": 4, "matchmaking_seconds": 0.0}
+        first = Peer(lab, 0, Optimizer, **alone)
+        for _ in range(2):
+            first.step()
+        late = Peer(lab, 1, Optimizer, seed=9, **alone)
+        assert (late.optimizer.epoch, lab.states.num_fetched) == (2, 1)
+        for _ in range(3):
+            first.step()  # while the other is at its first batch
+        late.step()
+        statistics = late.optimizer.statistics()
+        assert (statistics["replayed"], statistics["outdated_batches"], lab.states.num_fetched) == (3, 1, 1)
+        assert late.optimizer.epoch == first.optimizer.epoch == 5
+        assert all(torch.equal(first.shared[name], tensor) for name, tensor in late.shared.items())
+        late.step()
+        assert late.optimizer.statistics()["epochs"] == 1, "it contributes from then on"
+
+
+def test_a_newcomer_that_never_takes_a_step_leaves_at_once() -> None:
+    with train_lab() as lab:
+        alone = {"target_batch_size": 4, "matchmaking_seconds": 0.0}
+        first = Peer(lab, 0, Optimizer, **alone)
+        first.step()
+        late = Peer(lab, 1, Optimizer, seed=9, **alone)
+        first.step()
+        late.run.close()
+        first.step()
+        assert first.optimizer.epoch == 3
+
+
 def test_a_round_that_is_under_way_when_all_peers_end_leaves_its_state() -> None:
     with train_lab() as lab:
         peers = [Peer(lab, number, DiLoCo, overlap_steps=1, **LAZY) for number in range(2)]

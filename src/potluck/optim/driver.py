@@ -173,8 +173,10 @@ class Driver:
     def land(self, *, wait: bool = True) -> bool:
         """Bring in what the round in the background came to; False when there is none, or it failed, or is not done.
 
-        A round that this peer gives up waiting for is left, and its offer counts again.
+        A round that this peer gives up waiting for is left, and its offer counts again. What was heard since a state
+        was loaded is brought in as well.
         """
+        self._recovery.hear_out()
         pending = self._pending
         if pending is None or not (wait or pending.last.is_known):
             return False
@@ -220,6 +222,7 @@ class Driver:
 
     async def _release(self) -> None:
         """On the event loop, when the run is left; whoever is interrupted does not want to wait for others."""
+        await self._recovery.stop_listening()
         is_out = self._run.is_interrupted or self._run.peer.session.ended.done()
         wait_seconds = 0.0 if is_out else self._run.seconds_to_leave(LAST_ROUND_SECONDS)
         await asyncio.to_thread(lambda: self.close(wait_seconds=wait_seconds))
@@ -304,9 +307,9 @@ class Driver:
 
     # Taking over states
 
-    def begin(self) -> None:
-        """Take over the run's state; begin with this peer's own where nobody has one."""
-        self._recovery.begin()
+    def begin(self, *, listens_on: bool = False) -> None:
+        """Take over the run's state; begin with this peer's own where nobody has one. See `Recovery.begin`."""
+        self._recovery.begin(listens_on=listens_on)
 
     def catch_up(self) -> None:
         """Fetch the run's state, if it is further than this peer's. A round in the background is landed first."""

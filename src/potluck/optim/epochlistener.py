@@ -6,7 +6,9 @@ nobody, and the averages that it hears are put on the state when that is here (`
 have done, to the same bits. Averages are much smaller than states: with Adam and float16 a sixth.
 
 It listens until it can train: a round that began while the state is loaded, or earlier ones are put on it, would be
-missed otherwise, and a whole state more be fetched for it. An epoch that passes all the same without its being heard,
+missed otherwise, and a whole state more be fetched for it. With shared batches it goes on until its first batch is
+computed, which takes longer than later ones (`Recovery.hear_out`); that batch is lost if an epoch passes meanwhile, and
+no state is fetched for it. An epoch that passes all the same without its being heard,
 as one does whose round had begun before this peer came, makes every state from before it useless: then the fetch begins
 anew at once, and not when all of the useless state has come.
 """

@@ -98,7 +98,7 @@ class Optimizer(SharedOptimizer, torch.optim.Optimizer):  # type: ignore[overrid
             source=source,
             hyperparameters=hyperparameters,
         )
-        self._begin()
+        self._begin(listens_on=isinstance(self.method, TargetBatch))
 
     # torch's interface
 

@@ -81,6 +81,8 @@ class Recovery:
         self._set_hyperparameters = hyperparameters
         self._good = LastGood()
         self._published: list[Published] = []  # what may not be copied yet
+        self._listens_on = False
+        self._listener: EpochListener | None = None  # that goes on after a load
         self._num_restored = 0  # how often the run had gone back when this peer's state was taken over
         self._began_at = self._clock.monotonic()
         self._mend_at = 0.0  # not before
@@ -94,8 +96,13 @@ class Recovery:
 
     # At the start, and when behind
 
-    def begin(self) -> None:
-        """Take over the run's state; begin with this peer's own where nobody has one."""
+    def begin(self, *, listens_on: bool = False) -> None:
+        """Take over the run's state; begin with this peer's own where nobody has one.
+
+        With `listens_on` a peer that has loaded a state listens on until `hear_out`, which is called with its first
+        batch: that takes longer than later ones, and an epoch that passes meanwhile would cost another whole state.
+        """
+        self._listens_on = listens_on
         self._num_restored = self._averager.num_restored
         if self._source is not None:
             self._resume(self._source)
@@ -103,6 +110,7 @@ class Recovery:
             self.catch_up()
         else:
             self.keep(at_once=True)  # many a program sets its weights right after it has made its optimizer
+        self._listens_on = False  # whoever missed an epoch later is waited for at once: its batches take no longer
 
     def _resume(self, source: StateSource) -> None:
         """Go on from the state that the run has, if any."""
@@ -118,6 +126,7 @@ class Recovery:
 
     def catch_up(self) -> None:
         """Fetch the run's state, if it is further than this peer's. What becomes of work done is up to the method."""
+        self.hear_out()
         head = self._averager.epoch
         if head <= self.epoch:
             return
@@ -142,7 +151,30 @@ class Recovery:
         try:
             yield listener
         finally:
+            if self._listener is not listener:
+                self._run.call(listener.close())
+
+    def hear_out(self) -> None:
+        """Listen no more after a load, and do what the others have done since."""
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        before = self.epoch
+        try:
+            if not self._run.is_leaving():
+                self._run.call_unless_leaving(listener.finish())
+                self._replay(listener)
+        finally:
             self._run.call(listener.close())
+        if self.epoch > before:
+            self.num_loaded += 1  # for whoever has begun a batch before
+            self.keep()
+
+    async def stop_listening(self) -> None:
+        """On the event loop, when the run is left. Calling it twice does no harm."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            await listener.close()
 
     def _take_up(self, snapshot: RunState, listener: EpochListener) -> None:
         """Stand on a state, and do what the others have done since. What comes out is to be kept."""
@@ -151,6 +183,9 @@ class Recovery:
             if self._config.keep_last_good:
                 self._good.take(snapshot)
         self._replay(listener)
+        if self._listens_on and snapshot.epoch:
+            self._listener = listener
+            return
         self._run.call_unless_leaving(listener.finish())
         self._replay(listener)
 

@@ -67,8 +67,8 @@ class SharedOptimizer(ABC):
         self.driver = Driver(run, method, self.collaboration, config.driver(), states, hyperparameters)
         self._unscaler = Unscaler(state.model.values(), cast(torch.optim.Optimizer, self))
 
-    def _begin(self) -> None:
-        self.driver.begin()
+    def _begin(self, *, listens_on: bool = False) -> None:
+        self.driver.begin(listens_on=listens_on)
         self._report()
         self.go_on()
 

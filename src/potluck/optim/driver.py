@@ -251,7 +251,7 @@ class Driver:
             await self._averager.work(copied.wait)
         if stand_by is None:
             return await self._averager.average(
-                tensors, weight=offer.weight, epoch=epoch, timeout_seconds=timeout_seconds
+                tensors, weight=offer.weight, epoch=epoch, timeout_seconds=timeout_seconds, phases=offer.phases
             )
         return await self._collaboration.stand_by(
             stand_by, tensors, weight=offer.weight, epoch=epoch, timeout_seconds=timeout_seconds

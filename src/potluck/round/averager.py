@@ -140,15 +140,17 @@ class Averager:
         epoch: int | None = None,
         reduces: bool = True,
         timeout_seconds: float,
+        phases: float = 0.0,
     ) -> RoundResult:
         """Take part in making an epoch, the next one unless named, and return when it is committed.
 
         The tensors are changed in place, after the commit, if this peer holds the averages then; else the result says
-        who does. Without `reduces`, others average for this peer as long as there are any that can. RoundFailedError
-        when nothing is committed in time: it names the phase and the peers.
+        who does. Without `reduces`, others average for this peer as long as there are any that can. `phases` is how
+        many phases of paths the contribution stands for (paths/). RoundFailedError when nothing is committed in time:
+        it names the step and the peers.
         """
         wanted = epoch if epoch is not None else self.epoch + 1
-        result = await self._enter(tensors, weight, wanted, reduces, None, timeout_seconds)
+        result = await self._enter(tensors, weight, wanted, reduces, None, timeout_seconds, phases)
         assert result is not None, "who does not only stand by gets a result, or an error"
         return result
 
@@ -169,6 +171,7 @@ class Averager:
         reduces: bool,
         stand_by: StandBy | None,
         timeout_seconds: float,
+        phases: float = 0.0,
     ) -> RoundResult | None:
         if not 0.0 <= weight <= 1e12:
             raise ConfigurationError(f"a weight of {weight}: take the number of samples, from 0 to 1e12")
@@ -181,6 +184,7 @@ class Averager:
             reduces=reduces,
             stand_by=stand_by,
             timeout_seconds=timeout_seconds,
+            phases=phases,
         )
         if result is not None:
             logger.info("%s", result.describe())

@@ -254,6 +254,7 @@ class Gathering:
                 session=candidate.ready.session,
                 weight=candidate.weight,
                 claimed=candidate.ready.weight if candidate.weight < candidate.ready.weight else 0.0,
+                phases=candidate.ready.phases,
                 sends=candidate.sends,
                 reduces=member.reduces or alone,
             )
@@ -324,7 +325,13 @@ def _wait_of(ready: Ready) -> tuple[int, str, int]:
 def senders(candidates: Iterable[Candidate]) -> list[ReadySender]:
     """What a trigger wants to know of them."""
     return [
-        ReadySender(peer=candidate.peer, weight=candidate.weight, since=candidate.since, start=candidate.ready.start)
+        ReadySender(
+            peer=candidate.peer,
+            weight=candidate.weight,
+            since=candidate.since,
+            start=candidate.ready.start,
+            phases=candidate.ready.phases,
+        )
         for candidate in candidates
         if candidate.sends and not candidate.stands_by
     ]

@@ -139,6 +139,7 @@ class Participation:
         reduces: bool = True,
         stand_by: StandBy | None = None,
         timeout_seconds: float,
+        phases: float = 0.0,
     ) -> RoundResult | None:
         """Be ready for an epoch until it is committed; RoundFailedError when that does not happen in time.
 
@@ -148,7 +149,7 @@ class Participation:
             raise ConfigurationError("this peer is in a round already: await the first call before the next one")
         loop = asyncio.get_running_loop()
         wish = self._wish = Intent(
-            ready_message(self._session.card.session, tensors, weight, epoch, reduces),
+            ready_message(self._session.card.session, tensors, weight, epoch, reduces, phases),
             tensors,
             self._clock.monotonic(),
             committed=loop.create_future(),

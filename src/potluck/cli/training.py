@@ -197,6 +197,10 @@ def _words_of(event: participants.Event) -> str:
             if is_paused:
                 return f"{who} has paused the run{why}. Your samples are kept, and you go on when the run does."
             return f"{who} has the run go on{why}."
+        case events.PathBegan(path, phase, num_others, loss):
+            others = f", with {console.count(num_others, 'other')}" if num_others else ""
+            before = f" Loss {loss:.4f} in the phase before." if loss == loss else ""
+            return f"You train path ({', '.join(map(str, path))}), phase {phase}{others}.{before}"
         case events.HandingIn(samples):
             return f"Handing in your last {console.count(samples, 'sample')} with the next epoch …"
         case _:
@@ -231,6 +235,8 @@ def _fields_of(event: participants.Event) -> dict[str, Any]:
             return {"event": "paused" if is_paused else "resumed", "by": by, "reason": reason}
         case events.Progressed(progress, num_peers):
             return {"event": "progress", **_figures(progress, num_peers)}
+        case events.PathBegan(path, phase):
+            return {"event": "path", "path": list(path), "phase": phase, "others": event.num_others}
         case events.HandingIn(samples):
             return {"event": "handing in", "samples": samples}
         case _:

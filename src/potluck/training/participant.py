@@ -26,6 +26,7 @@ from potluck.training.manifest.readiness import check_ready, last_epoch
 
 if TYPE_CHECKING:
     from potluck.optim.progress.tracker import RunProgress
+    from potluck.paths.pathtrainer import PathProgress
     from potluck.training.trainer.trainer import TrainConfig, Trainer, TrainProgress
 
 HAND_IN_SECONDS = 2.5
@@ -101,6 +102,16 @@ class Progressed:
 
 
 @dataclass(frozen=True, slots=True)
+class PathBegan:
+    """In a run with paths: this peer trains this path from now on."""
+
+    path: tuple[int, ...]
+    phase: int
+    num_others: int  # who share it
+    loss: float  # of the phase before
+
+
+@dataclass(frozen=True, slots=True)
 class HandingIn:
     """The last samples wait for the next epoch."""
 
@@ -124,6 +135,7 @@ Event = (
     | BatchSizeFound
     | PauseChanged
     | Progressed
+    | PathBegan
     | HandingIn
     | NotHandedIn
 )
@@ -177,7 +189,7 @@ class Participant:
         if (epoch := run.call(last_epoch(run.peer.session, manifest))) is not None:
             self._tell(RunIsOver(epoch))
             return None
-        return self._train(board, manifest, stop)
+        return (self._train if manifest.paths is None else self._train_paths)(board, manifest, stop)
 
     def _train(self, board: NoticeBoard, first: Manifest, stop: threading.Event) -> TrainProgress:
         from potluck.recipes.catalogue import open_recipe
@@ -219,6 +231,36 @@ class Participant:
             on_handing_in=lambda samples: tell(HandingIn(samples)),
             on_failure=lambda why: tell(NotHandedIn(why)),
         )
+
+    def _train_paths(self, board: NoticeBoard, first: Manifest, stop: threading.Event) -> TrainProgress:
+        from potluck.recipes.catalogue import open_recipe
+        from potluck.training.trainer.pathwork import as_train_progress, path_trainer
+
+        tell = self._tell
+        tell(Prepared("torch"))
+        config = self._configure(first)
+        state = replace(config.state, on_progress=lambda here, of: tell(StateLoading(here, of)))
+        self._run.leave_seconds = self._hand_in_seconds + 1.5
+        told: tuple[tuple[int, ...], int] | None = None
+
+        def progressed(progress: PathProgress) -> None:
+            nonlocal told
+            if progress.path is not None and told != (progress.path, progress.phase):
+                told = (progress.path, progress.phase)
+                tell(PathBegan(progress.path, progress.phase, progress.holders - 1, progress.loss))
+            tell(Progressed(as_train_progress(progress, trainer.config.batch_size), len(self._run.peer.session.roster)))
+
+        trainer = path_trainer(
+            self._run,
+            lambda: board.manifest or first,
+            open_recipe(first.recipe, first.model, self._recipe_file, first.files),
+            replace(config, recipe_file=self._recipe_file, state=state),
+            progressed,
+            self._prepare,
+        )
+        device = str(next(trainer.model.parameters()).device)
+        tell(TrainingBegan(first.recipe.name, trainer.config.batch_size, (device,), "float32", config.num_threads or 1))
+        return as_train_progress(trainer.train(stop), trainer.config.batch_size)
 
     def _line_advice(self, trainer: Trainer, manifest: Manifest) -> str:
         from potluck.training.trainer.lineadvice import line_advice, round_bytes

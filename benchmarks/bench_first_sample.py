@@ -1,6 +1,6 @@
 """Seconds from `potluck join` to the first contributed sample, with a model of 25 M parameters, preflight included.
 
-    scripts/bench first_sample [--json] [--repeats 3]
+    scripts/bench first_sample [--json] [--repeats 3] [--apart]
 
 A host is open on this machine; a volunteer types `potluck join LINK`. The clock runs from the start of that process.
 Moments on its way: it is in the run; torch is imported; the model is made; the run's state is loaded; its first sample
@@ -12,10 +12,14 @@ model and does one step.
 What the newcomer costs the other is its samples per second while the newcomer comes in, against those of the same time
 just before; once as they are, and once between rounds: a round of two takes time that a lone trainer does not spend,
 however states travel. "giver_slowdown" is 0.1 where the giver computes a tenth less.
+
+On two cores the giver also loses what the newcomer's own imports and steps take of them. With --apart the giver has a
+core to itself while it is measured, and host and newcomer share the others: what is left is the cost of giving.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -26,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,6 +142,10 @@ class Volunteer:
         self.started = time.monotonic()
         self.process = children.spawn([*POTLUCK, "join", link, *key, "--json"], name=name, env=ONE_THREAD)
 
+    def stay_on(self, cores: Collection[int]) -> None:
+        """Compute on these cores from now on."""
+        stay_on(self.process.pid, cores)
+
     def seconds(self) -> dict[str, float]:
         """Until each of the moments; and what it had used of a processor at its first sample."""
         moments = {
@@ -159,7 +167,15 @@ class Volunteer:
         self.process.wait(PATIENCE_SECONDS)
 
 
-def measure(folder: Path) -> dict[str, dict[str, float]]:
+def stay_on(pid: int, cores: Collection[int]) -> None:
+    """Have a process compute on these cores, with all threads and children that it has; later ones follow."""
+    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        for thread in process.threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread.id, cores)
+
+
+def measure(folder: Path, *, is_apart: bool) -> dict[str, dict[str, float]]:
     """One run: the first trainer, then a newcomer."""
     (folder / "run.toml").write_text(RUN_FILE)
     with Children(log_folder=folder) as children:
@@ -169,9 +185,15 @@ def measure(folder: Path) -> dict[str, dict[str, float]]:
         first = Volunteer(children, folder, link, "first")
         found = {"first": first.seconds()}
         until(first.process, lambda e: e["event"] == "batch size")
+        own, *others = sorted(os.sched_getaffinity(0))
+        if is_apart:
+            stay_on(host.pid, others)
+            first.stay_on([own])
         with Pace(first.process) as pace:
             time.sleep(ALONE_SECONDS)
             newcomer = Volunteer(children, folder, link, "newcomer")
+            if is_apart:
+                newcomer.stay_on(others)
             found["newcomer"] = newcomer.seconds()
         found["giver"] = slowdown(pace, newcomer.started, found["newcomer"]["first_sample"])
         newcomer.leave()
@@ -206,12 +228,15 @@ def plain_seconds() -> float:
 
 def main() -> None:
     arguments = parser(__doc__, repeats=3)
+    arguments.add_argument("--apart", action="store_true", help="the giver has a core to itself")
     chosen = arguments.parse_args()
+    if chosen.apart and len(os.sched_getaffinity(0)) < 2:
+        raise SystemExit("--apart needs two cores")
     runs, plain = [], []
     for _ in range(chosen.repeats):
         plain.append(plain_seconds())
         with tempfile.TemporaryDirectory(prefix="potluck-bench-") as folder:
-            runs.append(measure(Path(folder)))
+            runs.append(measure(Path(folder), is_apart=chosen.apart))
         say(json.dumps(runs[-1]))
     figures: dict[str, Any] = {
         f"{who}_{what}" + ("" if who == "giver" else "_seconds"): statistics.median(run[who][what] for run in runs)

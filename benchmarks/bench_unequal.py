@@ -10,7 +10,8 @@ A small internet (potluck.testing.natlab, needs root) with three volunteers of s
 
 Lines take 20 ms each way. All contenders train the same model on the same text for the same time; losses are measured
 afterwards, of the shared parameters that the fast peer had each second, without local steps that nobody else has yet.
-Time counts from the first step of anybody; hivemind's from the moment when all are ready.
+Time counts from the moment when all are ready; Potluck's peers have loaded the run's state by then, hivemind's
+begin with what they have.
 
   sync      `potluck host`, volunteers as `potluck join` has them: a shared batch
   diloco    the same with local steps in the background; in the end all trainers are killed, and the run goes on
@@ -140,6 +141,7 @@ class Potluck:
 
     def train(self, seconds: float) -> dict[str, Any]:
         """Train for so long after all are there, with one killed on the way."""
+        launched = time.time()
         peers = {name: self.start(name) for name in PEERS}
         began = {name: told(peer, "training", START_SECONDS)["at"] for name, peer in peers.items()}
         started = time.monotonic()
@@ -159,12 +161,15 @@ class Potluck:
         computed = {name: end["samples"] for name, end in ends.items()}
         before = events(killed, "progress")
         computed["medium"] = computed.get("medium", 0) + (before[-1]["samples"] if before else 0)
+        lost_by_the_kill = before[-1]["samples"] - before[-1]["given"] if before else 0
         last = ends.get("medium", {"samples": 0, "given": 0})
         since_restart = last["given"] / last["samples"] if last["samples"] else None
         given = self.book()
-        first_step = min(began.values())
+        all_ready = max(began.values())
         return {
-            "losses": [(at - first_step, loss) for at, loss in ends["fast"]["losses"]],
+            "losses": [(at - all_ready, loss) for at, loss in ends["fast"]["losses"]],
+            "seconds_until_ready": all_ready - launched,
+            "samples_lost_by_the_kill": lost_by_the_kill,
             "epochs": max(end["epoch"] for end in ends.values()),
             "samples": sum(computed.values()),
             "counted_share": {name: given.get(name, 0.0) / max(1, computed[name]) for name in computed},
@@ -244,9 +249,11 @@ def hivemind(place: Place, seconds: float) -> dict[str, Any]:
         argv = [python, program, told_task, place.nodes[name].address, *addresses]
         return place.nodes[name].popen(argv, name="peer", env={**environment, "OMP_NUM_THREADS": "1"}, stdin=True)
 
+    launched = time.monotonic()
     peers = {name: start(name, number, seconds) for number, name in enumerate(PEERS)}
     for peer in peers.values():
         told(peer, "ready", START_SECONDS)
+    ready_seconds = time.monotonic() - launched
     for peer in peers.values():
         peer.send_line("go")
     time.sleep(seconds / 3)
@@ -256,7 +263,11 @@ def hivemind(place: Place, seconds: float) -> dict[str, Any]:
     told(peers["fast"], "trained", seconds + END_SECONDS)
     peers["fast"].send_line("stop")
     end = told(peers["fast"], "finished", END_SECONDS)
-    return {"losses": [(at, loss) for at, _, loss in end["losses"]], "epochs": end["epoch"]}
+    return {
+        "losses": [(at, loss) for at, _, loss in end["losses"]],
+        "epochs": end["epoch"],
+        "seconds_until_ready": ready_seconds,
+    }
 
 
 def measure(kind: str, seconds: float, log_folder: Path | None) -> dict[str, Any]:

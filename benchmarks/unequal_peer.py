@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 import potluck
-from potluck.errors import PotluckError
 from potluck.optim.parameters import PARAMETER, without_prefix
 from potluck.peer.identity import Identity
 from potluck.recipes.catalogue import open_recipe
 from potluck.training.manifest.manifest import Manifest
 from potluck.training.manifest.noticeboard import NoticeBoard
+from potluck.training.trainer.leaving import train_and_hand_in
 from potluck.training.trainer.trainer import TrainConfig, Trainer, TrainProgress
 
 PORT = 4700
@@ -86,19 +86,21 @@ def main(link: str, key: Path, name: str, address: str, batch_size: int, recipe_
         trainer = Trainer(run, newest, recipe, TrainConfig(batch_size=batch_size, num_threads=1), progress)
         say("training", epoch=trainer.optimizer.epoch, at=time.time())
         threading.Thread(target=lambda: (sys.stdin.readline(), stop.set()), daemon=True).start()
-        last = trainer.train(stop)
-        try:
-            trainer.hand_in(HAND_IN_SECONDS)
-        except PotluckError as error:
-            say("lost", why=str(error))
+        last = train_and_hand_in(
+            trainer,
+            stop,
+            HAND_IN_SECONDS,
+            on_handing_in=lambda samples: say("handing in", samples=samples),
+            on_failure=lambda why: say("lost", why=why),
+        )
         keeper = trainer.optimizer.collaboration.keeper
         statistics = {**trainer.optimizer.statistics(), **(keeper.statistics() if keeper is not None else {})}
         is_first = name == "fast"
         say(
             "trained",
             samples=last.samples,
-            given=round(trainer.given),
-            epoch=trainer.optimizer.epoch,
+            given=last.given,
+            epoch=last.epoch,
             statistics={name: value for name, value in statistics.items() if isinstance(value, (int, float))},
             losses=curve.losses(trainer.model) if is_first else [],
         )

@@ -28,14 +28,12 @@ from potluck.monitor.lossplot import plot_loss
 from potluck.optim.progress.tracker import RunProgress
 from potluck.peer import environment
 from potluck.recipes.approval import approve, is_approved
-from potluck.recipes.catalogue import open_recipe
 from potluck.recipes.downloads import Download, Progress
 from potluck.recipes.reference import compile_source, read_source
 from potluck.run.joined import Joined, join
+from potluck.training import participant as events
 from potluck.training.books.receipts import receipts_folder, receipts_path
 from potluck.training.manifest.manifest import Manifest
-from potluck.training.manifest.noticeboard import NoticeBoard
-from potluck.training.manifest.readiness import check_ready, last_epoch
 from potluck.training.manifest.requirements import (
     check_requirements,
     fetch_all,
@@ -43,9 +41,9 @@ from potluck.training.manifest.requirements import (
     fetch_recipe,
     fetches_of,
 )
-from potluck.training.trainer.leaving import HAND_IN_SECONDS, train_and_hand_in
+from potluck.training.participant import HAND_IN_SECONDS, Participant
 from potluck.training.trainer.machine import find_devices
-from potluck.training.trainer.trainer import TrainConfig, Trainer, TrainProgress
+from potluck.training.trainer.trainer import TrainConfig, TrainProgress
 
 DRAW_EVERY_SECONDS = 2.0
 MOST_POINTS = 1000
@@ -74,19 +72,12 @@ def take_part(
     config = TrainConfig(batch_size=batch_size, device=device, precision=precision, max_steps=max_steps)
     find_devices(device)  # before anybody is looked for
     copy = None if recipe is None else Path(recipe)
-    config = replace(config, recipe_file=copy)
     if copy is not None:
         compile_source(read_source(copy), copy)
     _make_ready(link, yes, copy, screen)
     try:
         with _joined(link, name, screen) as run:
-            board, first = _follow_manifest(run, screen)
-            check_ready(first, copy)
-            if (epoch := run.call(last_epoch(run.peer.session, first))) is not None:
-                screen.show(f"<p>This run is over: it ended with epoch {epoch}, and nothing is left to train.</p>")
-                return
-            config = replace(config, receipts=receipts_path(receipts_folder(), first.run))
-            _train(run, board, copy, config, hand_in_seconds, screen)
+            train_in_cell(run, config, copy, hand_in_seconds, screen)
     except StoppedError:
         screen.show("<p>You left before training began.</p>")
     except KeyboardInterrupt:
@@ -138,50 +129,38 @@ def _joined(link: str, name: str, screen: Screen) -> Joined:
     )
 
 
-def _follow_manifest(run: Joined, screen: Screen) -> tuple[NoticeBoard, Manifest]:
-    board = NoticeBoard.of(run.peer.session)
-    run.attach(board.close)
-    run.call(board.start())
-    if board.manifest is None:
-        screen.show("<p>You are in. The organiser has not said yet what to train …</p>")
-    first = run.call(board.first())
-    screen.show("<p>You are in. Loading the model …</p>")
-    return board, first
-
-
-def _train(
-    run: Joined,
-    board: NoticeBoard,
-    recipe: Path | None,
-    config: TrainConfig,
-    hand_in_seconds: float,
-    screen: Screen,
-) -> None:
+def train_in_cell(run: Joined, config: TrainConfig, copy: Path | None, hand_in_seconds: float, screen: Screen) -> None:
+    """Train in a run that was joined, and show how it goes. `copy` is this machine's copy of the recipe, if any."""
     stop, picture = threading.Event(), Picture(run.peer.session.subjects.run)
     why_not: list[str] = []  # the last samples do not count, if so
 
-    def newest() -> Manifest:
-        assert board.manifest is not None  # it was waited for
-        return board.manifest
+    def tell(event: events.Event) -> None:
+        match event:
+            case events.ManifestAwaited():
+                screen.show("<p>You are in. The organiser has not said yet what to train …</p>")
+            case events.Prepared("manifest"):
+                screen.show("<p>You are in. Loading the model …</p>")
+            case events.RunIsOver(epoch):
+                screen.show(f"<p>This run is over: it ended with epoch {epoch}, and nothing is left to train.</p>")
+            case events.StateLoading(here_bytes, all_bytes):
+                picture.load(here_bytes, all_bytes)
+            case events.Progressed(progress):
+                picture.add(progress)
+            case events.HandingIn(samples):
+                screen.show(
+                    f"<p>Handing in your last {samples:,} samples with the next epoch … Stop the cell to leave at "
+                    "once.</p>"
+                )
+            case events.NotHandedIn(reason):
+                why_not.append(reason)
 
-    def work() -> TrainProgress:
-        first = newest()
-        run.is_leaving = stop.is_set
-        chosen = replace(config, state=replace(config.state, on_progress=picture.load))
-        trainer = Trainer(run, newest, open_recipe(first.recipe, first.model, recipe, first.files), chosen, picture.add)
-        picture.ask = lambda: trainer.optimizer.collaboration.latest
-        return train_and_hand_in(
-            trainer,
-            stop,
-            hand_in_seconds,
-            on_handing_in=lambda samples: screen.show(
-                f"<p>Handing in your last {samples:,} samples with the next epoch … Stop the cell to leave at once.</p>"
-            ),
-            on_failure=why_not.append,
-        )
+    def configure(manifest: Manifest) -> TrainConfig:
+        return replace(config, receipts=receipts_path(receipts_folder(), manifest.run))
 
+    participant = Participant(run, configure, tell=tell, recipe_file=copy, hand_in_seconds=hand_in_seconds)
+    picture.ask = lambda: participant.run_progress
     pool = ThreadPoolExecutor(1, "potluck-train")
-    training = pool.submit(work)
+    training = pool.submit(participant.take_part, stop)
     try:
         try:
             _watch(training, picture, screen)
@@ -192,10 +171,11 @@ def _train(
     finally:
         stop.set()
         pool.shutdown(wait=training.done())  # whoever stops the cell again does not wait: the run is left with this
-    screen.show(picture.html(" ".join([last.describe_given(), *why_not])))
+    if last is not None:
+        screen.show(picture.html(" ".join([last.describe_given(), *why_not])))
 
 
-def _watch(training: Future[TrainProgress], picture: Picture, screen: Screen) -> None:
+def _watch(training: Future[TrainProgress | None], picture: Picture, screen: Screen) -> None:
     while not training.done():
         wait([training], timeout=DRAW_EVERY_SECONDS)
         if picture.progress is not None:

@@ -25,12 +25,23 @@ class Cluster:
         terminal.run("host", organiser.folder, "--folder", folders[0], "--make-identity")
         for folder in folders[1:]:
             shutil.copytree(folders[0] / "identity", folder / "identity")
+        self.folders = folders
         self.hosts = []
         for place, folder in enumerate(folders, 1):
             what = (organiser.folder,) if place == 1 else ("--run", "waves")
             where = ("--folder", folder, "--listen", "127.0.0.1", "--cluster", hubs, "--place", str(place), "--json")
             self.hosts.append(terminal.start("host", *what, *where, name=f"host-{place}", **ONE_THREAD))
         self.links = [str(until_event(host, "ready")["link"]) for host in self.hosts]
+
+    def kill_server(self, place: int) -> None:
+        """Kill the server under one host, and wait until that host has started another."""
+
+        def pid() -> int:
+            return int((self.folders[place] / "server.pid").read_text())
+
+        killed = pid()
+        os.kill(killed, signal.SIGKILL)
+        poll_until_sync(lambda: pid() != killed, PATIENCE_SECONDS, lambda: self.hosts[place].output()[-2000:])
 
 
 @pytest.mark.timeout(300)
@@ -88,19 +99,27 @@ def test_what_changes_in_run_toml_is_followed_by_all(terminal: Terminal) -> None
 
 
 @pytest.mark.timeout(400)
-def test_the_first_of_three_hosts_is_killed_for_good_and_the_run_goes_on(terminal: Terminal) -> None:
+def test_of_three_hosts_one_loses_its_server_one_is_killed_for_good_and_the_run_goes_on(terminal: Terminal) -> None:
     organiser = Organiser(terminal)
     cluster = Cluster(organiser)
     ada, grace = (organiser.join(cluster.links[0], name, "--batch-size", "64") for name in ("Ada", "Grace"))
     until_epoch(ada, 3)
     until_epoch(grace, 3)
+
+    def newest() -> int:
+        told = [each for process in (ada, grace) for each in events(process) if each["event"] == "progress"]
+        return max(each["epoch"] for each in told)
+
+    cluster.kill_server(1)
+    until_epoch(ada, newest() + 2)
     os.kill(cluster.hosts[0].pid, signal.SIGKILL)
     assert cluster.hosts[0].wait(PATIENCE_SECONDS) == -signal.SIGKILL
-    seen = max(each["epoch"] for process in (ada, grace) for each in events(process) if each["event"] == "progress")
+    seen = newest()
     until_epoch(ada, seen + 3)
     until_epoch(grace, seen + 3)
     edsger = organiser.join(cluster.links[0], "Edsger", "--batch-size", "64")  # by the dead host's link
     until_epoch(edsger, seen + 4)
+    assert "Traceback" not in cluster.hosts[1].output()
     for process in (ada, grace, edsger):
         end(process)
 

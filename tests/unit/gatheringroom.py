@@ -55,7 +55,7 @@ class Room:
         return self.gathering.candidates(self.roster.values(), epoch=epoch, token=token, now=now, hub_now=hub_now)
 
     def names(self, **when: Any) -> list[str]:
-        return [candidate.peer for candidate in self.candidates(**when)]
+        return [candidate.peer for candidate in self.candidates(**when) if not candidate.stands_by]
 
     def propose(self, now: float = 0.0) -> Proposal:
         return self.gathering.propose(self.candidates(now=now), KEY, hub_now=1000.0)

@@ -78,7 +78,7 @@ def opened(file: Path) -> Recipe[object]:
 
 
 @pytest.fixture
-def crew(file: Path) -> Iterator[DevicePool]:
+def pool(file: Path) -> Iterator[DevicePool]:
     recipe = opened(file)
     model = untrained(recipe, 7)
     spec = DevicePoolSpec(
@@ -89,27 +89,27 @@ def crew(file: Path) -> Iterator[DevicePool]:
         precision="float32",
         devices=("cpu", "cpu"),
     )
-    crew = DevicePool(spec, recipe, model)
-    yield crew
-    crew.close()
+    pool = DevicePool(spec, recipe, model)
+    yield pool
+    pool.close()
 
 
-def gradients(crew: DevicePool, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
-    share, weight = crew.hand_out(batch, 1.0)
-    with crew.computed_together():
-        (crew._recipe.loss(crew.computing, share) * weight).backward()  # type: ignore[no-untyped-call]
-    found = [parameter.grad.clone() for parameter in crew._model.parameters() if parameter.grad is not None]
-    crew._model.zero_grad()
+def gradients(pool: DevicePool, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+    share, weight = pool.hand_out(batch, 1.0)
+    with pool.computed_together():
+        (pool._recipe.loss(pool.computing, share) * weight).backward()  # type: ignore[no-untyped-call]
+    found = [parameter.grad.clone() for parameter in pool._model.parameters() if parameter.grad is not None]
+    pool._model.zero_grad()
     return found
 
 
-def test_gradients_are_those_of_the_whole_batch_however_it_is_shared(crew: DevicePool) -> None:
-    model = crew._model
+def test_gradients_are_those_of_the_whole_batch_however_it_is_shared(pool: DevicePool) -> None:
+    model = pool._model
     for size in (8, 5, 1):
         inputs = torch.randn(size, 3)
         batch = (inputs, inputs.sum(1, keepdim=True))
-        shared = gradients(crew, batch)
-        crew._recipe.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        shared = gradients(pool, batch)
+        pool._recipe.loss(model, batch).backward()  # type: ignore[no-untyped-call]
         alone = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
         model.zero_grad()
         torch.testing.assert_close(shared, alone)
@@ -118,13 +118,13 @@ def test_gradients_are_those_of_the_whole_batch_however_it_is_shared(crew: Devic
                 parameter.add_(0.1)
 
 
-def test_the_crew_ends_with_its_peer(crew: DevicePool) -> None:
-    ((process, _),) = crew._members
+def test_the_pool_ends_with_its_peer(pool: DevicePool) -> None:
+    ((process, _),) = pool._members
     pid = process.pid
     assert pid is not None
-    crew.close()
+    pool.close()
     assert not Path(f"/proc/{pid}").exists()
-    crew.close()
+    pool.close()
 
 
 def make_trainer(
@@ -174,8 +174,8 @@ def test_who_loses_one_of_its_devices_ends_with_a_reason_and_the_run_goes_on(fil
     training = SyncSettings(target_batch_size=32, matchmaking_seconds=1.0)
     with train_lab() as lab:
         bob, ada = (make_trainer(lab, name, file, on, training, None) for name, on in (("Bob", "cpu"), ("Ada", TWO)))
-        assert ada._crew is not None
-        ((process, _),) = ada._crew._members
+        assert ada._pool is not None
+        ((process, _),) = ada._pool._members
         stop, ended, reached = threading.Event(), threading.Event(), []
 
         def lose() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from trainlab import PATIENCE_SECONDS, train_lab
@@ -19,6 +17,7 @@ from potluck.recipes.reference import RecipeRef
 from potluck.run.joined import Joined
 from potluck.testing.polling import poll_until_sync
 from potluck.training.manifest.manifest import Manifest, Settings, SyncSettings
+from potluck.training.trainer import trainer
 from potluck.training.trainer.trainer import TrainConfig, TrainProgress
 
 
@@ -83,25 +82,26 @@ def stop_cell(monkeypatch: pytest.MonkeyPatch, is_time: Callable[[Picture], bool
         recipe=RecipeRef(name="digits"),
         settings=(Settings(training=SyncSettings(target_batch_size=1 << 30)),),
     )
-    board: Any = SimpleNamespace(manifest=manifest)
     screen = Pages()
     with train_lab() as lab:
-        notebook._train(lab.join("Ada"), board, None, TrainConfig(batch_size=4, num_threads=1), 60.0, screen)
+        lab.put_up(manifest)
+        notebook.train_in_cell(lab.join("Ada"), TrainConfig(batch_size=4, num_threads=1), None, 60.0, screen)
     return screen.shown
 
 
 def test_a_cell_that_is_stopped_hands_in_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    leaving, handing_in, thanks = stop_cell(monkeypatch, lambda picture: picture.progress is not None)
+    loading, leaving, handing_in, thanks = stop_cell(monkeypatch, lambda picture: picture.progress is not None)
+    assert "Loading the model" in loading
     assert "Leaving" in leaving
     assert "Handing in your last" in handing_in
     assert "up to epoch 1. Thank you!" in thanks
 
 
 def test_a_cell_that_is_stopped_while_the_state_is_loaded_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(run: Joined, *_others: object) -> None:
+    def load(run: Joined, *_others: object, **_options: object) -> None:
         run.call_unless_leaving(asyncio.sleep(600.0))
 
-    monkeypatch.setattr(notebook, "Trainer", load)
+    monkeypatch.setattr(trainer, "Trainer", load)
     with pytest.raises(StoppedError):
         stop_cell(monkeypatch, lambda _picture: True)
 

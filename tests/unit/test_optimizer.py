@@ -216,7 +216,7 @@ def test_float16_and_an_aux_peer() -> None:
         train_all(trainers, 5)
         assert_equal(trainers)
         aux.collaboration.averager.statistics()
-        assert aux.collaboration.epoch >= 4  # it may hear of the last one a moment later
+        assert aux.collaboration.averager.epoch >= 4  # it may hear of the last one a moment later
         with pytest.raises(ConfigurationError, match="auxiliary"):
             Optimizer(trainers[0].run, None, target_batch_size=3)
         with pytest.raises(ConfigurationError, match="an optimizer already"):
@@ -486,8 +486,8 @@ def test_who_stands_by_for_a_batch_that_does_not_come_goes_on_with_what_it_has(m
             "what the other promises",
         )
         for second in range(50):  # as with a larger model
-            one.optimizer._pace.resume(second)
-            one.optimizer._pace.step_done(4, second + 0.3)
+            one.optimizer.pace.resume(second)
+            one.optimizer.pace.step_done(4, second + 0.3)
         one.step()
         found = one.optimizer.statistics()
         assert (found["stood_by"], found["stood_by_in_vain"], one.optimizer.samples) == (1, 1, 4)
@@ -730,7 +730,9 @@ def test_what_was_saved_goes_on_bit_for_bit() -> None:
         again.optimizer.load_state_dict(saved)
         assert (again.optimizer.epoch, again.optimizer.samples) == (epoch, 8)
         lab.loop.call(
-            poll_until(lambda: again.optimizer.collaboration.latest, 30, "the new coordinator to keep the books")
+            poll_until(
+                lambda: again.optimizer.collaboration.progress.latest, 30, "the new coordinator to keep the books"
+            )
         )
         again.number, again.position = 0, 8
         train(again, 6)

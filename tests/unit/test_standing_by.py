@@ -123,3 +123,16 @@ async def test_who_is_in_a_plan_waits_on_whatever_becomes_of_it() -> None:
         await results_of(start(two), start(one))
         assert (heard[0].awaits, heard[0].until > 0) == (EXPECTED.awaits, True)
         assert (heard[-1].awaits, heard[-1].until) == (0.0, 0.0)
+
+
+@in_virtual_time
+async def test_who_awaits_more_than_comes_is_in_the_round_that_others_start() -> None:
+    """The third, whose weight it awaits, has died: the other's grace ends, and the round is for both."""
+    async with lab(3, trigger=Quorum(grace_seconds=2.0)) as there:
+        one, two, _ = there.members
+        patient = start(one, StandBy(awaits=50.0, seconds=30.0, stays=True))
+        await asyncio.sleep(0.5)
+        [other] = there.start([two])
+        [result] = await results_of(patient)
+        assert (await other).holds
+        assert len(result.commit.holders) == 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trainlab import MemoryStates, TrainLab, loss_of, make_batch, make_model, together, train_lab
+from trainlab import PATIENCE_SECONDS, MemoryStates, TrainLab, loss_of, make_batch, make_model, together, train_lab
 
 from potluck.errors import RetryableError
 from potluck.optim import driver
@@ -19,6 +19,7 @@ from potluck.optim.method import RunState
 from potluck.optim.methods.outer import Nesterov
 from potluck.optim.optimizer import Optimizer
 from potluck.round.codecs import CodecChoice
+from potluck.testing.polling import poll_until_sync
 
 EPOCHS_PER_FETCH = 2
 
@@ -119,6 +120,50 @@ def test_who_fetches_for_longer_than_an_epoch_gets_in(kind: type, options: dict[
         for peer in peers[1:]:
             assert peer.optimizer.method.metadata() == peers[0].optimizer.method.metadata()
             assert all(torch.equal(wanted[name], tensor) for name, tensor in peer.shared.items())
+
+
+def until_it_listens(coordinator: Peer, newcomer: Peer) -> None:
+    """Wait until the newcomer is in the next round: nobody waits for it, and epochs follow each other at once here."""
+    waiting = coordinator.optimizer.collaboration.averager._coordinator._convener._gathering
+    peer_id, epoch = newcomer.run.peer_id, coordinator.optimizer.epoch + 1
+
+    def is_ready() -> bool:
+        found = waiting._waiting.get(peer_id)
+        return found is not None and found.ready.epoch == epoch
+
+    poll_until_sync(is_ready, PATIENCE_SECONDS, f"{peer_id} listens for epoch {epoch}")
+
+
+def test_epochs_that_pass_while_a_newcomer_computes_its_first_batch_cost_no_second_state() -> None:
+    with train_lab() as lab:
+        alone = {"target_batch_size": 4, "matchmaking_seconds": 0.0}
+        first = Peer(lab, 0, Optimizer, **alone)
+        for _ in range(2):
+            first.step()
+        late = Peer(lab, 1, Optimizer, seed=9, **alone)
+        assert (late.optimizer.epoch, lab.states.num_fetched) == (2, 1)
+        for _ in range(3):  # while the other is at its first batch
+            until_it_listens(first, late)
+            first.step()
+        late.step()
+        statistics = late.optimizer.statistics()
+        assert (statistics["replayed"], statistics["outdated_batches"], lab.states.num_fetched) == (3, 1, 1)
+        assert late.optimizer.epoch == first.optimizer.epoch == 5
+        assert all(torch.equal(first.shared[name], tensor) for name, tensor in late.shared.items())
+        late.step()
+        assert late.optimizer.statistics()["epochs"] == 1, "it contributes from then on"
+
+
+def test_a_newcomer_that_never_takes_a_step_leaves_at_once() -> None:
+    with train_lab() as lab:
+        alone = {"target_batch_size": 4, "matchmaking_seconds": 0.0}
+        first = Peer(lab, 0, Optimizer, **alone)
+        first.step()
+        late = Peer(lab, 1, Optimizer, seed=9, **alone)
+        first.step()
+        late.run.close()
+        first.step()
+        assert first.optimizer.epoch == 3
 
 
 def test_a_round_that_is_under_way_when_all_peers_end_leaves_its_state() -> None:

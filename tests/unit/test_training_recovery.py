@@ -12,7 +12,6 @@ import torch
 from keptlab import EXACT, Trainer, assert_alike, shared_of, train_all
 from trainlab import PATIENCE_SECONDS, parameters_of, train_lab
 
-from potluck.errors import StateUnavailableError
 from potluck.optim.diloco import DiLoCo
 from potluck.optim.methods.sparseloco import SparseLoCo
 from potluck.optim.optimizer import Optimizer
@@ -202,38 +201,3 @@ def test_local_updates_are_never_repaired() -> None:
         train_all(trainers, 6)
         assert [trainer.statistics.get("mended", 0) for trainer in trainers] == [0, 0]
         assert not any(trainer.deviates for trainer in trainers)
-
-
-class Timer:
-    """Time that passes when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-def test_repairs_that_fail_take_no_more_of_the_time_than_those_that_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with train_lab() as lab:
-        trainer = Trainer(lab, 0)
-        trainer.train(1)
-        recovery = trainer.optimizer.driver._recovery
-        timer = Timer()
-        monkeypatch.setattr("potluck.optim.recovery.time", timer)
-        recovery._began_at = timer.now
-        blocked = []
-
-        async def repair(*, timeout_seconds: float, **_: Any) -> None:
-            blocked.append(timeout_seconds)
-            timer.now += timeout_seconds
-            raise StateUnavailableError("nobody has it")
-
-        monkeypatch.setattr(recovery._source, "repair", repair)
-        monkeypatch.setattr(recovery._source, "deviates", lambda: True)
-        for _ in range(3000):
-            timer.now += 1.0
-            assert not recovery.mend()
-        assert len(blocked) > 1
-        assert sum(blocked) <= 10.0 + 0.05 * timer.now + 30.0
-        monkeypatch.undo()

@@ -34,10 +34,9 @@ from potluck.run.peer import PeerConfig
 from potluck.sim.memoryhub import MemoryHub
 from potluck.sim.memoryrun import MemoryRun
 from potluck.sim.virtualloop import in_virtual_time
-from potluck.state.config import StateConfig
 from potluck.training.manifest.manifest import Manifest, Settings
-from potluck.training.manifest.noticeboard import NoticeBoard
 from potluck.training.manifest.readiness import check_ready, last_epoch
+from potluck.training.participant import PauseChanged, Progressed
 from potluck.training.trainer.trainer import TrainProgress
 
 LINK = JoinLink(host="127.0.0.1", port=4222, run="bakery", ca_hash="a" * 32, invite="secret-invite")
@@ -245,11 +244,10 @@ async def test_who_leaves_while_the_state_is_loaded_is_let_go(
     run = MemoryRun(clock=SystemClock())
     await run.open()
     peer: Any = await run.join("Ada")
-    stop, board, manifest = asyncio.Event(), NoticeBoard.of(peer.session), Manifest(run="test", recipe=DIGITS)
+    stop = asyncio.Event()
     stop.set()
-    options = TrainOptions(batch_size=4, threads=1)
     async with asyncio.timeout(60.0):
-        await training._train(peer, board, manifest, options, StateConfig(), stop, True)
+        await training.train(peer, TrainOptions(batch_size=4, threads=1), None, stop, True)
     assert "You left before training began" in capfd.readouterr().err
     await run.close()
 
@@ -258,8 +256,7 @@ async def test_who_leaves_while_the_state_is_loaded_is_let_go(
 
 
 def test_progress_is_told_to_programs_with_the_number_of_peers(capsys: pytest.CaptureFixture[str]) -> None:
-    tell = training._teller(True, lambda: 3, lambda: Manifest(run="test", recipe=DIGITS))
-    tell(TrainProgress(7, 10, 80, 0.5, 12.0, given=64))
+    training.Presenter(True).tell(Progressed(TrainProgress(7, 10, 80, 0.5, 12.0, given=64), 3))
     [told] = events(capsys)
     assert (told["event"], told["epoch"], told["samples"], told["peers"]) == ("progress", 7, 80, 3)
     assert told["given"] == 64, "as the run's book says"
@@ -268,9 +265,11 @@ def test_progress_is_told_to_programs_with_the_number_of_peers(capsys: pytest.Ca
 def test_progress_is_told_to_people_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr("potluck.cli.console.out.print", lambda line, **_options: lines.append(line))
-    tell = training._teller(False, lambda: 1, lambda: Manifest(run="test", recipe=DIGITS))
-    for epoch, paused in ((7, False), (7, False), (8, True)):
-        tell(TrainProgress(epoch, 10, 96, 0.5, 12.0, paused, given=80))
+    presenter = training.Presenter(False)
+    for epoch in (7, 7, 8):
+        if epoch == 8:
+            presenter.tell(PauseChanged(True, "", ""))
+        presenter.tell(Progressed(TrainProgress(epoch, 10, 96, 0.5, 12.0, given=80), 1))
     assert lines == [
         "epoch 7: loss 0.5000, 12.0 samples/s, 80 given, 1 peer",
         "The organiser has paused the run. Your samples are kept, and you go on when the run does.",

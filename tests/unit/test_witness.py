@@ -30,9 +30,9 @@ async def test_of_a_chunk_that_it_has_contributed_nothing_to_a_witness_shows_no_
         index_by_peer={},
         tensors=object(),  # it has values, but they were not wanted
     )
-    audience = SimpleNamespace(coordinator="C", round_work=round_work)
+    target = SimpleNamespace(coordinator="C", round_work=round_work)
     links: Any = SimpleNamespace(handle=handlers.__setitem__)
-    witness = Witness(links, None, lambda: audience)  # type: ignore[arg-type, return-value]
+    witness = Witness(links, None, lambda: target)  # type: ignore[arg-type, return-value]
     question = SimpleNamespace(sender="C", message=Challenge(key=KEY, chunk=0, generation=0))
     testimony, frames = await handlers[Challenge](question)
     assert (testimony.contribution, testimony.inputs, frames) == (NOTHING, (), ())

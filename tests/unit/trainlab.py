@@ -14,16 +14,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from potluck.clock import SystemClock
 from potluck.errors import RetryableError
+from potluck.hub.keys import Signer, new_seed
+from potluck.hub.stores import MANIFEST_KEY
 from potluck.optim.method import RunState
 from potluck.peer.identity import Identity
 from potluck.run.joined import Joined
 from potluck.run.loopthread import LoopThread
 from potluck.sim.memoryrun import MemoryPeer, MemoryRun
+from potluck.training.manifest.manifest import Manifest
+from potluck.training.manifest.noticeboard import sign
 
 # libuv opens one pipe per process, for good, with its first loop: here, before a test counts.
 LoopThread().__enter__().close()
@@ -101,6 +106,12 @@ class TrainLab:
         run = Joined(start, self.loop).open()
         self.runs.append(run)
         return run
+
+    def put_up(self, manifest: Manifest) -> None:
+        """Have an organiser say what the run trains."""
+        store = self.memory.hub.connect("GUARD").store("manifest")
+        signed = sign(msgspec.structs.replace(manifest, run=self.memory.hub.subjects.run), Signer(new_seed("user")))
+        self.loop.call(store.put(MANIFEST_KEY, signed))
 
     def kill(self, run: Joined) -> None:
         """As SIGKILL, as far as the others can tell."""

@@ -36,10 +36,10 @@ def join(
 
     Example: [bold]potluck join 'potluck://hub.example.org:4222/my-first-run?ca=…#…' --name Ada[/bold]
     """
-    from potluck.cli.takingpart import fitting_roles, take_part
+    from potluck.cli.takingpart import fitting_roles, run_participant
 
     fit = fitting_roles(as_json) if role == "auto" else (role,)
-    take_part("potluck join", link, fit, person, network, training, backups, as_json=as_json, verbose=verbose)
+    run_participant("potluck join", link, fit, person, network, training, backups, as_json=as_json, verbose=verbose)
 
 
 @grouped
@@ -59,9 +59,11 @@ def train(
 
     [bold]potluck train 'potluck://…' --schedule 22:00-07:00 --bandwidth 20Mbit --max-memory 8GB[/bold]
     """
-    from potluck.cli.takingpart import take_part
+    from potluck.cli.takingpart import run_participant
 
-    take_part("potluck train", link, ("trainer",), person, network, training, backups, as_json=as_json, verbose=verbose)
+    run_participant(
+        "potluck train", link, ("trainer",), person, network, training, backups, as_json=as_json, verbose=verbose
+    )
 
 
 @grouped
@@ -84,9 +86,9 @@ def aux(
 
     Example: [bold]potluck aux 'potluck://hub.example.org:4222/my-run?ca=…#…' --listen tcp://0.0.0.0:7000[/bold]
     """
-    from potluck.cli.takingpart import take_part
+    from potluck.cli.takingpart import run_participant
 
-    take_part(
+    run_participant(
         "potluck aux",
         link,
         ("aux",),

@@ -23,6 +23,7 @@ from potluck.cli.join import aux, join, train
 from potluck.cli.leaderboard import leaderboard
 from potluck.cli.members import app as members
 from potluck.cli.monitor import monitor
+from potluck.cli.paths import app as paths
 from potluck.cli.plan import plan
 from potluck.cli.queue import app as queue
 from potluck.cli.receipts import receipts
@@ -57,6 +58,7 @@ app.command("doctor")(doctor)
 app.command("plan")(plan)
 app.add_typer(members, name="members")
 app.add_typer(fleet, name="fleet")
+app.add_typer(paths, name="paths")
 app.add_typer(queue, name="queue")
 app.add_typer(run, name="run")
 app.add_typer(spot, name="spot")

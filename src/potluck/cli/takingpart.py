@@ -37,7 +37,7 @@ def fitting_roles(as_json: bool) -> tuple[Role, ...]:
     return ("aux",)
 
 
-def take_part(
+def run_participant(
     command: str,
     link: str,
     roles: tuple[Role, ...],

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from potluck import tasks
 
@@ -14,10 +13,10 @@ if TYPE_CHECKING:
     from potluck.cli.optiongroups import BackupOptions, TrainOptions
     from potluck.run.peer import Peer
     from potluck.state.config import StateConfig
+    from potluck.training import participant as participants
     from potluck.training.manifest.manifest import Manifest
-    from potluck.training.manifest.noticeboard import NoticeBoard
     from potluck.training.trainer.auxiliarywork import AuxiliaryWork
-    from potluck.training.trainer.trainer import Trainer, TrainProgress
+    from potluck.training.trainer.trainer import TrainConfig, TrainProgress
 
 
 async def train(
@@ -26,31 +25,69 @@ async def train(
     """Train what the manifest says, in a thread of its own, until `stop`, the end of the run, or of our membership."""
     from potluck.cli import console
     from potluck.cli.requirements import see_to
-    from potluck.training.manifest.noticeboard import NoticeBoard
-    from potluck.training.manifest.readiness import check_ready, last_epoch
+    from potluck.errors import StoppedError
+    from potluck.run.joined import Joined
+    from potluck.run.loopthread import RunningLoop
+    from potluck.training.participant import Participant
 
     importing = asyncio.create_task(
         console.import_slowly("potluck.training.trainer.leaving"), name="import"
     )  # takes longest
-    board = NoticeBoard.of(peer.session)
-    try:
-        manifest = await _first_manifest(peer, board, stop, as_json)
-        if manifest is None:
-            return
+    loop, end = RunningLoop.of_this_thread(), threading.Event()
+
+    async def started() -> Peer:
+        return peer
+
+    def prepare(manifest: Manifest) -> None:
         if peer.config.link is not None:  # mostly seen to before we got in
-            arranged = {"yes": options.yes, "as_json": as_json, "own_copy": options.recipe is not None}
-            await asyncio.to_thread(see_to, manifest, peer.config.link, **arranged)
-        check_ready(manifest, options.recipe)
-        if (epoch := await last_epoch(peer.session, manifest)) is not None:
-            _tell_over(epoch, as_json)
-            return
-        await importing
-        _tell_prepared("torch", as_json)
-        state = _state_config(backups, manifest.run, peer.peer_id)
-        await _train(peer, board, manifest, options, state, stop, as_json)
+            see_to(manifest, peer.config.link, yes=options.yes, as_json=as_json, own_copy=options.recipe is not None)
+
+    def work() -> TrainProgress | None:
+        with Joined(started, loop) as run, Presenter(as_json) as presenter:
+            participant = Participant(
+                run,
+                lambda manifest: _train_config(options, _state_config(backups, manifest.run, peer.peer_id), manifest),
+                tell=presenter.tell,
+                prepare=prepare,
+                recipe_file=options.recipe,
+                hand_in_seconds=options.hand_in_seconds,
+            )
+            return participant.take_part(end)
+
+    stopping = asyncio.create_task(stop.wait())
+    stopping.add_done_callback(lambda _task: end.set())
+    try:
+        last = await asyncio.to_thread(work)
+    except StoppedError:
+        console.err.print("You left before training began.")
+        return
     finally:
-        await tasks.end(importing)
-        await board.close()
+        end.set()
+        await tasks.end(stopping, importing)
+    if last is None:
+        return
+    if as_json:
+        console.print_json({"event": "trained", **_figures(last, len(peer.session.roster))})
+    else:
+        console.out.print(last.describe_given(), highlight=False)
+
+
+def _train_config(options: TrainOptions, state: StateConfig, manifest: Manifest) -> TrainConfig:
+    from potluck.training.books.receipts import receipts_folder, receipts_path
+    from potluck.training.trainer.trainer import TrainConfig
+
+    return TrainConfig(
+        batch_size=options.batch_size,
+        device=options.device,
+        precision=options.precision,
+        compile=options.compile,
+        max_steps=options.max_steps,
+        receipts=receipts_path(receipts_folder(), manifest.run),
+        num_readers=options.n_workers,
+        num_threads=options.threads,
+        max_memory_bytes=options.max_memory_bytes,
+        state=state,
+    )
 
 
 async def help_others(peer: Peer, backups: BackupOptions | None, stop: asyncio.Event) -> None:
@@ -83,231 +120,127 @@ def _state_config(backups: BackupOptions | None, run: str, peer_id: str) -> Stat
     return StateConfig(folder=folder, backups=kept)
 
 
-async def _first_manifest(peer: Peer, board: NoticeBoard, stop: asyncio.Event, as_json: bool) -> Manifest | None:
-    """What to train; None if told to stop before anybody says it. Raises why our membership ended meanwhile, if so."""
-    from potluck.cli import console
+class Presenter:
+    """Says what happens while this peer trains: lines for people, or JSON for programs."""
 
-    async def read() -> Manifest:
-        await board.start()
-        if board.manifest is None:
-            if as_json:
-                console.print_json({"event": "no manifest"})
-            else:
-                console.out.print("The organiser has not said yet what to train. Waiting for that.")
-        return await board.first()
+    def __init__(self, as_json: bool) -> None:
+        from potluck.cli.loading import Loading
 
-    async def first() -> Manifest | None:
-        coming = asyncio.create_task(read())
-        try:
-            either: set[asyncio.Future[Any]] = {coming, peer.session.ended}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            return coming.result() if coming.done() else peer.session.ended.result()
-        finally:
-            if not coming.done():  # else its error, if any, is raised above
-                await tasks.end(coming)
+        self._as_json = as_json
+        self._loading = Loading(as_json)
+        self._told_epoch = -1
 
-    return await console.unless_stopped(first(), stop)
+    def __enter__(self) -> Self:
+        return self
 
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._loading.__exit__(kind, error, at)
 
-async def _train(
-    peer: Peer,
-    board: NoticeBoard,
-    first: Manifest,
-    options: TrainOptions,
-    state: StateConfig,
-    stop: asyncio.Event,
-    as_json: bool,
-) -> None:
-    from potluck.cli import console
-    from potluck.cli.loading import Loading
-    from potluck.errors import StoppedError
-    from potluck.recipes.catalogue import open_recipe
-    from potluck.run.joined import Joined
-    from potluck.run.loopthread import RunningLoop
-    from potluck.training.books.receipts import receipts_folder, receipts_path
-    from potluck.training.trainer.leaving import train_and_hand_in
-    from potluck.training.trainer.lineadvice import line_advice, round_bytes
-    from potluck.training.trainer.trainer import TrainConfig, Trainer
+    def tell(self, event: participants.Event) -> None:
+        """Something happened. Called in the training thread and on the event loop."""
+        from potluck.cli import console
+        from potluck.training import participant as events
 
-    recipe = open_recipe(first.recipe, first.model, options.recipe, first.files)
-    loading = Loading(as_json)
-    config = TrainConfig(
-        batch_size=options.batch_size,
-        device=options.device,
-        recipe_file=options.recipe,
-        precision=options.precision,
-        compile=options.compile,
-        max_steps=options.max_steps,
-        receipts=receipts_path(receipts_folder(), first.run),
-        num_readers=options.n_workers,
-        num_threads=options.threads,
-        max_memory_bytes=options.max_memory_bytes,
-        state=replace(state, on_progress=loading.tell),
-    )
-    loop = RunningLoop.of_this_thread()
-    end = threading.Event()
+        match event:
+            case events.StateLoading(here_bytes, all_bytes):
+                self._loading.tell(here_bytes, all_bytes)
+            case events.Prepared("torch"):
+                self._loading.__enter__()
+            case events.TrainingBegan():
+                self._loading.__exit__(None, None, None)
+            case events.NotHandedIn(reason):
+                console.err.print(reason, markup=False)
+        if self._as_json:
+            if fields := _fields_of(event):
+                console.print_json(fields)
+        elif isinstance(event, events.Progressed):
+            self._print_progress(event)
+        elif text := _words_of(event):
+            console.out.print(text, markup=False, highlight=False)
 
-    async def started() -> Peer:
-        return peer
+    def _print_progress(self, event: participants.Progressed) -> None:
+        from potluck.cli import console
 
-    def newest() -> Manifest:
-        return board.manifest or first
-
-    tell = _teller(as_json, lambda: len(peer.session.roster), newest)
-
-    def advise(trainer: Trainer) -> str:
-        card = peer.session.card
-        num_bytes = round_bytes(trainer.model, newest())
-        return line_advice(num_bytes, card.upload_bytes_per_second, card.download_bytes_per_second, newest())
-
-    def work() -> TrainProgress:
-        with Joined(started, loop) as run:
-            run.is_leaving = end.is_set
-            with loading:
-                trainer = Trainer(
-                    run,
-                    newest,
-                    recipe,
-                    config,
-                    tell,
-                    on_model=lambda: _tell_prepared("model", as_json),
-                    on_batch_size=lambda size: _tell_batch_size(size, as_json),
-                )
-            _tell_training(trainer, first.recipe.name, as_json)
-            if advice := advise(trainer):
-                _tell_line(advice, as_json)
-            return train_and_hand_in(
-                trainer,
-                end,
-                options.hand_in_seconds,
-                on_handing_in=lambda samples: _tell_handing_in(samples, as_json),
-                on_failure=lambda why: console.err.print(why, markup=False),
-            )
-
-    stopping = asyncio.create_task(stop.wait())
-    stopping.add_done_callback(lambda _task: end.set())
-    try:
-        last = await asyncio.to_thread(work)
-    except StoppedError:
-        console.err.print("You left before training began.")
-        return
-    finally:
-        end.set()
-        await tasks.end(stopping)
-    if as_json:
-        console.print_json({"event": "trained", **_figures(last, len(peer.session.roster))})
-    else:
-        console.out.print(last.describe_given(), highlight=False)
-
-
-def _tell_over(epoch: int, as_json: bool) -> None:
-    from potluck.cli import console
-
-    if as_json:
-        console.print_json({"event": "over", "epoch": epoch})
-    else:
-        console.out.print(f"This run is over: it ended with epoch {epoch}, and nothing is left to train.")
-
-
-def _tell_prepared(what: str, as_json: bool) -> None:
-    """For programs that want to know where the time goes; people see what comes of it."""
-    from potluck.cli import console
-
-    if as_json:
-        console.print_json({"event": "prepared", "what": what})
-
-
-def _tell_training(trainer: Trainer, recipe: str, as_json: bool) -> None:
-    from potluck.cli import console
-
-    size = None if trainer.is_searching else trainer.batch_size
-    if as_json:
-        figures = {
-            "batch_size": size,
-            "device": ",".join(map(str, trainer.devices)),
-            "precision": trainer.precision.precision,
-            "threads": trainer.num_threads,
-        }
-        console.print_json({"event": "training", "recipe": recipe, **figures})
-    else:
-        batches = "in batches whose size is found on the way" if size is None else f"in batches of {size}"
-        devices = ", ".join(map(str, trainer.devices))
-        console.out.print(
-            f"Training {recipe} on {devices} in {trainer.precision.precision} {batches}, with "
-            f"{console.count(trainer.num_threads, 'thread')}. "
-            "Ctrl-C hands in what you have done, and leaves."
-        )
-
-
-def _tell_line(advice: str, as_json: bool) -> None:
-    from potluck.cli import console
-
-    if as_json:
-        console.print_json({"event": "slow line", "advice": advice})
-    else:
-        console.out.print(advice, markup=False, highlight=False)
-
-
-def _tell_batch_size(size: int, as_json: bool) -> None:
-    from potluck.cli import console
-
-    if as_json:
-        console.print_json({"event": "batch size", "batch_size": size})
-    else:
-        console.out.print(f"Batches of {size} from here on.", highlight=False)
-
-
-def _tell_handing_in(samples: int, as_json: bool) -> None:
-    from potluck.cli import console
-
-    if as_json:
-        console.print_json({"event": "handing in", "samples": samples})
-    else:
-        console.out.print(f"Handing in your last {console.count(samples, 'sample')} with the next epoch …")
-
-
-def _teller(
-    as_json: bool, num_peers: Callable[[], int], manifest: Callable[[], Manifest]
-) -> Callable[[TrainProgress], None]:
-    from potluck.cli import console
-
-    told_epoch, is_paused = -1, False
-
-    def tell(progress: TrainProgress) -> None:
-        nonlocal told_epoch, is_paused
-        if progress.paused != is_paused:
-            is_paused = progress.paused
-            _tell_pause(is_paused, manifest(), as_json)
-        if as_json:
-            console.print_json({"event": "progress", **_figures(progress, num_peers())})
-        elif progress.epoch != told_epoch:
-            told_epoch = progress.epoch
+        progress = event.progress
+        if progress.epoch != self._told_epoch:
+            self._told_epoch = progress.epoch
             console.out.print(
                 f"epoch {progress.epoch}: loss {progress.loss:.4f}, {progress.samples_per_second:.1f} samples/s, "
-                f"{progress.given} given, {console.count(num_peers(), 'peer')}",
+                f"{progress.given} given, {console.count(event.num_peers, 'peer')}",
                 highlight=False,
             )
 
-    return tell
 
-
-def _tell_pause(is_paused: bool, manifest: Manifest, as_json: bool) -> None:
-    """That the run waits, or goes on, by whom and why."""
+def _words_of(event: participants.Event) -> str:
+    """What a person is told; empty: nothing."""
     from potluck.cli import console
+    from potluck.training import participant as events
 
-    what = "paused" if is_paused else "resumed"
-    order = manifest.newest_change(what)
-    by, reason = (order.by, order.reason) if order is not None else ("", "")
-    if as_json:
-        console.print_json({"event": what, "by": by, "reason": reason})
-        return
-    why = f" ({reason})" if reason else ""
-    text = (
-        f"{by or 'The organiser'} has paused the run{why}. Your samples are kept, and you go on when the run does."
-        if is_paused
-        else f"{by or 'The organiser'} has the run go on{why}."
-    )
-    console.out.print(text, markup=False, highlight=False)
+    match event:
+        case events.ManifestAwaited():
+            return "The organiser has not said yet what to train. Waiting for that."
+        case events.RunIsOver(epoch):
+            return f"This run is over: it ended with epoch {epoch}, and nothing is left to train."
+        case events.TrainingBegan():
+            size = event.batch_size
+            batches = "in batches whose size is found on the way" if size is None else f"in batches of {size}"
+            return (
+                f"Training {event.recipe} on {', '.join(event.devices)} in {event.precision} {batches}, with "
+                f"{console.count(event.num_threads, 'thread')}. Ctrl-C hands in what you have done, and leaves."
+            )
+        case events.SlowLine(advice):
+            return advice
+        case events.BatchSizeFound(size):
+            return f"Batches of {size} from here on."
+        case events.PauseChanged(is_paused, by, reason):
+            who, why = by or "The organiser", f" ({reason})" if reason else ""
+            if is_paused:
+                return f"{who} has paused the run{why}. Your samples are kept, and you go on when the run does."
+            return f"{who} has the run go on{why}."
+        case events.PathBegan(path, phase, num_others, loss):
+            others = f", with {console.count(num_others, 'other')}" if num_others else ""
+            before = f" Loss {loss:.4f} in the phase before." if loss == loss else ""
+            return f"You train path ({', '.join(map(str, path))}), phase {phase}{others}.{before}"
+        case events.HandingIn(samples):
+            return f"Handing in your last {console.count(samples, 'sample')} with the next epoch …"
+        case _:
+            return ""
+
+
+def _fields_of(event: participants.Event) -> dict[str, Any]:
+    """What a program is told; empty: nothing."""
+    from potluck.training import participant as events
+
+    match event:
+        case events.ManifestAwaited():
+            return {"event": "no manifest"}
+        case events.RunIsOver(epoch):
+            return {"event": "over", "epoch": epoch}
+        case events.Prepared(what) if what != "manifest":
+            return {"event": "prepared", "what": what}
+        case events.TrainingBegan():
+            return {
+                "event": "training",
+                "recipe": event.recipe,
+                "batch_size": event.batch_size,
+                "device": ",".join(event.devices),
+                "precision": event.precision,
+                "threads": event.num_threads,
+            }
+        case events.SlowLine(advice):
+            return {"event": "slow line", "advice": advice}
+        case events.BatchSizeFound(size):
+            return {"event": "batch size", "batch_size": size}
+        case events.PauseChanged(is_paused, by, reason):
+            return {"event": "paused" if is_paused else "resumed", "by": by, "reason": reason}
+        case events.Progressed(progress, num_peers):
+            return {"event": "progress", **_figures(progress, num_peers)}
+        case events.PathBegan(path, phase):
+            return {"event": "path", "path": list(path), "phase": phase, "others": event.num_others}
+        case events.HandingIn(samples):
+            return {"event": "handing in", "samples": samples}
+        case _:
+            return {}
 
 
 def _figures(progress: TrainProgress, num_peers: int) -> dict[str, Any]:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import _ssl
 import asyncio
-import base64
 import contextlib
 import errno
-import os
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -20,6 +18,7 @@ from typing import Any
 import msgspec
 
 from potluck.errors import CertificateError, HubUnavailableError
+from potluck.hub.bulk.websocket import new_key, upgrade_request
 from potluck.hub.server.configuration import host_port
 
 _GOODBYE_SECONDS = 1.0
@@ -68,12 +67,7 @@ async def look_by_tcp(host: str, port: int, context: ssl.SSLContext | None) -> l
 async def look_by_websocket(host: str, port: int, context: ssl.SSLContext | None) -> list[bytes]:
     """The same on the WebSocket port."""
     async with _connected(host, port, context) as (reader, writer):
-        key = base64.b64encode(os.urandom(16)).decode("ascii")
-        request = (
-            f"GET / HTTP/1.1\r\nHost: {host_port(host, port)}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-            f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n\r\n"
-        )
-        writer.write(request.encode("ascii"))
+        writer.write(upgrade_request(host_port(host, port), new_key()))
         await writer.drain()
         status = await _read_line(reader, host_port(host, port))
         if not status.startswith(b"HTTP/1.1 101"):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from potluck.errors import ConfigurationError
@@ -31,12 +31,11 @@ from potluck.optim.methods.outer import OuterSGD
 from potluck.optim.methods.sparseloco import SparseLoCo
 from potluck.optim.options import OptimizerConfig
 from potluck.run.joined import Joined
-from potluck.training.trainer.ownloop import DiLoCo, Optimizer
+from potluck.training.trainer.ownloop import DiLoCo, Optimizer, ProgramOptimizer
 
 logger = logging.getLogger(__name__)
 
 Algorithm = Literal["sync", "local", "diloco", "streaming", "sparseloco", "asynchronous"]
-SharedOptimizer = Optimizer | DiLoCo
 
 _OWN: dict[Algorithm, Callable[[], dict[str, Any]]] = {
     "sync": dict,
@@ -117,7 +116,7 @@ class TrainingConfig:
         *,
         schedule: RunSchedule | None = None,
         buffers: Mapping[str, Tensor] | None = None,
-    ) -> SharedOptimizer:
+    ) -> ProgramOptimizer:
         """The run's optimizer around a torch one."""
         parts = self.parts()
         parts.setdefault("extra_tensors", buffers or {})
@@ -126,12 +125,6 @@ class TrainingConfig:
         if isinstance(config, OptimizerConfig):
             return Optimizer(run, optimizer, scheduler=scheduler, config=config, **parts)
         return DiLoCo(run, optimizer, scheduler=scheduler, config=config, **parts)
-
-
-def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """What a model keeps beside parameters, statistics of normalisation for one: part of the run's state."""
-    saved = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()}
 
 
 def _with_offloading(options: dict[str, Any]) -> dict[str, Any]:

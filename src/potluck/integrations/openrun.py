@@ -173,11 +173,11 @@ def open_run(link: str = "", **options: Any) -> OpenRun:
 
 def join_or_start(config: JoinConfig, run: Joined | None = None) -> OpenRun:
     """Join the run that the configuration leads to; a run that is joined already is taken as it is."""
-    part = OpenRun(run, is_ours=False) if run is not None else _take_part(config)
+    part = OpenRun(run, is_ours=False) if run is not None else _joined_or_started(config)
     return part.tell_more() if config.verbose else part
 
 
-def _take_part(config: JoinConfig) -> OpenRun:
+def _joined_or_started(config: JoinConfig) -> OpenRun:
     link = config.link()
     if link:
         return OpenRun(_join(link, config))

@@ -18,7 +18,7 @@ import torch
 from torch.nn import Parameter
 
 from potluck.errors import ConfigurationError
-from potluck.integrations.algorithms import SharedOptimizer
+from potluck.training.trainer.ownloop import ProgramOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class RunOptimizer(torch.optim.Optimizer):
         # torch's own __init__ is left out on purpose: groups and state are those of the optimizer that we wrap.
         self.inner = inner
         self._count = count
-        self.shared: SharedOptimizer | None = None
+        self.shared: ProgramOptimizer | None = None
         self._saved: dict[str, Any] | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -42,9 +42,9 @@ class RunOptimizer(torch.optim.Optimizer):
 
     def begin(
         self,
-        make: Callable[[torch.optim.Optimizer], SharedOptimizer],
+        make: Callable[[torch.optim.Optimizer], ProgramOptimizer],
         clip: Callable[[torch.optim.Optimizer], None] | None = None,
-    ) -> SharedOptimizer:
+    ) -> ProgramOptimizer:
         """Have steps made by the run from now on. `clip` sees the gradients that are stepped on: the run's average."""
         if self.shared is not None:
             raise ConfigurationError("this optimizer trains in a run already: make another for another run")
@@ -85,7 +85,7 @@ class RunOptimizer(torch.optim.Optimizer):
         """The model's own, also where the optimizer works on copies."""
         if self.shared is None:
             return [parameter for group in self.inner.param_groups for parameter in group["params"]]
-        return list(_state_of(self.shared).model.values())
+        return list(self.shared.state_of_model.model.values())
 
     # torch's interface
 
@@ -145,7 +145,3 @@ class RunOptimizer(torch.optim.Optimizer):
 
 def _have_gradients(parameters: Iterable[Parameter]) -> bool:
     return any(parameter.grad is not None for parameter in parameters)
-
-
-def _state_of(shared: SharedOptimizer) -> Any:
-    return shared.method.state

@@ -18,15 +18,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from potluck.errors import ConfigurationError, PotluckError
-from potluck.integrations.algorithms import Algorithm, SharedOptimizer, TrainingConfig, buffers_of
+from potluck.integrations.algorithms import Algorithm, TrainingConfig
 from potluck.integrations.embeddedrun import EmbeddedConfig
 from potluck.integrations.naming import translated
 from potluck.integrations.openrun import PEER_OPTIONS, JoinConfig, OpenRun, join_or_start
 from potluck.integrations.runoptimizer import RunOptimizer
 from potluck.integrations.samples import SampleCounter
 from potluck.integrations.schedules import RunSchedule
+from potluck.optim.parameters import buffers_of
 from potluck.peer import environment
 from potluck.run.joined import Joined
+from potluck.training.trainer.ownloop import ProgramOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +134,7 @@ class InRun:
         return self._part.participation.link if self._part.participation is not None else ""
 
     @property
-    def shared(self) -> SharedOptimizer | None:
+    def shared(self) -> ProgramOptimizer | None:
         """The run's optimizer, while training."""
         return self._part.optimizer.shared if self._part.optimizer is not None else None
 
@@ -159,7 +161,7 @@ class InRun:
             "potluck_own_samples": self._part.counter.total,
             "potluck_peers": self.num_peers,
         }
-        latest = self.shared.collaboration.latest
+        latest = self.shared.collaboration.progress.latest
         if latest is None:
             return own
         return own | {

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from potluck.link.carrier import Buffer
 from potluck.link.channel.sendreceipt import SendReceipt
 from potluck.link.dispatch import Handler, Incoming
-from potluck.link.links import Links
+from potluck.link.links import Links, urgency_of_message
 from potluck.link.stream import Stream
 from potluck.link.streams import StreamHandler
 from potluck.messages import Message
@@ -41,11 +41,13 @@ class GroupLinks:
         self._links.handle_stream(kind, handler, group=self._group)
         self._handled.append(kind)
 
-    def send(
+    async def send(
         self, peer: str, message: Message, frames: Sequence[Buffer] = (), *, timeout_seconds: float, bulk: bool = False
-    ) -> Coroutine[Any, Any, SendReceipt]:
+    ) -> SendReceipt:
         """As `Links.send`."""
-        return self._links.send(peer, message, frames, timeout_seconds=timeout_seconds, bulk=bulk, group=self._group)
+        return await self._links.queue_to(peer).send(
+            message, frames, group=self._group, urgency=urgency_of_message(bulk), timeout_seconds=timeout_seconds
+        )
 
     def request(
         self,

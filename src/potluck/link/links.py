@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from potluck.clock import Clock
-from potluck.errors import ConfigurationError, PeerUnreachableError, ProtocolError
+from potluck.errors import PeerUnreachableError, ProtocolError
 from potluck.hub.presence import Presence
 from potluck.link.carrier import Buffer, Carrier
 from potluck.link.channel.inbox import ReceivedMessage
@@ -29,7 +29,7 @@ from potluck.link.channel.packet import Urgency
 from potluck.link.channel.sendreceipt import SendReceipt
 from potluck.link.counters import Counters, LinkStatistics
 from potluck.link.dispatch import Arrived, Dispatcher, Handler, Incoming
-from potluck.link.envelope import Envelope, MessageRole, as_views, decode_envelope, encode_envelope, encode_message
+from potluck.link.envelope import Envelope, MessageRole, decode_envelope, encode_envelope
 from potluck.link.limits import MIB, LinkConfig
 from potluck.link.peerlink import PeerLink
 from potluck.link.requests import Requests
@@ -67,7 +67,7 @@ class Links:
         self._dispatcher = Dispatcher(self._config, self._requests.respond)
         self._streams = Streams(self._config, self._table.budget, self._post, self._tell, self._still_seconds)
         self._self_link = SelfLink(self_id, self._self_delivered, lambda: self._self_queue.admit())
-        self._self_queue = SendQueue(self._self_link, self._config.queue_bytes)
+        self._self_queue = SendQueue(self._self_link, self._config)
         self._queues: dict[PeerLink, SendQueue] = {}
         self._awake: dict[PeerLink, None] = {}  # in the order in which they woke
         self._active: dict[PeerLink, None] = {}  # have something due later, in the order in which that began
@@ -113,15 +113,13 @@ class Links:
         sending, except that those with `bulk` let the others pass. DeadlineExceededError when the queue stays full,
         PeerUnreachableError when there is no such peer.
         """
-        tag, body = encode_message(message, group)
-        envelope = Envelope(role=MessageRole.MESSAGE, kind=tag, body=body)
-        return await self._post(
-            peer, envelope, as_views(frames), urgency=_urgency(bulk), timeout_seconds=timeout_seconds
+        return await self.queue_to(peer).send(
+            message, frames, group=group, urgency=urgency_of_message(bulk), timeout_seconds=timeout_seconds
         )
 
     async def flush(self, peer: str, *, timeout_seconds: float) -> None:
         """Return once the peer has all that was queued for it. PeerUnreachableError if some of it may be lost."""
-        queue = self._queue(peer, must_live=False)
+        queue = self.queue_to(peer, must_live=False)
         if peer in self._table.links:
             self._table.links[peer].hurry()
         await queue.flush(timeout_seconds)
@@ -166,7 +164,7 @@ class Links:
             frames,
             reply=reply,
             timeout_seconds=timeout_seconds,
-            urgency=_urgency(bulk),
+            urgency=urgency_of_message(bulk),
             group=group,
         )
 
@@ -179,19 +177,17 @@ class Links:
     async def _post(
         self, peer: str, envelope: Envelope, frames: Sequence[memoryview], *, urgency: Urgency, timeout_seconds: float
     ) -> SendReceipt:
-        queue = self._queue(peer)
-        body = encode_envelope(envelope)
-        self._check_size(body, frames)
-        return await queue.wait(body, frames, urgency, timeout_seconds)
+        return await self.queue_to(peer).post(envelope, frames, urgency, timeout_seconds)
 
     def _tell(self, peer: str, envelope: Envelope, urgency: Urgency) -> None:
         with contextlib.suppress(PeerUnreachableError):  # nobody is left to be told
-            self._queue(peer).put(encode_envelope(envelope), (), urgency)
+            self.queue_to(peer).put(encode_envelope(envelope), (), urgency)
             link = self._table.links.get(peer)
             if link is not None and link.queued_bytes > self._config.queue_bytes + TOLD_BYTES:
                 link.abandon("it takes nothing of what it makes us say")
 
-    def _queue(self, peer: str, *, must_live: bool = True) -> SendQueue:
+    def queue_to(self, peer: str, *, must_live: bool = True) -> SendQueue:
+        """The messages to a peer; PeerUnreachableError when there is no such peer (any more)."""
         if self._closed:
             raise PeerUnreachableError(CLOSED)
         if peer == self._self_id:
@@ -201,22 +197,8 @@ class Links:
             raise PeerUnreachableError(f"peer {peer} is not in the run (any more): see the roster for who is")
         queue = self._queues.get(link)
         if queue is None:
-            queue = self._queues[link] = SendQueue(link, self._config.queue_bytes)
+            queue = self._queues[link] = SendQueue(link, self._config)
         return queue
-
-    def _check_size(self, body: bytes, frames: Sequence[memoryview]) -> None:
-        config = self._config
-        if len(frames) > config.max_frames:
-            raise ConfigurationError(
-                f"{len(frames)} frames in a message exceed {config.max_frames}: join or split them"
-            )
-        largest = max(map(len, frames), default=0)
-        total = len(body) + sum(map(len, frames))
-        if largest > config.max_frame_bytes or total > config.max_message_bytes:
-            raise ConfigurationError(
-                f"a message of {total} bytes, its largest frame {largest}, exceeds the limits of "
-                f"{config.max_message_bytes} and {config.max_frame_bytes}: split it, or use a stream"
-            )
 
     # What roster and carriers tell (CarrierEvents)
 
@@ -361,5 +343,6 @@ class Links:
             await carrier.close()
 
 
-def _urgency(bulk: bool) -> Urgency:
+def urgency_of_message(bulk: bool) -> Urgency:
+    """What goes first when several messages wait: bulk lets the others pass."""
     return Urgency.BULK if bulk else Urgency.FIRST

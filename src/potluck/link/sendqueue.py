@@ -1,4 +1,4 @@
-"""Who waits for room in a peer's queue: first come, first served.
+"""The messages to one peer, and the senders that wait for room in its queue: first come, first served.
 
 A sender's message waits here with everything that belongs to it, so that nobody can slip in between the moment room
 appears and the moment its sender runs again.
@@ -11,10 +11,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from potluck.errors import DeadlineExceededError, PeerUnreachableError
+from potluck.errors import ConfigurationError, DeadlineExceededError, PeerUnreachableError
+from potluck.link.carrier import Buffer
 from potluck.link.channel.outbox import message_bytes
 from potluck.link.channel.packet import Urgency
 from potluck.link.channel.sendreceipt import SendReceipt
+from potluck.link.envelope import Envelope, MessageRole, as_views, encode_envelope, encode_message
+from potluck.link.limits import LinkConfig
+from potluck.messages import Message
 
 
 class OutgoingQueue(Protocol):
@@ -50,11 +54,41 @@ class _Waiter:
 class SendQueue:
     """The senders to one peer."""
 
-    def __init__(self, link: OutgoingQueue, limit_bytes: int) -> None:
+    def __init__(self, link: OutgoingQueue, config: LinkConfig) -> None:
         self._link = link
-        self._limit_bytes = limit_bytes
+        self._config = config
         self._waiters: deque[_Waiter] = deque()
         self._last: dict[Urgency, SendReceipt] = {}
+
+    async def send(
+        self, message: Message, frames: Sequence[Buffer], *, group: str, urgency: Urgency, timeout_seconds: float
+    ) -> SendReceipt:
+        """Queue a message as soon as there is room."""
+        tag, body = encode_message(message, group)
+        envelope = Envelope(role=MessageRole.MESSAGE, kind=tag, body=body)
+        return await self.post(envelope, as_views(frames), urgency, timeout_seconds)
+
+    async def post(
+        self, envelope: Envelope, frames: Sequence[memoryview], urgency: Urgency, timeout_seconds: float
+    ) -> SendReceipt:
+        """Queue an envelope as soon as there is room; ConfigurationError when it is larger than links allow."""
+        body = encode_envelope(envelope)
+        self._check_size(body, frames)
+        return await self.wait(body, frames, urgency, timeout_seconds)
+
+    def _check_size(self, body: bytes, frames: Sequence[memoryview]) -> None:
+        config = self._config
+        if len(frames) > config.max_frames:
+            raise ConfigurationError(
+                f"{len(frames)} frames in a message exceed {config.max_frames}: join or split them"
+            )
+        largest = max(map(len, frames), default=0)
+        total = len(body) + sum(map(len, frames))
+        if largest > config.max_frame_bytes or total > config.max_message_bytes:
+            raise ConfigurationError(
+                f"a message of {total} bytes, its largest frame {largest}, exceeds the limits of "
+                f"{config.max_message_bytes} and {config.max_frame_bytes}: split it, or use a stream"
+            )
 
     def put(self, body: bytes, frames: Sequence[memoryview], urgency: Urgency) -> SendReceipt:
         """Queue a message at once, room or not."""
@@ -63,7 +97,7 @@ class SendQueue:
 
     def _has_room(self, body: bytes, frames: Sequence[memoryview]) -> bool:
         queued = self._link.queued_bytes
-        return not queued or queued + message_bytes(body, frames) <= self._limit_bytes
+        return not queued or queued + message_bytes(body, frames) <= self._config.queue_bytes
 
     async def wait(
         self, body: bytes, frames: Sequence[memoryview], urgency: Urgency, timeout_seconds: float

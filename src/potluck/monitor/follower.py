@@ -15,6 +15,7 @@ from potluck.messages import Message, decode
 from potluck.monitor.fleetnews import FleetNews
 from potluck.monitor.past import Past
 from potluck.monitor.watcher import Watcher
+from potluck.paths.phasebook import PHASES_KEY, PhaseBook
 from potluck.peer.session import Session
 from potluck.plaintext import clean_all
 from potluck.training.books import ballot, contributions
@@ -41,6 +42,8 @@ class RunFollower:
         self.book = ContributionBook()
         self.ballot = Ballot()
         self.fleet = FleetNews(session)
+        self.phases: PhaseBook | None = None
+        """Who trains which path, where the run has paths."""
         self.counts: Counter[str] = Counter()
         self._subscriptions: list[Subscription] = []
         self._wanted: set[int] = set()  # pages of the history that are full and not here yet
@@ -93,7 +96,16 @@ class RunFollower:
             await history.watch(self._preview_changed, "preview."),
             await hub.store("contributions").watch(self._book_changed),
             await hub.store("ballot").watch(self._ballot_changed),
+            await hub.store("shards").watch(self._phases_changed),
         ]
+
+    def _phases_changed(self, entry: Entry) -> None:
+        if entry.key != PHASES_KEY or entry.value is None:
+            return
+        try:
+            self.phases = decode(PhaseBook, entry.value)
+        except ProtocolError:
+            self.counts["bad_books"] += 1
 
     def _page_came(self, entry: Entry) -> None:
         if entry.value is None:

@@ -3,7 +3,8 @@
 What users have:
     optimizer.py, options.py  `potluck.Optimizer`: a torch optimizer that steps when the run has done its batch
     diloco.py                 `potluck.DiLoCo` and its relatives: many local steps, then one exchange
-    auxiliary.py                 an aux peer's part, without a model
+    sharedoptimizer.py        what the two have in common: pace, reports, handing in
+    auxiliary.py              an aux peer's part, without a model
 
 One small interface under them all, no I/O:
     method.py                 Method: what is averaged, and what becomes of it; StateSource: where states come from
@@ -20,8 +21,8 @@ Drivers:
     staging.py                what a round averages, copied between a GPU and the CPU beside training
     recovery.py               the state it stands on: at the start, caught up with, repaired, rolled back
     lastgood.py               what it is rolled back to
-    epochlistener.py              epochs that pass while that state is on its way
-    collaboration.py          what it has on the event loop: averaging and progress/
+    epochlistener.py          epochs that pass while that state is on its way
+    collaboration.py          averager, progress and keeper of a group, started and closed together
     keptstates.py             the run's keepers (state/) as its source of states
     progress/                 how far the run is towards its next epoch
     cores.py                  how many threads, where several peers share a machine

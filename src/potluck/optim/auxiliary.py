@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Self
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch.utils.hooks import RemovableHandle
 
 from potluck import tasks
-from potluck.errors import RoundFailedError
-from potluck.optim.collaboration import Collaboration
+from potluck.errors import ConfigurationError, RoundFailedError
+from potluck.optim.collaboration import Collaboration, join_collaboration
 from potluck.optim.methods.quorum import ByMost
+from potluck.optim.options import OptimizerConfig, check_target
 from potluck.round.averager import RoundPeer
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator.coordinator import CoordinatorConfig
 from potluck.round.plan.specs import StartSpec
+from potluck.run.joined import Joined
 from potluck.state.config import StateConfig
 from potluck.state.following import Follower
 from potluck.state.keeper import StateKeeper
@@ -73,7 +80,7 @@ class AuxiliaryPeer:
             collaboration.averager,
             session.roster,
             session.clock,
-            num_training=lambda: collaboration.latest.num_trainers if collaboration.latest is not None else 0,
+            num_training=lambda: collaboration.progress.num_trainers,
         )
         helper = cls(collaboration, keeper, follower)
         try:
@@ -87,7 +94,7 @@ class AuxiliaryPeer:
         return helper
 
     async def close(self) -> None:
-        """Leave the round that is under way. Calling it twice does no harm."""
+        """Leave the round that is under way. Idempotent."""
         await tasks.end(self._task)
         if self._returning is not None:
             await self._returning.close()
@@ -107,8 +114,90 @@ class AuxiliaryPeer:
 
     async def _help(self) -> None:
         while True:
-            epoch = self.collaboration.epoch + 1
+            epoch = self.collaboration.averager.epoch + 1
             try:
-                await self.collaboration.average(None, weight=0.0, epoch=epoch, timeout_seconds=HELP_SECONDS)
+                await self.collaboration.averager.average(None, weight=0.0, epoch=epoch, timeout_seconds=HELP_SECONDS)
             except RoundFailedError as error:
                 logger.debug("epoch %d came to nothing while this peer helped: %s", epoch, error)
+
+
+class AuxiliaryOptimizer(torch.optim.Optimizer):
+    """`potluck.Optimizer(run, None, auxiliary=True, …)`: the same interface for a peer that trains nothing.
+
+    It has no parameters and no state, `step` waits for the next epoch of the run, and what concerns samples is empty.
+    """
+
+    def __init__(self, run: Joined, config: OptimizerConfig) -> None:
+        # torch's own __init__ is left out on purpose: it wants parameters.
+        self.run = run
+        self.config = config
+        self.collaboration = join_collaboration(run, config)
+        self._peer = run.call(AuxiliaryPeer.start(self.collaboration, config.state))
+        run.attach(self._peer.close)
+        self.param_groups = []
+        self.state = defaultdict(dict)
+        self.defaults = {}
+        self.samples = 0
+
+    @property
+    def epoch(self) -> int:
+        """How many updates the run has."""
+        return self.collaboration.averager.epoch
+
+    @property
+    def target_batch_size(self) -> int:
+        """How many samples of all peers together make an epoch. Set it on all of them, for the same epoch."""
+        return self.collaboration.progress.target or self.config.target_batch_size
+
+    @target_batch_size.setter
+    def target_batch_size(self, samples: int) -> None:
+        self.collaboration.progress.target = check_target(samples)
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, batch_size: int | None = None, grad_scaler: object = None
+    ) -> None:
+        """Wait for the next epoch of the run."""
+        self.run.check()
+        self.run.call(self._peer.until_after(self.epoch))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """There are no gradients."""
+
+    def statistics(self) -> dict[str, int | float]:
+        """Counters of the run's rounds."""
+        return self.collaboration.averager.statistics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """There is nothing to load."""
+
+    def hand_in(self, timeout_seconds: float) -> int:
+        """There are no samples to hand in."""
+        return 0
+
+    def rest(self) -> None:
+        """It computes nothing anyway."""
+
+    def go_on(self) -> None:
+        """It computes nothing anyway."""
+
+    def shutdown(self) -> None:
+        """It goes on until the run is left."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused."""
+        raise ConfigurationError("an auxiliary peer trains no parameters")
+
+    def _refuse_hook(self, *_args: Any, **_options: Any) -> RemovableHandle:
+        """Refuse a hook."""
+        raise ConfigurationError("an auxiliary peer takes no steps: hooks would never be called")
+
+    register_step_pre_hook = register_step_post_hook = _refuse_hook
+    register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _refuse_hook
+
+    def __repr__(self) -> str:
+        return "potluck.Optimizer(auxiliary)"

@@ -1,14 +1,15 @@
-"""What an optimizer has on the event loop: averaging, and the run's progress. The bridge between two threads.
+"""One peer's averager, progress and keeper in a group: made, started and closed together.
 
-Methods marked *any thread* only read immutable values or post to the loop; coroutines run on the loop.
+Whoever takes part uses these three directly. What needs two of them at once is here: standing by for a round, which
+the run's progress confirms, and following the settings of the coordinator.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Protocol
 
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from potluck.hub.subjects import MAIN
 from potluck.optim.cores import mark_trainer, share_cores_unless_chosen
 from potluck.optim.parameters import RolesByPrefix
 from potluck.optim.progress.progresskeeper import ProgressKeeper
-from potluck.optim.progress.tracker import RunProgress
 from potluck.peer.groupsession import GroupSession
 from potluck.peer.session import Session
 from potluck.round.averager import Averager, AveragerConfig, RoundPeer
@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 ROLES = RolesByPrefix()
 LOOK_EVERY_SECONDS = 0.5
 BACK_SECONDS = 5.0  # who wants to leave waits so long for a hub that is away
-
-T = TypeVar("T")
 
 
 class CollaborationConfig(Protocol):
@@ -112,36 +110,6 @@ class Collaboration:
         await self.progress.close()
         await self.averager.close()
 
-    @property
-    def epoch(self) -> int:
-        """How many epochs are committed, as far as this peer knows (any thread)."""
-        return self.averager.epoch
-
-    @property
-    def num_restored(self) -> int:
-        """How often the run went back to an earlier state on purpose, as far as this peer knows (any thread)."""
-        head = self.averager.lineage.head
-        return head.num_restored + head.num_returned if head is not None else 0
-
-    @property
-    def latest(self) -> RunProgress | None:
-        """The coordinator's newest word (any thread)."""
-        return self.progress.latest
-
-    async def average(
-        self,
-        tensors: Mapping[str, Tensor] | None,
-        *,
-        weight: float,
-        epoch: int,
-        reduces: bool = True,
-        timeout_seconds: float,
-    ) -> RoundResult:
-        """Take part in making an epoch."""
-        return await self.averager.average(
-            tensors, weight=weight, epoch=epoch, reduces=reduces, timeout_seconds=timeout_seconds
-        )
-
     async def stand_by(
         self, stand_by: StandBy, tensors: Mapping[str, Tensor], *, weight: float, epoch: int, timeout_seconds: float
     ) -> RoundResult | None:
@@ -157,19 +125,6 @@ class Collaboration:
     async def _confirm_when_due(self, epoch: int) -> None:
         if await self.progress.until_due(epoch, None):
             self.averager.confirm()
-
-    async def work(self, on_tensors: Callable[[], T]) -> T:
-        """Have work done in a worker."""
-        return await self.averager.work(on_tensors)
-
-    @property
-    def is_in_round(self) -> bool:
-        """Whether a round has begun that counts on this peer (any thread)."""
-        return self.averager.is_in_round
-
-    async def until_due(self, epoch: int, seconds: float) -> bool:
-        """Wait until the epoch after `epoch` is due."""
-        return await self.progress.until_due(epoch, seconds)
 
     def _committed(self, _commit: Commit) -> None:
         self.progress.committed()

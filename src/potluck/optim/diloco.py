@@ -19,10 +19,9 @@ Relatives are options of the same loop (outerloop.py):
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +29,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from potluck.errors import ConfigurationError
 from potluck.hub.subjects import MAIN, check_group_name
-from potluck.optim.collaboration import join_collaboration, require_hub
-from potluck.optim.driver import Driver, DriverConfig
-from potluck.optim.gradscaler import Unscaler
-from potluck.optim.keptstates import Source, source_of_states
+from potluck.optim.driver import DriverConfig
+from potluck.optim.keptstates import Source
 from potluck.optim.method import Hyperparameters
 from potluck.optim.methods.outer import Nesterov, OuterOptimizer
 from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
@@ -42,6 +39,7 @@ from potluck.optim.methods.transform import Transform
 from potluck.optim.modelstate import ModelState, SchedulerFactory
 from potluck.optim.outerloop import OuterLoop, Weighting
 from potluck.optim.progress.pace import Pace
+from potluck.optim.sharedoptimizer import SharedOptimizer
 from potluck.optim.stride import Stride
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator.coordinator import CoordinatorConfig
@@ -163,8 +161,10 @@ class DiLoCoConfig:
         return CoordinatorConfig(gather=self.gather, trigger=trigger)
 
 
-class DiLoCo:
+class DiLoCo(SharedOptimizer):
     """Local steps of any torch optimizer, and an outer optimizer over all peers."""
+
+    method: OuterLoop
 
     def __init__(
         self,
@@ -186,35 +186,35 @@ class DiLoCo:
         `hyperparameters` is called with the epoch before each outer step, also before those that a newcomer repeats.
         """
         self.config = config = config or DiLoCoConfig(**options)
-        self.run = run
         inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(params)
-        self.method = OuterLoop(
-            ModelState(inner, scheduler=scheduler, extra_tensors=extra_tensors, offload=config.offload_optimizer),
-            outer or Nesterov(),
-            config.schedule(),
-            transform=transform,
-            weighting=config.weighting,
+        state = ModelState(inner, scheduler=scheduler, extra_tensors=extra_tensors, offload=config.offload_optimizer)
+        method = OuterLoop(
+            state, outer or Nesterov(), config.schedule(), transform=transform, weighting=config.weighting
         )
-        self.collaboration = join_collaboration(run, config, self.method.transform.codec)
-        states = source_of_states(run, self.collaboration, source, config.state)
-        self.driver = Driver(run, self.method, self.collaboration, config.driver(), states, hyperparameters)
-        self._unscaler = Unscaler(self.method.state.model.values(), cast(torch.optim.Optimizer, self))
-        self._stride = Stride(self.method.schedule, by_speed=config.steps_by_speed and scheduler is None)
+        self._join(
+            run,
+            config,
+            state,
+            method,
+            codec=method.transform.codec,
+            source=source,
+            hyperparameters=hyperparameters,
+        )
+        self._stride = Stride(method.schedule, by_speed=config.steps_by_speed and scheduler is None)
         self.collaboration.averager.listen(self._stride.cadence.committed)
-        self.driver.begin()
+        self._num_loaded = 0
+        self._begin()
         self._num_loaded = self.driver.num_loaded
-        self._report()
-        self._stride.pace.resume(time.monotonic())
 
     @property
-    def epoch(self) -> int:
-        """How many outer steps of the run this peer's shared parameters hold."""
-        return self.driver.epoch
+    def pace(self) -> Pace:
+        """How fast this peer computes."""
+        return self._stride.pace
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the inner optimizer."""
-        return self.method.state.optimizer.param_groups
+    def samples(self) -> int:
+        """This peer's samples since its last exchange."""
+        return self.method.samples
 
     @property
     def steps_per_round(self) -> int:
@@ -223,7 +223,7 @@ class DiLoCo:
 
     @property
     def _fast_steps_per_second(self) -> float:
-        latest = self.collaboration.latest
+        latest = self.collaboration.progress.latest
         return latest.fast_steps_per_second if latest is not None else 0.0
 
     def step(
@@ -233,11 +233,7 @@ class DiLoCo:
         grad_scaler: GradScaler | None = None,
     ) -> Any:
         """One local step on the gradients of a batch; now and then an exchange. Returns what the closure returned."""
-        self.run.check()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._evaluate(closure)
         is_finite = None  # looked at below, unless the scaler does so
         if grad_scaler is not None and grad_scaler.is_enabled():
             is_finite = self._unscaler.unscale(grad_scaler)
@@ -246,7 +242,7 @@ class DiLoCo:
             logger.warning("a batch of %d samples has gradients that are not finite: it is left out", batch_size)
         stride, fast = self._stride, self._fast_steps_per_second
         stride.steps += 1
-        stride.pace.step_done(batch_size, time.monotonic())
+        stride.pace.step_done(batch_size, self._clock.monotonic())
         self._report()
         if self.driver.is_busy and stride.steps >= stride.overlap_steps(fast):
             self.driver.land()
@@ -254,47 +250,31 @@ class DiLoCo:
         self._keep_in_step()
         if stride.is_done(fast):
             self._exchange()
-        stride.pace.resume(time.monotonic())
+        self.go_on()
         return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that were not handed in."""
-        for parameter in self.method.state.model.values():
-            parameter.grad = None
-
-    def statistics(self) -> dict[str, int | float]:
-        """Counters of this optimizer and of its rounds."""
-        return {**self.driver.statistics(), **self.collaboration.averager.statistics()}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that this peer needs to go on with the same bits. An exchange in the background is landed first.
 
         In another run epochs count from where that run is; the turn of the fragments goes on as it was.
         """
-        return {**self.driver.state_dict(), "steps_since_offer": self._stride.steps}
+        return {**super().state_dict(), "steps_since_offer": self._stride.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
-        self.driver.load_state_dict(state)
         self._stride.steps = state["steps_since_offer"]
-        self._report()
+        super().load_state_dict(state)
 
     def hand_in(self, timeout_seconds: float) -> int:
         """Exchange what was done since the last exchange, before leaving; how many samples that were.
 
         It is averaged with those who are ready. The others are a little late then, and late work is kept.
         """
-        self.run.call(require_hub(self.run.peer.session))
-        self.driver.land()
-        samples = self.method.samples
-        self._stride.offered()
-        if not samples or self.driver.is_behind:
-            return 0
-        return samples if self.driver.round(timeout_seconds=timeout_seconds) else 0
+        return super().hand_in(timeout_seconds)
 
-    def shutdown(self) -> None:
-        """Bring in the round in the background, or leave it if it takes long; the run goes on until it is left."""
-        self.driver.close()
+    def _until_last_round(self, timeout_seconds: float) -> float:
+        self._stride.offered()
+        return timeout_seconds
 
     def _exchange(self) -> None:
         """Take part in the next epoch; who is late takes over the newest state first, and goes on with the others."""
@@ -346,15 +326,7 @@ class DiLoCo:
             most_seconds=self.config.grace_seconds,
         )
 
-    def rest(self) -> None:
-        """Nothing is computed for a while: say that this peer makes no samples, until its next step."""
-        self._report(is_resting=True)
-
-    def go_on(self) -> None:
-        """The next step begins now: the rest before it says nothing about this peer's speed."""
-        self._stride.pace.resume(time.monotonic())
-
-    def _report(self, *, is_resting: bool = False) -> None:
+    def _report(self, *, leaving: bool = False, is_resting: bool = False) -> None:
         progress, samples, epoch = self.collaboration.progress, self.method.samples, self.epoch
         pace = Pace() if is_resting else self._stride.pace
         rate, steps_rate = pace.samples_per_second, pace.steps_per_second

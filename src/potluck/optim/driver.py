@@ -17,7 +17,6 @@ import asyncio
 import concurrent.futures
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ class _Pending:
 
     @property
     def last(self) -> ThreadResult[Any]:
-        """What ends last of it."""
+        """The outcome that completes last."""
         return self.stepped or self.result
 
 
@@ -100,8 +99,10 @@ class Driver:
         self._run = run
         self._method = method
         self._collaboration = collaboration
+        self._averager = collaboration.averager
+        self._clock = run.clock
         self._config = config
-        self._recovery = Recovery(run, method, collaboration, config.recovery(), source, hyperparameters)
+        self._recovery = Recovery(run, method, self._averager, config.recovery(), source, hyperparameters)
         self._pending: _Pending | None = None
         self._steps: concurrent.futures.ThreadPoolExecutor | None = None
         self._staging = Staging()
@@ -132,7 +133,7 @@ class Driver:
     def is_behind(self) -> bool:
         """Whether epochs are committed that this peer has not, and does not get by the round it is in."""
         expected = self.epoch if self._pending is None else self._pending.epoch
-        return self._collaboration.epoch > expected
+        return self._averager.epoch > expected
 
     # Rounds
 
@@ -146,10 +147,10 @@ class Driver:
         """
         pending = self._start(timeout_seconds, stand_by=stand_by)
         self._pending = pending
-        until = time.monotonic() + timeout_seconds if timeout_seconds is not None else math.inf
+        until = self._clock.monotonic() + timeout_seconds if timeout_seconds is not None else math.inf
         is_over = False
         try:
-            while not is_over and not self.gives_up() and (left := until - time.monotonic()) > 0:
+            while not is_over and not self.gives_up() and (left := until - self._clock.monotonic()) > 0:
                 is_over = pending.result.wait(min(LOOK_UP_SECONDS, left))
         finally:
             if not is_over:  # this peer is stopped, or Ctrl-C: leave the round before anything else
@@ -172,8 +173,10 @@ class Driver:
     def land(self, *, wait: bool = True) -> bool:
         """Bring in what the round in the background came to; False when there is none, or it failed, or is not done.
 
-        A round that this peer gives up waiting for is left, and its offer counts again.
+        A round that this peer gives up waiting for is left, and its offer counts again. What was heard since a state
+        was loaded is brought in as well.
         """
+        self._recovery.hear_out()
         pending = self._pending
         if pending is None or not (wait or pending.last.is_known):
             return False
@@ -196,7 +199,7 @@ class Driver:
             self._method.withdraw(pending.offer)
 
     def close(self, *, wait_seconds: float = LAST_ROUND_SECONDS) -> None:
-        """Bring in the round in the background, if it ends in time, else leave it. Calling it twice does no harm.
+        """Bring in the round in the background, if it ends in time, else leave it. Idempotent.
 
         If all peers of a run ended in the middle of a round, its epoch would be committed, and nobody would have the
         state after it.
@@ -219,6 +222,7 @@ class Driver:
 
     async def _release(self) -> None:
         """On the event loop, when the run is left; whoever is interrupted does not want to wait for others."""
+        await self._recovery.stop_listening()
         is_out = self._run.is_interrupted or self._run.peer.session.ended.done()
         wait_seconds = 0.0 if is_out else self._run.seconds_to_leave(LAST_ROUND_SECONDS)
         await asyncio.to_thread(lambda: self.close(wait_seconds=wait_seconds))
@@ -241,13 +245,13 @@ class Driver:
         if not offer.weight and not await has_other_trainers(self._collaboration.peer.session):
             raise RoundFailedError(f"nobody has anything for epoch {epoch}")
         if not staged:
-            staged.append(await self._collaboration.work(lambda: self._staging.stage(offer.tensors)))
+            staged.append(await self._averager.work(lambda: self._staging.stage(offer.tensors)))
         tensors, copied = staged[0].host, staged[0].copied
         if not copied.is_now:
-            await self._collaboration.work(copied.wait)
+            await self._averager.work(copied.wait)
         if stand_by is None:
-            return await self._collaboration.average(
-                tensors, weight=offer.weight, epoch=epoch, timeout_seconds=timeout_seconds
+            return await self._averager.average(
+                tensors, weight=offer.weight, epoch=epoch, timeout_seconds=timeout_seconds, phases=offer.phases
             )
         return await self._collaboration.stand_by(
             stand_by, tensors, weight=offer.weight, epoch=epoch, timeout_seconds=timeout_seconds
@@ -303,9 +307,9 @@ class Driver:
 
     # Taking over states
 
-    def begin(self) -> None:
-        """Take over the run's state; begin with this peer's own where nobody has one."""
-        self._recovery.begin()
+    def begin(self, *, listens_on: bool = False) -> None:
+        """Take over the run's state; begin with this peer's own where nobody has one. See `Recovery.begin`."""
+        self._recovery.begin(listens_on=listens_on)
 
     def catch_up(self) -> None:
         """Fetch the run's state, if it is further than this peer's. A round in the background is landed first."""
@@ -336,7 +340,7 @@ class Driver:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state. In a run that is not as far, epochs count from where the run is."""
         self.land()
-        self._recovery.load_state_dict(state, epoch=min(state["epoch"], self._collaboration.epoch))
+        self._recovery.load_state_dict(state, epoch=min(state["epoch"], self._averager.epoch))
 
 
 def _epoch_of(pending: _Pending) -> RoundResult | None:

@@ -6,7 +6,9 @@ nobody, and the averages that it hears are put on the state when that is here (`
 have done, to the same bits. Averages are much smaller than states: with Adam and float16 a sixth.
 
 It listens until it can train: a round that began while the state is loaded, or earlier ones are put on it, would be
-missed otherwise, and a whole state more be fetched for it. An epoch that passes all the same without its being heard,
+missed otherwise, and a whole state more be fetched for it. With shared batches it goes on until its first batch is
+computed, which takes longer than later ones (`Recovery.hear_out`); that batch is lost if an epoch passes meanwhile, and
+no state is fetched for it. An epoch that passes all the same without its being heard,
 as one does whose round had begun before this peer came, makes every state from before it useless: then the fetch begins
 anew at once, and not when all of the useless state has come.
 """
@@ -24,8 +26,8 @@ from torch import Tensor
 
 from potluck import tasks
 from potluck.errors import RoundFailedError
-from potluck.optim.collaboration import Collaboration
 from potluck.optim.method import Method
+from potluck.round.averager import Averager
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +45,13 @@ T = TypeVar("T")
 class EpochListener:
     """One peer's ear while it fetches. Lives on the event loop, but for what is said otherwise."""
 
-    def __init__(self, method: Method, collaboration: Collaboration) -> None:
+    def __init__(self, method: Method, averager: Averager) -> None:
         self.averages: dict[int, dict[str, Tensor]] = {}
         """What was heard, by epoch. Any thread may look an epoch up."""
         self.turn = threading.Lock()
         """Held by whoever uses the method while somebody listens: it is asked here what averages look like."""
         self._method = method
-        self._collaboration = collaboration
+        self._averager = averager
         self._epoch = 0  # that is listened for
         self._tensors: dict[str, Tensor] = {}  # for its averages
         self._is_last = False
@@ -92,17 +94,17 @@ class EpochListener:
     @property
     def _is_counted_on(self) -> bool:
         """Whether a round is under way that this peer is in, or is over and its averages are about to be here."""
-        return self._collaboration.is_in_round or self._collaboration.epoch >= self._epoch
+        return self._averager.is_in_round or self._averager.epoch >= self._epoch
 
     async def _listen(self) -> None:
         while not self._is_last:
-            if self._epoch not in self.averages and 0 < self._epoch <= self._collaboration.epoch:
+            if self._epoch not in self.averages and 0 < self._epoch <= self._averager.epoch:
                 self._has_missed.set()
-            epoch = self._epoch = self._collaboration.epoch + 1
+            epoch = self._epoch = self._averager.epoch + 1
             await tasks.finish([self._make_room(epoch)])  # whoever stops listening has the method for itself
             tensors, self._tensors = self._tensors, {}
             try:
-                result = await self._collaboration.average(
+                result = await self._averager.average(
                     tensors, weight=0.0, epoch=epoch, reduces=False, timeout_seconds=ROUND_SECONDS
                 )
             except RoundFailedError as error:
@@ -124,4 +126,4 @@ class EpochListener:
                 for name, tensor in blank.items()
             }
 
-        self._tensors = await self._collaboration.work(make)
+        self._tensors = await self._averager.work(make)

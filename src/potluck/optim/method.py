@@ -34,15 +34,17 @@ class Offer:
         weight: float,
         detail: Any = None,
         made_of: Iterable[Tensor] = (),
+        phases: float = 0.0,
     ) -> None:
         """`detail` is whatever the method wants to find again when the round is over.
 
         Where it takes long to make the tensors, give a function that does so out of copies: for a round in the
         background it is called in a worker. `made_of` are those copies: where they are on a GPU, the worker's stream
-        waits for this thread's.
+        waits for this thread's. `phases` are those of paths that it stands for (paths/).
         """
         self._given_at = Moment(made_of)
         self.weight = weight
+        self.phases = phases
         self.detail = detail
         self._tensors = tensors
 

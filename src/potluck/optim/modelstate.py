@@ -208,7 +208,7 @@ class ModelState:
             # Nobody else vouches for them: what is of no use is not taken.
             if (given := tensors.get(EXTRA + name)) is not None and given.shape == tensor.shape and are_finite([given]):
                 tensor.copy_(given)
-        self._load_statistics(tensors, metadata.get("state", {}))
+        self.load_statistics(tensors, metadata.get("state", {}))
         self.load_numbers(metadata)
         self.land()
 
@@ -225,7 +225,8 @@ class ModelState:
         if self.scheduler is not None and metadata.get("scheduler") is not None:
             self.scheduler.load_state_dict({**self.scheduler.state_dict(), **metadata["scheduler"]})
 
-    def _load_statistics(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Mapping[str, Any]]) -> None:
+    def load_statistics(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over the optimizer's tensors, and what it has beside them."""
         state = self.optimizer.state
         state.clear()
         for name, parameter in self.parameters.items():

@@ -14,7 +14,6 @@ in a round, and all take the same step. Who is alone trains as plain PyTorch wou
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -24,18 +23,17 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from potluck.errors import ConfigurationError
-from potluck.optim.auxiliary import AuxiliaryPeer
-from potluck.optim.collaboration import has_other_trainers, join_collaboration, require_hub
-from potluck.optim.driver import Driver
-from potluck.optim.gradscaler import Unscaler
-from potluck.optim.keptstates import Source, source_of_states
+from potluck.optim.auxiliary import AuxiliaryOptimizer
+from potluck.optim.collaboration import has_other_trainers
+from potluck.optim.keptstates import Source
 from potluck.optim.localupdates import LocalUpdates
 from potluck.optim.method import Hyperparameters
 from potluck.optim.methods.transform import Transform
 from potluck.optim.modelstate import ModelState, SchedulerFactory
-from potluck.optim.options import OptimizerConfig
+from potluck.optim.options import OptimizerConfig, check_target
 from potluck.optim.parameters import are_finite
 from potluck.optim.progress.pace import Pace, is_worth_another_step, patience_seconds
+from potluck.optim.sharedoptimizer import SharedOptimizer
 from potluck.optim.targetbatch import TargetBatch
 from potluck.round.member.intent import StandBy
 from potluck.run.joined import Joined
@@ -51,8 +49,16 @@ LEAST_WORD_SECONDS = 0.2  # that may take this long on a busy machine
 Factory = Callable[[Any], torch.optim.Optimizer]
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(SharedOptimizer, torch.optim.Optimizer):  # type: ignore[override]
     """Large batches over many peers, around any torch optimizer."""
+
+    method: TargetBatch | LocalUpdates
+
+    def __new__(cls, run: Joined, *args: Any, config: OptimizerConfig | None = None, **options: Any) -> Any:
+        """A peer with `auxiliary` trains nothing: it is an AuxiliaryOptimizer."""
+        if config.auxiliary if config is not None else options.get("auxiliary"):
+            return AuxiliaryOptimizer(run, config or OptimizerConfig(**_known(options)))
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -75,53 +81,36 @@ class Optimizer(torch.optim.Optimizer):
         """
         # torch's own __init__ is left out on purpose: groups and state are those of the optimizer that we wrap.
         self.config = config = config or OptimizerConfig(**options)
-        self.run = run
-        self._pace = Pace(config.performance_ema_alpha)
-        self._outdated_in_a_row = 0
-        self._unconfirmed: object = None  # the word of the coordinator that we waited for in vain
-        self._vain_epoch = -1  # whose predicted end did not come
-        self._helper: AuxiliaryPeer | None = None
-        if config.auxiliary:
-            self.collaboration = join_collaboration(run, config)
-            self._helper = run.call(AuxiliaryPeer.start(self.collaboration, config.state))
-            run.attach(self._helper.close)
-            return
         if optimizer is None:
             raise ConfigurationError("an optimizer is missing: only an auxiliary peer (auxiliary=True) needs none")
+        self._pace = Pace(config.performance_ema_alpha)
+        self._outdated_in_a_row = 0
+        self._unconfirmed: object = None  # the coordinator's message that we waited for in vain
+        self._vain_epoch = -1  # whose predicted end did not come
         inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(_given(params))
-        self.state_of_model = ModelState(
-            inner, scheduler=scheduler, extra_tensors=extra_tensors, offload=config.offload_optimizer
+        state = ModelState(inner, scheduler=scheduler, extra_tensors=extra_tensors, offload=config.offload_optimizer)
+        self._join(
+            run,
+            config,
+            state,
+            _make_method(state, config, transform),
+            codec=transform.codec if transform is not None else None,
+            source=source,
+            hyperparameters=hyperparameters,
         )
-        self.method = self._make_method(transform)
-        self.collaboration = join_collaboration(run, config, transform.codec if transform is not None else None)
-        states = source_of_states(run, self.collaboration, source, config.state)
-        self.driver = Driver(run, self.method, self.collaboration, config.driver(), states, hyperparameters)
-        self._unscaler = Unscaler(self.state_of_model.model.values(), self)
-        self.driver.begin()
-        self._report()
-        self._pace.resume(time.monotonic())
+        self._begin(listens_on=isinstance(self.method, TargetBatch))
 
     # torch's interface
 
     @property
-    def inner(self) -> torch.optim.Optimizer:
-        """The optimizer that is wrapped."""
-        return self.state_of_model.optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the wrapped optimizer; an auxiliary peer has none."""
-        return self.inner.param_groups if self._helper is None else []
-
-    @property
     def state(self) -> Any:  # type: ignore[override]
         """That of the wrapped optimizer."""
-        return self.inner.state if self._helper is None else {}
+        return self.inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """Those of the wrapped optimizer."""
-        return self.inner.defaults if self._helper is None else {}
+        return self.inner.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: all peers have to train the same parameters, from the first epoch on."""
@@ -132,39 +121,32 @@ class Optimizer(torch.optim.Optimizer):
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Called before the wrapped optimizer steps, which is once an epoch, or with each local step."""
-        return self._hooked.register_step_pre_hook(hook)
+        return self.inner.register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Called after the wrapped optimizer has stepped."""
-        return self._hooked.register_step_post_hook(hook)
+        return self.inner.register_step_post_hook(hook)
 
     def register_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         """Called before the wrapped optimizer's state is saved, as a part of this one's."""
-        return self._hooked.register_state_dict_pre_hook(hook, prepend)
+        return self.inner.register_state_dict_pre_hook(hook, prepend)
 
     def register_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         """Called after the wrapped optimizer's state was saved."""
-        return self._hooked.register_state_dict_post_hook(hook, prepend)
+        return self.inner.register_state_dict_post_hook(hook, prepend)
 
     def register_load_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         """Called before the wrapped optimizer's state is loaded."""
-        return self._hooked.register_load_state_dict_pre_hook(hook, prepend)
+        return self.inner.register_load_state_dict_pre_hook(hook, prepend)
 
     def register_load_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         """Called after the wrapped optimizer's state was loaded."""
-        return self._hooked.register_load_state_dict_post_hook(hook, prepend)
-
-    @property
-    def _hooked(self) -> torch.optim.Optimizer:
-        if self._helper is not None:
-            raise ConfigurationError("an auxiliary peer takes no steps: hooks would never be called")
-        return self.inner
+        return self.inner.register_load_state_dict_post_hook(hook, prepend)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that were not handed in. Those that were are kept until the run has its batch."""
-        if self._helper is None and not self.config.reuse_grad_buffers:
-            for parameter in self.state_of_model.model.values():
-                parameter.grad = None
+        if not self.config.reuse_grad_buffers:
+            super().zero_grad(set_to_none)
 
     def step(
         self,
@@ -174,78 +156,57 @@ class Optimizer(torch.optim.Optimizer):
     ) -> Any:
         """Hand in the gradients of one batch; take part in a round and step when the run has its batch.
 
-        Returns what the closure returned. An auxiliary peer waits for the next epoch instead.
+        Returns what the closure returned.
         """
-        self.run.check()
-        if self._helper is not None:
-            self.run.call(self._helper.until_after(self.collaboration.epoch))
-            return None
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._evaluate(closure)
         if self._settle():
             self._outdated_in_a_row = 0
             self._add(self._batch_size(batch_size), grad_scaler)
             self._meet()
-        self._pace.resume(time.monotonic())
+        self.go_on()
         return loss
 
     def hand_in(self, timeout_seconds: float) -> int:
         """Bring the samples so far into the run's next epoch, before leaving; how many did count.
 
         With others, that epoch is waited for, as long as it comes in time: starting it early would cost them theirs.
-        Who is alone makes it at once, of fewer samples than usual; and so do those who all leave at the same time.
+        A lone peer makes it at once, of fewer samples than usual; and so do those who all leave at the same time.
         HubUnavailableError where there is no hub.
         """
-        if self._helper is not None:
-            return 0
-        self.run.call(require_hub(self.run.peer.session))
-        self.driver.land()
-        samples, epoch = self.samples, self.epoch
-        if not samples or self.driver.is_behind:
-            return 0
-        deadline = time.monotonic() + timeout_seconds
+        return super().hand_in(timeout_seconds)
+
+    def _until_last_round(self, timeout_seconds: float) -> float | None:
+        epoch, deadline = self.epoch, self._clock.monotonic() + timeout_seconds
         has_others = self.run.call(has_other_trainers(self.collaboration.peer.session))
         if has_others and (not self._comes_before(epoch, deadline) or self.driver.is_behind):
-            return 0
-        left = max(deadline - time.monotonic(), LEAST_ROUND_SECONDS)
-        return samples if self.driver.round(timeout_seconds=left) else 0
+            return None
+        return max(deadline - self._clock.monotonic(), LEAST_ROUND_SECONDS)
 
     def forget_pace(self) -> None:
         """Batches are of another size from here on: how long the earlier ones took says little of them."""
         self._pace = Pace(self.config.performance_ema_alpha)
-        self._pace.resume(time.monotonic())
-
-    def rest(self) -> None:
-        """Nothing is computed for a while: say that this peer makes no samples, until its next step."""
-        if self._helper is None:
-            self._report(is_resting=True)
-
-    def go_on(self) -> None:
-        """The next step begins now: the rest before it says nothing about this peer's speed."""
-        self._pace.resume(time.monotonic())
+        self.go_on()
 
     def _comes_before(self, epoch: int, deadline: float) -> bool:
         """Wait for the epoch after `epoch`, without computing; not at all if it is too far off."""
         self._report(leaving=True)
 
         def wait(seconds: float) -> bool:
-            return self.run.call(self.collaboration.until_due(epoch, max(seconds, 0.0)))
+            return self.run.call(self.collaboration.progress.until_due(epoch, max(seconds, 0.0)))
 
-        left = deadline - time.monotonic()
+        left = deadline - self._clock.monotonic()
         if wait(min(left, HEARD_SECONDS)):
             return True
         due_in_seconds = self.collaboration.progress.due_in_seconds(epoch)
-        left = deadline - time.monotonic()
+        left = deadline - self._clock.monotonic()
         return (due_in_seconds is None or due_in_seconds <= left) and wait(left)
 
     # Where we are
 
     @property
-    def epoch(self) -> int:
-        """How many updates of the run this peer's parameters hold; of an auxiliary peer, how many the run has."""
-        return self.driver.epoch if self._helper is None else self.collaboration.epoch
+    def pace(self) -> Pace:
+        """How fast this peer computes."""
+        return self._pace
 
     @property
     def target_batch_size(self) -> int:
@@ -254,59 +215,18 @@ class Optimizer(torch.optim.Optimizer):
 
     @target_batch_size.setter
     def target_batch_size(self, samples: int) -> None:
-        if samples < 1:
-            raise ConfigurationError(f"target_batch_size={samples}: an epoch needs at least 1 sample")
-        self.collaboration.progress.target = samples
+        self.collaboration.progress.target = check_target(samples)
 
     @property
     def samples(self) -> int:
         """This peer's samples towards the next epoch."""
-        if self._helper is not None:
-            return 0
         method = self.method
         return method.samples if isinstance(method, LocalUpdates) else method.gradients.samples
 
-    def statistics(self) -> dict[str, int | float]:
-        """Counters of this optimizer and of its rounds."""
-        of_states = self.driver.statistics() if self._helper is None else {}
-        return {**of_states, **self.collaboration.averager.statistics()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that this peer needs to go on with the same bits: load it with `load_state_dict`."""
-        return self.driver.state_dict() if self._helper is None else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; an auxiliary peer has none of its own."""
-        if self._helper is not None:
-            return
-        self.driver.load_state_dict(state)
-        self._report()
-
     def __repr__(self) -> str:
-        if self._helper is not None:
-            return "potluck.Optimizer(auxiliary)"
         return f"potluck.Optimizer({self.inner!r}, epoch={self.epoch}, samples={self.samples})"
 
     # How it goes on
-
-    def _make_method(self, transform: Transform | None) -> TargetBatch | LocalUpdates:
-        config = self.config
-        if config.use_local_updates:
-            if transform is not None:
-                raise ConfigurationError("local updates average states, not gradients: leave out the transform")
-            return LocalUpdates(
-                self.state_of_model,
-                max_grad_norm=config.max_grad_norm,
-                average_statistics=config.average_opt_statistics,
-            )
-        return TargetBatch(
-            self.state_of_model,
-            reuse_grad_buffers=config.reuse_grad_buffers,
-            max_grad_norm=config.max_grad_norm,
-            average_state_every=config.average_state_every,
-            average_statistics=config.average_opt_statistics,
-            transform=transform,
-        )
 
     def _batch_size(self, given: int | None) -> int:
         size = given if given is not None else self.config.batch_size_per_step
@@ -362,7 +282,7 @@ class Optimizer(torch.optim.Optimizer):
                 batch_size,
                 also if self.samples < before else "",
             )
-        self._pace.step_done(batch_size, time.monotonic())
+        self._pace.step_done(batch_size, self._clock.monotonic())
         self._report()
 
     def _report(self, *, leaving: bool = False, is_resting: bool = False) -> None:
@@ -405,7 +325,7 @@ class Optimizer(torch.optim.Optimizer):
         there_and_back = 2 * progress.way_seconds
         word_seconds = max(there_and_back, LEAST_WORD_SECONDS)
         if self.config.is_round_delayed or not progress.is_far or seconds < word_seconds:
-            is_due = self.run.call(self.collaboration.until_due(epoch, seconds + there_and_back))
+            is_due = self.run.call(self.collaboration.progress.until_due(epoch, seconds + there_and_back))
             if is_due:
                 self._round()
             return is_due
@@ -418,7 +338,7 @@ class Optimizer(torch.optim.Optimizer):
         config, driver = self.config, self.driver
         if driver.is_busy:
             driver.land()  # we are ahead of our own averaging: wait for it
-            if driver.is_behind or self.collaboration.epoch != driver.epoch or driver.mend():
+            if driver.is_behind or self.collaboration.averager.epoch != driver.epoch or driver.mend():
                 return  # seen to with the next step
         if driver.is_behind:
             driver.catch_up()
@@ -428,10 +348,26 @@ class Optimizer(torch.optim.Optimizer):
             driver.round(stand_by=stand_by, delay_step=config.delay_optimizer_step)
         self._report()
 
-    def shutdown(self) -> None:
-        """Bring in the round in the background, or leave it if it takes long; the run goes on until it is left."""
-        if self._helper is None:
-            self.driver.close()
+
+def _make_method(state: ModelState, config: OptimizerConfig, transform: Transform | None) -> TargetBatch | LocalUpdates:
+    if config.use_local_updates:
+        if transform is not None:
+            raise ConfigurationError("local updates average states, not gradients: leave out the transform")
+        return LocalUpdates(state, max_grad_norm=config.max_grad_norm, average_statistics=config.average_opt_statistics)
+    return TargetBatch(
+        state,
+        reuse_grad_buffers=config.reuse_grad_buffers,
+        max_grad_norm=config.max_grad_norm,
+        average_state_every=config.average_state_every,
+        average_statistics=config.average_opt_statistics,
+        transform=transform,
+    )
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of OptimizerConfig; an auxiliary peer needs nothing else that an optimizer is given."""
+    beside = ("params", "scheduler", "extra_tensors", "transform", "source", "hyperparameters")
+    return {name: value for name, value in options.items() if name not in beside}
 
 
 def _given(params: Iterable[Any] | None) -> Iterable[Any]:

@@ -87,8 +87,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_group_name(self.group)
-        if self.target_batch_size < 1:
-            raise ConfigurationError(f"target_batch_size={self.target_batch_size}: an epoch needs at least 1 sample")
+        check_target(self.target_batch_size)
         if self.batch_size_per_step is not None and self.batch_size_per_step < 1:
             raise ConfigurationError(f"batch_size_per_step={self.batch_size_per_step}: it must be 1 or more")
         if self.delay_optimizer_step and not self.offload_optimizer:
@@ -126,3 +125,10 @@ class OptimizerConfig:
     def coordinator(self) -> CoordinatorConfig:
         """How rounds are started where this peer coordinates."""
         return CoordinatorConfig(gather=self.gather, trigger=Quorum(grace_seconds=self.matchmaking_seconds))
+
+
+def check_target(samples: int) -> int:
+    """The number; ConfigurationError where an epoch cannot have so few samples."""
+    if samples < 1:
+        raise ConfigurationError(f"target_batch_size={samples}: an epoch needs at least 1 sample")
+    return samples

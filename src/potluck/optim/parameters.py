@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -147,3 +147,12 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
         or all(bool(tensor.isfinite().all()) for tensor in alike)
         for alike in by_kind.values()
     )
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """What a model keeps beside its parameters, such as running means: part of the run's state.
+
+    Buffers that `state_dict` leaves out are constants that every peer computes for itself.
+    """
+    saved = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()}

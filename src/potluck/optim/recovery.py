@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -23,11 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from potluck.errors import ConfigurationError, DeadlineExceededError, FatalError, RetryableError
-from potluck.optim.collaboration import Collaboration
 from potluck.optim.epochlistener import EpochListener
 from potluck.optim.lastgood import LastGood
 from potluck.optim.method import Hyperparameters, Method, Offer, Published, RunState, StateSource
 from potluck.optim.parameters import are_finite
+from potluck.round.averager import Averager
 from potluck.run.joined import Joined
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ class Recovery:
         self,
         run: Joined,
         method: Method,
-        collaboration: Collaboration,
+        averager: Averager,
         config: RecoveryConfig,
         source: StateSource | None,
         hyperparameters: Hyperparameters,
@@ -75,14 +74,17 @@ class Recovery:
         self.counts: Counter[str] = Counter()
         self._run = run
         self._method = method
-        self._collaboration = collaboration
+        self._averager = averager
+        self._clock = run.clock
         self._config = config
         self._source = source
         self._set_hyperparameters = hyperparameters
         self._good = LastGood()
         self._published: list[Published] = []  # what may not be copied yet
+        self._listens_on = False
+        self._listener: EpochListener | None = None  # that goes on after a load
         self._num_restored = 0  # how often the run had gone back when this peer's state was taken over
-        self._began_at = time.monotonic()
+        self._began_at = self._clock.monotonic()
         self._mend_at = 0.0  # not before
         self._mend_pause_seconds = FAILED_MEND_SECONDS
         self._mending_seconds = 0.0  # so far
@@ -94,15 +96,21 @@ class Recovery:
 
     # At the start, and when behind
 
-    def begin(self) -> None:
-        """Take over the run's state; begin with this peer's own where nobody has one."""
-        self._num_restored = self._collaboration.num_restored
+    def begin(self, *, listens_on: bool = False) -> None:
+        """Take over the run's state; begin with this peer's own where nobody has one.
+
+        With `listens_on` a peer that has loaded a state listens on until `hear_out`, which is called with its first
+        batch: that takes longer than later ones, and an epoch that passes meanwhile would cost another whole state.
+        """
+        self._listens_on = listens_on
+        self._num_restored = self._averager.num_restored
         if self._source is not None:
             self._resume(self._source)
-        if self._collaboration.epoch > self.epoch:
+        if self._averager.epoch > self.epoch:
             self.catch_up()
         else:
             self.keep(at_once=True)  # many a program sets its weights right after it has made its optimizer
+        self._listens_on = False  # whoever missed an epoch later is waited for at once: its batches take no longer
 
     def _resume(self, source: StateSource) -> None:
         """Go on from the state that the run has, if any."""
@@ -118,11 +126,12 @@ class Recovery:
 
     def catch_up(self) -> None:
         """Fetch the run's state, if it is further than this peer's. What becomes of work done is up to the method."""
-        head = self._collaboration.epoch
+        self.hear_out()
+        head = self._averager.epoch
         if head <= self.epoch:
             return
         logger.info("this peer is at epoch %d and the run at %d: fetching its state", self.epoch, head)
-        num_restored = self._collaboration.num_restored
+        num_restored = self._averager.num_restored
         with self._listening() as listener:
             snapshot = self._fetch(head, listener)
             if num_restored > self._num_restored:
@@ -137,12 +146,35 @@ class Recovery:
     @contextmanager
     def _listening(self) -> Iterator[EpochListener]:
         """Hear the epochs that pass meanwhile."""
-        listener = EpochListener(self._method, self._collaboration)
+        listener = EpochListener(self._method, self._averager)
         self._run.call(listener.start())
         try:
             yield listener
         finally:
+            if self._listener is not listener:
+                self._run.call(listener.close())
+
+    def hear_out(self) -> None:
+        """Listen no more after a load, and do what the others have done since."""
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        before = self.epoch
+        try:
+            if not self._run.is_leaving():
+                self._run.call_unless_leaving(listener.finish())
+                self._replay(listener)
+        finally:
             self._run.call(listener.close())
+        if self.epoch > before:
+            self.num_loaded += 1  # for whoever has begun a batch before
+            self.keep()
+
+    async def stop_listening(self) -> None:
+        """On the event loop, when the run is left. Calling it twice does no harm."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            await listener.close()
 
     def _take_up(self, snapshot: RunState, listener: EpochListener) -> None:
         """Stand on a state, and do what the others have done since. What comes out is to be kept."""
@@ -151,6 +183,9 @@ class Recovery:
             if self._config.keep_last_good:
                 self._good.take(snapshot)
         self._replay(listener)
+        if self._listens_on and snapshot.epoch:
+            self._listener = listener
+            return
         self._run.call_unless_leaving(listener.finish())
         self._replay(listener)
 
@@ -191,8 +226,8 @@ class Recovery:
                 f"the run is at epoch {at_least_epoch} and this peer at {self.epoch}, and it was given no source of "
                 "states: restart it from a checkpoint of the run, or give the optimizer a state source"
             )
-        deadline = time.monotonic() + self._config.load_state_timeout_seconds
-        while (left := deadline - time.monotonic()) > 0:
+        deadline = self._clock.monotonic() + self._config.load_state_timeout_seconds
+        while (left := deadline - self._clock.monotonic()) > 0:
             fetch = self._fetching(source, at_least_epoch, left)
             try:
                 return self._run.call_unless_leaving(listener.meanwhile(fetch))
@@ -200,7 +235,7 @@ class Recovery:
                 self.counts["failed_fetches"] += 1
                 logger.info("the run's state was not to be had yet: %s", error)
                 self._run.check()
-                time.sleep(min(RETRY_SECONDS, max(0.0, left)))
+                self._run.sleep(min(RETRY_SECONDS, max(0.0, left)))
         raise DeadlineExceededError(
             f"nobody gave this peer the state of epoch {at_least_epoch} within "
             f"{self._config.load_state_timeout_seconds:g} s: see whether a keeper of the run is there, and start again"
@@ -211,7 +246,7 @@ class Recovery:
     ) -> Callable[[], Coroutine[Any, Any, RunState]]:
         base = self._method.tensors()
         return lambda: source.fetch(
-            at_least_epoch=max(at_least_epoch, self._collaboration.epoch), base=base, timeout_seconds=timeout_seconds
+            at_least_epoch=max(at_least_epoch, self._averager.epoch), base=base, timeout_seconds=timeout_seconds
         )
 
     def _load(self, snapshot: RunState) -> None:
@@ -232,7 +267,7 @@ class Recovery:
         if self._method.is_spoilt:
             self.roll_back()
             return True
-        source, now = self._source, time.monotonic()
+        source, now = self._source, self._clock.monotonic()
         if source is None or not source.deviates() or now < self._mend_at:
             return False
         if self._mending_seconds > MEND_ALLOWANCE_SECONDS + MEND_SHARE * (now - self._began_at):
@@ -243,12 +278,12 @@ class Recovery:
             )
         except RetryableError as error:
             self.counts["failed_mends"] += 1
-            self._mend_at = time.monotonic() + self._mend_pause_seconds
+            self._mend_at = self._clock.monotonic() + self._mend_pause_seconds
             self._mend_pause_seconds = min(2 * self._mend_pause_seconds, MOST_FAILED_MEND_SECONDS)
             logger.warning("this peer's state deviates from the others', and could not be repaired yet: %s", error)
             return False
         finally:
-            self._mending_seconds += time.monotonic() - now
+            self._mending_seconds += self._clock.monotonic() - now
         self._mend_pause_seconds = FAILED_MEND_SECONDS
         if snapshot is None:
             return False
@@ -300,7 +335,7 @@ class Recovery:
 
     def start_over(self, why: str) -> None:
         """What is here is no state, since a step ended in the middle: go back, and have it said."""
-        self.epoch = max(self.epoch, self._collaboration.epoch)
+        self.epoch = max(self.epoch, self._averager.epoch)
         self.roll_back(f"{why}, and this peer's state is incomplete")
 
     def roll_back(self, why: str = "the parameters are not finite (NaN or infinity)") -> None:

@@ -10,6 +10,6 @@ lease.py        holding the coordinator's lease, with a fencing token
 grouplease.py   the same for a named group: who comes first, and how groups are spread
 heartbeat.py    one record that keeps all of a peer's leases of named groups alive
 groupsession.py the session as one group sees it: members, subjects, stores, beacon
-machinecheck.py    what could keep this machine from helping, in plain words
+machinecheck.py what could keep this machine from helping, in plain words
 environment.py  all that is read from the environment
 """

@@ -131,6 +131,27 @@ class Recipe(ABC, Generic[C]):
 
         return cut(self.model(), self.loss)
 
+    # For runs with paths ([paths] in run.toml)
+
+    document_window: int = 128
+    """How many tokens of a document the model learns at once."""
+
+    def documents(self) -> Sequence[Tensor]:
+        """The data as documents of token ids, in an order that is the same on all machines."""
+        raise ConfigurationError(
+            f"{type(self).__name__} does not say what a document is: paths need documents() and token_losses()"
+        )
+
+    def token_losses(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """What each token but the first costs: (rows, length) → (rows, length − 1)."""
+        raise ConfigurationError(
+            f"{type(self).__name__} does not say what a token costs: paths need documents() and token_losses()"
+        )
+
+    def modules(self, level: int) -> Sequence[str]:
+        """Names of the model's submodules that make a level of its paths; none: its list of layers is cut evenly."""
+        return ()
+
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Samples as one batch: stacked, unless a recipe knows better."""
         return tuple(torch.stack(column) for column in zip(*samples, strict=True))

@@ -25,6 +25,7 @@ NUM_BYTES = 256
 LEFT_OUT = ("test", "tests", "idlelib", "site-packages", "lib2to3", "__pycache__")
 EVALUATION_SHARE = 20  # one file in so many is never trained on
 EVALUATION_WINDOWS = 64
+SMALLEST_DOCUMENT = 256  # bytes
 PROMPT = b"def "
 PREVIEW_BYTES = 160
 PREVIEW_TEMPERATURE = 0.7
@@ -94,6 +95,23 @@ class StdlibLM(Recipe[Config]):
         text = batch[0].long()
         logits = model(text[:, :-1])
         return functional.cross_entropy(logits.reshape(-1, NUM_BYTES), text[:, 1:].reshape(-1))
+
+    @property
+    def document_window(self) -> int:  # type: ignore[override]
+        """As much as the model sees at once."""
+        return self.config.context
+
+    def documents(self) -> list[Tensor]:
+        """The source files, but for the smallest; those for evaluation are left out."""
+        files = [path for number, path in enumerate(self._files) if number % EVALUATION_SHARE]
+        return [_read([path]) for path in files if path.stat().st_size >= SMALLEST_DOCUMENT]
+
+    def token_losses(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """In nats."""
+        text = tokens.long()
+        logits = model(text[:, :-1])
+        losses = functional.cross_entropy(logits.reshape(-1, NUM_BYTES), text[:, 1:].reshape(-1), reduction="none")
+        return losses.view(text.shape[0], -1)
 
     def evaluate(self, model: nn.Module) -> Mapping[str, float]:
         """The loss on files that nobody trains on."""

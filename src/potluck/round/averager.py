@@ -126,6 +126,12 @@ class Averager:
         """How many epochs are committed, as far as this peer knows."""
         return self.lineage.epoch
 
+    @property
+    def num_restored(self) -> int:
+        """How often the run went back to an earlier state on purpose, as far as this peer knows. Any thread."""
+        head = self.lineage.head
+        return head.num_restored + head.num_returned if head is not None else 0
+
     async def average(
         self,
         tensors: Mapping[str, Tensor] | None,
@@ -134,15 +140,17 @@ class Averager:
         epoch: int | None = None,
         reduces: bool = True,
         timeout_seconds: float,
+        phases: float = 0.0,
     ) -> RoundResult:
         """Take part in making an epoch, the next one unless named, and return when it is committed.
 
         The tensors are changed in place, after the commit, if this peer holds the averages then; else the result says
-        who does. Without `reduces`, others average for this peer as long as there are any that can. RoundFailedError
-        when nothing is committed in time: it names the phase and the peers.
+        who does. Without `reduces`, others average for this peer as long as there are any that can. `phases` is how
+        many phases of paths the contribution stands for (paths/). RoundFailedError when nothing is committed in time:
+        it names the step and the peers.
         """
         wanted = epoch if epoch is not None else self.epoch + 1
-        result = await self._take_part(tensors, weight, wanted, reduces, None, timeout_seconds)
+        result = await self._enter(tensors, weight, wanted, reduces, None, timeout_seconds, phases)
         assert result is not None, "who does not only stand by gets a result, or an error"
         return result
 
@@ -153,9 +161,9 @@ class Averager:
 
         None when no round began while this peer stood by: then the tensors are as they were.
         """
-        return await self._take_part(tensors, weight, epoch, True, stand_by, timeout_seconds)
+        return await self._enter(tensors, weight, epoch, True, stand_by, timeout_seconds)
 
-    async def _take_part(
+    async def _enter(
         self,
         tensors: Mapping[str, Tensor] | None,
         weight: float,
@@ -163,18 +171,20 @@ class Averager:
         reduces: bool,
         stand_by: StandBy | None,
         timeout_seconds: float,
+        phases: float = 0.0,
     ) -> RoundResult | None:
         if not 0.0 <= weight <= 1e12:
             raise ConfigurationError(f"a weight of {weight}: take the number of samples, from 0 to 1e12")
         if timeout_seconds <= 0:
             raise ConfigurationError(f"timeout_seconds={timeout_seconds}: a round needs some time")
-        result = await self._participation.take_part(
+        result = await self._participation.enter(
             self._bind(tensors) if tensors is not None else None,
             weight=weight,
             epoch=epoch,
             reduces=reduces,
             stand_by=stand_by,
             timeout_seconds=timeout_seconds,
+            phases=phases,
         )
         if result is not None:
             logger.info("%s", result.describe())

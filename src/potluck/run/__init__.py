@@ -7,7 +7,7 @@ group.py       a group of the run as this peer takes part in it: what rounds and
 cuts.py        one committed epoch of each group, for programs;  cutboard.py  what the hub has about them
 reachable.py   keeps true where others can reach it
 speedtest.py   how fast bytes go to another peer and come back
-runcheck.py   the way into a run, checked by going it
+runcheck.py    the way into a run, checked by going it
 host.py        a host: hub, guard, and an aux peer of its own
 hostnews.py    what a host tells everybody of its own troubles
 hostrecord.py  where the hub is, for commands on the host's machine

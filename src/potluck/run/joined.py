@@ -10,13 +10,14 @@ thread.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 import potluck
+from potluck.clock import Clock
 from potluck.errors import ConfigurationError, StoppedError
 from potluck.hub.access.application import Answer
 from potluck.hub.joinlink import JoinLink, fetch_address
@@ -95,6 +96,11 @@ class Joined:
         """By which the others know this peer."""
         return self.peer.session.peer_id
 
+    @property
+    def clock(self) -> Clock:
+        """The peer's clock."""
+        return self.peer.session.clock
+
     def open(self) -> Self:
         """Join. What keeps this peer out (no hub, no invite, a ban) is raised here."""
         if self._peer is not None:
@@ -152,6 +158,10 @@ class Joined:
         """Have a coroutine run on the loop and wait for it."""
         return self._loop.call(work)
 
+    def sleep(self, seconds: float) -> None:
+        """Wait, by the loop's time."""
+        self.call(asyncio.sleep(seconds))
+
     def call_unless_leaving(self, work: Coroutine[Any, Any, T]) -> T:
         """As `call`, for what may take minutes: StoppedError, and an end to it, as soon as this peer is to leave."""
         if self.is_leaving():
@@ -171,7 +181,7 @@ class Joined:
         """How long to wait for something before leaving: `most_seconds`, or what is left if this peer was told to."""
         if not self.is_leaving():
             return most_seconds
-        now = time.monotonic()
+        now = self.clock.monotonic()
         if self._leaving_since is None:
             self._leaving_since = now
         return max(0.0, min(most_seconds, self._leaving_since + self.leave_seconds - now))

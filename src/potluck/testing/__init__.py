@@ -2,14 +2,14 @@
 
     polling.py       wait for a condition with a deadline, and say what was last seen
     processes.py     real child processes: output, signals, certain clean-up
-    forkserver.py       Python children that need not import torch again: forked from a template (forktemplate.py)
+    forkserver.py    Python children that need not import torch again: forked from a template (forktemplate.py)
     faults.py        faults at named points of a child process, with a record that they fired
     faulty.py        runs a program with those faults: `python -m potluck.testing.faulty -m potluck.cli.main …`
     accelerator.py   a pretend GPU: a second torch device, whose copies and waits are counted
     leaks.py         threads, sockets and tasks that a test left behind
     ports.py         a TCP port that nobody uses
     plainhub.py      a bare nats-server that can be killed, started again, and told whom to let in
-    forwarder.py          a TCP forwarder that can be shut, opened and frozen
+    forwarder.py     a TCP forwarder that can be shut, opened and frozen
     natlab.py        hosts, home routers and a public network, in network namespaces
     namespaces.py    the namespaces it is made of, and their removal
     cuts.py          paths that are blocked while in use

@@ -65,22 +65,22 @@ async def _perform(folder: Path, epochs: int, *, quiet: bool) -> DemoResult:
     from potluck.cli.demo.scenario import Script, play
     from potluck.errors import PotluckError
 
-    record, stage = DemoRecord(), Display(quiet)
+    record, display = DemoRecord(), Display(quiet)
     began = time.monotonic()
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # as Ctrl-C: nobody is left behind
     try:
-        await play(folder, Script(epochs=epochs), stage, record)
+        await play(folder, Script(epochs=epochs), display, record)
     except PotluckError as error:
         record.problem = str(error)
     module = await console.import_slowly("potluck.training.trainer.resultpreview")
     try:
-        exhibit = module.examine(folder, folder / "hub" / "states")
+        preview = module.examine(folder, folder / "hub" / "states")
     except PotluckError as error:
         record.problem = record.problem or str(error)
-        exhibit = None
+        preview = None
     else:
-        record.checkpoint_epoch = exhibit.epoch
-        record.loss_before, record.loss_after = exhibit.loss_before, exhibit.loss_after
-    return summary.conclude(record, exhibit, folder, time.monotonic() - began)
+        record.checkpoint_epoch = preview.epoch
+        record.loss_before, record.loss_after = preview.loss_before, preview.loss_after
+    return summary.conclude(record, preview, folder, time.monotonic() - began)

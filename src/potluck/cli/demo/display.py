@@ -17,7 +17,7 @@ EVERY_SECONDS = 0.5
 
 
 class Display:
-    """Where the audience looks; shows nothing when `quiet`."""
+    """Where the observer looks; shows nothing when `quiet`."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
@@ -28,20 +28,20 @@ class Display:
             console.out.print(text, highlight=False)
 
     @asynccontextmanager
-    async def table_of(self, audience: DemoObserver) -> AsyncIterator[None]:
+    async def table_of(self, observer: DemoObserver) -> AsyncIterator[None]:
         """Show the run live for as long as this lasts."""
         if self._quiet or not console.out.is_terminal:
             yield
             return
         with Live(console=console.out, auto_refresh=False, transient=True) as live:
-            showing = asyncio.create_task(_show(live, audience), name="demo: table")
+            showing = asyncio.create_task(_show(live, observer), name="demo: table")
             try:
                 yield
             finally:
                 await tasks.end(showing)
 
 
-async def _show(live: Live, audience: DemoObserver) -> None:
+async def _show(live: Live, observer: DemoObserver) -> None:
     while True:
-        live.update(picture(*audience.look()), refresh=True)
+        live.update(picture(*observer.look()), refresh=True)
         await asyncio.sleep(EVERY_SECONDS)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from potluck.monitor.watcher import Watcher
     from potluck.round.plan.messages import Commit
 
-NAME = "audience"
+NAME = "observer"
 LOOK_EVERY_SECONDS = 0.5
 PATIENCE_SECONDS = 180.0  # however slow the machine, a run that stands still for longer has not got over something
 
@@ -125,12 +125,12 @@ async def watching(link: str, record: DemoRecord, began_at: float) -> AsyncItera
     peer = Peer(await fetch_address(parsed), parsed.run, Identity.temporary(), config)
     await peer.start()
     watcher = Watcher(peer.session)
-    audience = DemoObserver(peer, watcher, record, began_at)
-    lineage = Lineage(peer.session.hub.store("lineage"), parsed.run, audience.committed)
+    observer = DemoObserver(peer, watcher, record, began_at)
+    lineage = Lineage(peer.session.hub.store("lineage"), parsed.run, observer.committed)
     try:
         await watcher.start()
         await lineage.start()
-        yield audience
+        yield observer
     finally:
         record.bad_heads = lineage.bad_heads
         await lineage.close()

@@ -1,7 +1,7 @@
 """What happened in a demo, and the figures that follow from it (pure).
 
 All times are seconds since the demo began. Commits carry the hub's own time, so that a figure does not depend on when
-the audience heard of it; hub and audience share one machine here, and so one clock.
+the observer heard of it; hub and observer share one machine here, and so one clock.
 """
 
 from __future__ import annotations

@@ -67,20 +67,20 @@ def prepare(folder: Path) -> None:
     (folder / "run.toml").write_text(RUN_FILE, encoding="utf-8")
 
 
-async def play(folder: Path, script: Script, stage: Display, record: DemoRecord) -> None:
+async def play(folder: Path, script: Script, display: Display, record: DemoRecord) -> None:
     """Play it. What goes wrong is raised; whoever is left is asked to leave in any case."""
     processes = Processes(folder)
     began_at = time.time()
     try:
         link = str((await (await processes.host()).until("ready"))["link"])
-        stage.say(f"The host is open after {time.time() - began_at:.1f} s.")
-        async with watching(link, record, began_at) as audience, stage.table_of(audience):
-            await _come(processes, audience, stage, script, link)
-            await _bear(processes, audience, stage, script)
-            await _late(processes, audience, stage, link)
-            await audience.until_epoch(script.epochs)
-            await audience.until("a checkpoint", lambda: any(processes.states.rglob("*.safetensors")))
-            stage.say(f"Epoch {record.epoch} is committed. All are asked to leave.")
+        display.say(f"The host is open after {time.time() - began_at:.1f} s.")
+        async with watching(link, record, began_at) as observer, display.table_of(observer):
+            await _come(processes, observer, display, script, link)
+            await _bear(processes, observer, display, script)
+            await _late(processes, observer, display, link)
+            await observer.until_epoch(script.epochs)
+            await observer.until("a checkpoint", lambda: any(processes.states.rglob("*.safetensors")))
+            display.say(f"Epoch {record.epoch} is committed. All are asked to leave.")
     finally:
         record.exit_codes = await _all_leave(processes)
 
@@ -96,60 +96,62 @@ async def _all_leave(processes: Processes) -> dict[str, int]:
         raise
 
 
-async def _come(processes: Processes, audience: DemoObserver, stage: Display, script: Script, link: str) -> None:
+async def _come(processes: Processes, observer: DemoObserver, display: Display, script: Script, link: str) -> None:
     """One peer alone, then all together."""
-    record = audience.record
+    record = observer.record
     record.trainers = [ADA]
     await processes.join(ADA, link, *BATCH)
     link_of_alan = await processes.invite_coordinator(RUN)  # while she imports torch
-    await audience.until_epoch(1)
-    stage.say(f"[bold]{ADA}[/bold] trains alone.")
-    await audience.until_epoch(script.part(0.15))
-    record.alone_until_seconds = audience.now
+    await observer.until_epoch(1)
+    display.say(f"[bold]{ADA}[/bold] trains alone.")
+    await observer.until_epoch(script.part(0.15))
+    record.alone_until_seconds = observer.now
     record.trainers += [GRACE, EDSGER]
     await processes.join(GRACE, link, *BATCH, "--client-mode", niceness=2)
     await processes.join(EDSGER, link, *BATCH, "--websocket", "--relay-only", niceness=4)
     await processes.join(ALAN, link_of_alan, "--role", "aux")
-    stage.say(
+    display.say(
         f"[bold]{GRACE}[/bold] (a client), [bold]{EDSGER}[/bold] (through the hub alone) and [bold]{ALAN}[/bold] "
         "(an aux peer) join."
     )
-    await audience.until("an epoch of all", lambda: record.has_epoch_of(record.trainers))
-    await audience.until_epoch(record.epoch + 2)  # whoever came last has settled down
-    record.together_from_seconds = audience.now
-    await audience.until_epoch(record.epoch + script.part(0.15))
+    await observer.until("an epoch of all", lambda: record.has_epoch_of(record.trainers))
+    await observer.until_epoch(record.epoch + 2)  # whoever came last has settled down
+    record.together_from_seconds = observer.now
+    await observer.until_epoch(record.epoch + script.part(0.15))
     alone, together = samples_per_second(record.alone()), samples_per_second(record.together())
     if alone and together:
-        stage.say(f"Together: {together:.0f} samples/s, {together / alone:.1f} times what {ADA} did alone.")
+        display.say(f"Together: {together:.0f} samples/s, {together / alone:.1f} times what {ADA} did alone.")
 
 
-async def _bear(processes: Processes, audience: DemoObserver, stage: Display, script: Script) -> None:
+async def _bear(processes: Processes, observer: DemoObserver, display: Display, script: Script) -> None:
     """A trainer is killed; then whoever coordinates, twice: first that is the host, hub and all."""
-    record = audience.record
-    incident = audience.note("trainer killed", ADA)
+    record = observer.record
+    incident = observer.note("trainer killed", ADA)
     await processes.kill(ADA)
-    seconds = await audience.until_over(incident)
-    stage.say(f"[bold]{ADA}[/bold] was killed; the first epoch without her came {seconds:.1f} s later.")
+    seconds = await observer.until_over(incident)
+    display.say(f"[bold]{ADA}[/bold] was killed; the first epoch without her came {seconds:.1f} s later.")
     for _ in range(2):
-        await audience.until_epoch(record.epoch + script.part(0.08))
-        await audience.until("a coordinator", lambda: audience.coordinator in processes.actors)
-        await _kill_coordinator(processes, audience, stage, audience.coordinator)
+        await observer.until_epoch(record.epoch + script.part(0.08))
+        await observer.until("a coordinator", lambda: observer.coordinator in processes.actors)
+        await _kill_coordinator(processes, observer, display, observer.coordinator)
 
 
-async def _kill_coordinator(processes: Processes, audience: DemoObserver, stage: Display, who: str) -> None:
-    incident = audience.note("coordinator killed", who)
+async def _kill_coordinator(processes: Processes, observer: DemoObserver, display: Display, who: str) -> None:
+    incident = observer.note("coordinator killed", who)
     await processes.kill(who)
     if who == HOST:
         await (await processes.host()).until("ready")
-    seconds = await audience.until_over(incident)
+    seconds = await observer.until_over(incident)
     what = "the hub with it; the host was started again" if who == HOST else "the hub stayed"
-    stage.say(f"[bold]{who}[/bold], who coordinated, was killed ({what}). The next epoch came {seconds:.1f} s later.")
+    display.say(f"[bold]{who}[/bold], who coordinated, was killed ({what}). The next epoch came {seconds:.1f} s later.")
 
 
-async def _late(processes: Processes, audience: DemoObserver, stage: Display, link: str) -> None:
+async def _late(processes: Processes, observer: DemoObserver, display: Display, link: str) -> None:
     """Somebody new."""
-    audience.record.trainers.append(BARBARA)
-    incident = audience.note("newcomer", BARBARA)
+    observer.record.trainers.append(BARBARA)
+    incident = observer.note("newcomer", BARBARA)
     await processes.join(BARBARA, link, *BATCH)
-    seconds = await audience.until_over(incident)
-    stage.say(f"[bold]{BARBARA}[/bold] joined; her first samples are in an epoch {seconds:.1f} s after she decided to.")
+    seconds = await observer.until_over(incident)
+    display.say(
+        f"[bold]{BARBARA}[/bold] joined; her first samples are in an epoch {seconds:.1f} s after she decided to."
+    )

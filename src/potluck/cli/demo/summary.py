@@ -26,7 +26,7 @@ class DemoResult:
 
     record: DemoRecord
     promises: list[Promise]
-    exhibit: ResultPreview | None
+    preview: ResultPreview | None
     plot: Path
     seconds: float
 
@@ -36,16 +36,16 @@ class DemoResult:
         return all(promise.kept for promise in self.promises)
 
 
-def conclude(record: DemoRecord, exhibit: ResultPreview | None, folder: Path, seconds: float) -> DemoResult:
+def conclude(record: DemoRecord, preview: ResultPreview | None, folder: Path, seconds: float) -> DemoResult:
     """Judge, and draw the plot."""
     path = folder / PLOT_FILE
     path.write_bytes(_plot(record))
-    return DemoResult(record=record, promises=check(record), exhibit=exhibit, plot=path, seconds=seconds)
+    return DemoResult(record=record, promises=check(record), preview=preview, plot=path, seconds=seconds)
 
 
 def as_json(outcome: DemoResult) -> dict[str, Any]:
     """For a program."""
-    record, exhibit = outcome.record, outcome.exhibit
+    record, preview = outcome.record, outcome.preview
     alone, together = samples_per_second(record.alone()), samples_per_second(record.together())
     return {
         "ok": outcome.ok,
@@ -64,9 +64,9 @@ def as_json(outcome: DemoResult) -> dict[str, Any]:
             {"kind": i.kind, "who": i.who, "recovery_seconds": i.recovery_seconds(record.commits)}
             for i in record.incidents
         ],
-        "checkpoint": str(exhibit.checkpoint) if exhibit is not None else None,
+        "checkpoint": str(preview.checkpoint) if preview is not None else None,
         "checkpoint_epoch": record.checkpoint_epoch,
-        "text": exhibit.text if exhibit is not None else "",
+        "text": preview.text if preview is not None else "",
         "plot": str(outcome.plot),
     }
 
@@ -76,9 +76,9 @@ def show(outcome: DemoResult) -> None:
     found = as_json(outcome)
     for name, value in _rows(found):
         console.out.print(Text.assemble((f"{name:>14}  ", "dim"), value), soft_wrap=True)
-    if outcome.exhibit is not None:
+    if outcome.preview is not None:
         console.out.print(Text("\nPython, as the model writes it now:", "dim"))
-        console.out.print(Text(_printable(outcome.exhibit.text), "cyan"), soft_wrap=True)
+        console.out.print(Text(_printable(outcome.preview.text), "cyan"), soft_wrap=True)
     table = Table(show_header=False, box=None)
     for promise in outcome.promises:
         mark = Text("✓", "green") if promise.kept else Text("✗", "bold red")

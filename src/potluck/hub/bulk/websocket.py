@@ -1,4 +1,4 @@
-"""WebSocket (RFC 6455) under the bulk wire: only what a client needs to carry a stream of bytes (pure).
+"""WebSocket (RFC 6455) under both connections to the hub: only what a client needs to carry a stream of bytes (pure).
 
 For NATS a WebSocket is one long stream: where a frame begins or ends means nothing. So a frame is never collected, its
 bytes go on as they come, and a large message goes straight to its own memory here too (see protocol.py).
@@ -50,6 +50,11 @@ class UpgradeReader:
         self._key = key
         self._inner = inner
         self._response: bytearray | None = bytearray()  # None: it was good, and is over
+
+    @property
+    def is_upgraded(self) -> bool:
+        """Whether the server has agreed."""
+        return self._response is None
 
     def window(self) -> memoryview | None:
         """Where the next bytes may be put directly."""

@@ -275,8 +275,6 @@ def explain(server: str, error: Exception) -> PotluckError:
     """What went wrong on connecting, as one of our errors, in plain words."""
     if isinstance(error, PotluckError):
         return error
-    # aiohttp wraps what the operating system or TLS said.
-    error = getattr(error, "certificate_error", None) or getattr(error, "os_error", None) or error
     if "authorization violation" in str(error).lower() or isinstance(error, nats.errors.AuthorizationError):
         return NotAdmittedError(
             f"the hub at {server} does not let this identity in: it needs a valid invite or an approval, or it was "

@@ -1,161 +1,118 @@
-"""The WebSocket under nats-py's protocol engine: it passes where only web traffic does."""
+"""The WebSocket under nats-py's protocol engine: it passes where only web traffic does.
+
+The frames are those of the bulk wire (bulk/websocket.py); for NATS both are one stream of bytes.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import socket
 import ssl
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 from urllib.parse import ParseResult
 
-from potluck.errors import HubUnavailableError
-from potluck.hub.nats.wire import CLOSE_SECONDS, PING, PONG, READ_LIMIT_BYTES, Wire
+from potluck.errors import HubUnavailableError, ProtocolError
+from potluck.hub.bulk import websocket as frames
+from potluck.hub.bulk.websocket import FrameReader, UpgradeReader
+from potluck.hub.nats.wire import TcpWire
 
-if TYPE_CHECKING:
-    import aiohttp
-
-MAX_FRAME_BYTES = 16 * 1024 * 1024  # the hub sends far smaller ones
-
-CLOSE_POLL_SECONDS = 0.005
+DEFAULT_PORTS = {"ws": 80, "wss": 443}
 
 
-class WebSocketWire(Wire):
+class WebSocketWire(TcpWire):
     """WebSocket, plain or over TLS."""
 
     def __init__(self, server: str, *, must_be_secure: bool) -> None:
         super().__init__(server, must_be_secure=must_be_secure)
-        import aiohttp  # slow to import, and most peers get by without
-
-        self._aiohttp = aiohttp
-        self._session: aiohttp.ClientSession | None = None
-        self._websocket: aiohttp.ClientWebSocketResponse | None = None
-        self._sockets: list[socket.socket] = []
-        self._unsent: list[bytes] = []
-        self._rest = b""
-        self._closing: asyncio.Task[bool] | None = None
+        self._key = frames.new_key()
+        self._reader = UpgradeReader(self._key, FrameReader(self, control=self._said))
+        self._upgraded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # What nats-py calls
 
     async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
         """Open a plain WebSocket; the caller sees to the deadline."""
-        await self._open(uri.geturl(), ssl=False)
+        await self._open(uri, None)
 
     async def connect_tls(
         self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int
     ) -> None:
         """Open an encrypted WebSocket; nats-py calls this again when the hub says that it wants TLS."""
-        if self._websocket is not None:
+        if self._transport is not None:
             self._check_secure()
             return
         assert not isinstance(uri, str)
-        await self._open(uri.geturl(), ssl=ssl_context)
-        self._secure = True
+        await self._open(uri, ssl_context)
+
+    async def _open(self, uri: ParseResult, context: ssl.SSLContext | None) -> None:
+        host, port = uri.hostname or "", uri.port or DEFAULT_PORTS[uri.scheme]
+        secure = {"ssl": context, "server_hostname": host} if context is not None else {}
+        await asyncio.get_running_loop().create_connection(lambda: self, host, port, **cast(Any, secure))
+        assert self._transport is not None
+        self._secure = context is not None
+        self._transport.write(frames.upgrade_request(uri.netloc, self._key))
+        await self._upgraded
 
     def write(self, payload: bytes) -> None:
-        """Send at the next `drain`."""
+        """Send soon, as one frame."""
         self._check_secure()
-        self._unsent.append(payload)
+        if self._transport is None or self.ended.done():
+            return
+        if self._secure:
+            self._transport.write(frames.plain_frame_header(len(payload)) + payload)
+        else:
+            self._transport.writelines(frames.masked_frame([payload]))
 
     def writelines(self, payload: list[bytes]) -> None:
-        """Send at the next `drain`."""
-        self._check_secure()
-        self._unsent += payload
+        """Send soon, as one frame."""
+        self.write(b"".join(payload))
         self.written.set()
 
-    async def drain(self) -> None:
-        """Send what was written, as one frame. The end is no error here, as in `TcpWire.drain`."""
-        if self._websocket is None or not self._unsent:
-            return
-        frame = b"".join(self._unsent)
-        self._unsent.clear()
+    def close(self) -> None:
+        """Send what is left, say goodbye, then end the connection."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.writelines(frames.masked_frame([], frames.CLOSE))
+        super().close()
+
+    # What the event loop calls
+
+    def data_received(self, data: bytes) -> None:
+        """Take frames apart."""
         if self.ended.done():
             return
         try:
-            await self._websocket.send_bytes(frame)
-        except ConnectionError as error:
-            self._end(str(error))
+            self._reader.feed(data, 0, len(data))
+        except ProtocolError as error:
+            self._fail(str(error))
+            self.abort()
+            return
+        if self._reader.is_upgraded and not self._upgraded.done():
+            self._upgraded.set_result(None)
 
-    async def read(self, buffer_size: int) -> bytes:
-        """What has arrived; empty at the end."""
-        if self._rest:
-            data, self._rest = self._rest, b""
-            return data
-        if self._websocket is None:
-            raise self._not_open()
-        message = await self._websocket.receive()
-        if message.type == self._aiohttp.WSMsgType.BINARY:
-            data = message.data
-            return data if isinstance(data, bytes) else bytes(data)
-        self._end("the connection was closed")
-        return b""
+    def _end(self, reason: str) -> None:
+        super()._end(reason)
+        self._fail(reason)
 
-    def at_eof(self) -> bool:
-        """Whether nothing more can be read."""
-        return self.ended.done() and not self._rest
+    def _fail(self, reason: str) -> None:
+        if not self._upgraded.done():
+            self._upgraded.set_exception(HubUnavailableError(f"the hub at {self.server} cannot be used: {reason}"))
+            self._upgraded.exception()  # it counts as seen: perhaps nobody waits for it
 
-    async def readline(self) -> bytes:
-        """One line of the handshake."""
-        received = b""
-        while True:
-            while b"\n" not in received:
-                more = await self.read(0)
-                if not more:
-                    return received
-                received += more
-                if len(received) > READ_LIMIT_BYTES:
-                    raise HubUnavailableError(f"what answers at {self.server} is not a hub")
-            line, _, received = received.partition(b"\n")
-            if line + b"\n" != PING:
-                self._rest = received
-                return line + b"\n"
-            self.write(PONG)
+    # What the frames carry (ByteStream)
 
-    def close(self) -> None:
-        """Begin a polite close."""
-        if self._websocket is not None and self._closing is None:
-            self._closing = asyncio.create_task(self._websocket.close(), name="websocket close")
+    def window(self) -> memoryview | None:
+        """Messages of this wire are small: they have no memory of their own."""
+        return None
 
-    async def wait_closed(self) -> None:
-        """Wait for the end, but not for ever."""
-        if self._closing is not None and not self._closing.done():
-            await asyncio.wait({self._closing}, timeout=CLOSE_SECONDS)
-        self.abort()
-        if self._closing is not None:
-            await asyncio.wait({self._closing})
-        if self._session is not None:
-            await self._session.close()
-        # aiohttp does not wait for its transport: a loop that is closed before that complains about it.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS):
-                while any(each.fileno() >= 0 for each in self._sockets):  # noqa: ASYNC110 - no event tells
-                    await asyncio.sleep(CLOSE_POLL_SECONDS)
-        self._end("the connection was closed")
+    def filled(self, num_bytes: int) -> None:
+        """Never called, since there is no window."""
 
-    def abort(self) -> None:
-        """End the connection now, by the socket itself: that works through every layer above."""
-        connected: Any = self._websocket.get_extra_info("socket") if self._websocket is not None else None
-        if connected is not None and connected.fileno() >= 0:
-            # An OSError says that it is not connected any more: what we want.
-            with socket.socket(fileno=os.dup(connected.fileno())) as same, contextlib.suppress(OSError):
-                same.shutdown(socket.SHUT_RDWR)
-        self._end("the connection was cut")
+    def feed(self, data: bytes | bytearray, start: int, end: int) -> None:
+        """The next bytes of the stream."""
+        super().data_received(bytes(memoryview(data)[start:end]))
 
-    def _make_socket(self, address: tuple[Any, ...]) -> socket.socket:
-        family, kind, protocol, *_ = address
-        made = socket.socket(family, kind, protocol)
-        made.setblocking(False)
-        self._sockets.append(made)
-        return made
-
-    async def _open(self, url: str, *, ssl: ssl.SSLContext | bool) -> None:
-        self._session = self._aiohttp.ClientSession(
-            connector=self._aiohttp.TCPConnector(socket_factory=self._make_socket)
-        )
-        self._websocket = await self._session.ws_connect(
-            url,
-            ssl=ssl,
-            max_msg_size=MAX_FRAME_BYTES,
-            timeout=self._aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS),
-        )
+    def _said(self, opcode: int, body: bytes) -> None:
+        if opcode == frames.CLOSE:
+            self._end("the hub closed the WebSocket")
+            super().close()
+        elif opcode == frames.PING and self._transport is not None:
+            self._transport.writelines(frames.masked_frame([body], frames.PONG))

@@ -2,6 +2,6 @@
 
 channel.py       both directions of one link
 outbox.py        what was sent and is not confirmed        inbox.py    what arrived and is not whole
-congestion.py          how much may be on its way                sendreceipt.py  what a sender learns of a message
+congestion.py    how much may be on its way                sendreceipt.py  what a sender learns of a message
 packet.py        the bytes                                 budget.py   who may fill how much of our memory
 """

@@ -176,7 +176,10 @@ class DirectCarrier:
         view = memoryview(payload).cast("B") if payload is not None else None
         payload_bytes = len(view) if view is not None else 0
         self._check_size(len(header), payload_bytes)
-        if not path.send(DATA_MARK + header, view):
+        if path.line is None:
+            path.want()
+            return False
+        if not path.line.send(DATA_MARK + header, view):
             return False
         self._counts["packets_sent"] += 1
         self._counts["bytes_sent"] += len(header) + payload_bytes

@@ -177,13 +177,6 @@ class DirectPath:
             self.line.close()
             self._forget_line(reason)
 
-    def send(self, frame: bytes, payload: memoryview | None) -> bool:
-        """Hand over one packet; False when there is no room, or no path."""
-        if self.line is None:
-            self.want()
-            return False
-        return self.line.send(frame, payload)
-
     def signal(self, mark: bytes) -> None:
         """Send one byte, if there is a connection with room."""
         if self.line is not None:

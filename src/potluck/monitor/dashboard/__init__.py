@@ -1,7 +1,7 @@
 """The live dashboard: pages that organisers and volunteers look at, served by this machine alone.
 
 Without NiceGUI (pure, or plain asyncio):
-    login.py       the organiser's token, sessions, how often somebody may try
+    login.py      the organiser's token, sessions, how often somebody may try
     actions.py    what organisers have done, in a log
     charts.py     charts, as ECharts wants them
     state.py      what all pages of one dashboard share

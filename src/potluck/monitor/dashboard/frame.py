@@ -30,6 +30,7 @@ PAGES = (
     ("/name", "Name it"),
 )
 FLEET_PAGES = (("/fleet", "Fleet"),)  # where there are machines
+PATHS_PAGES = (("/paths", "Paths"),)  # where the model has paths
 ORGANISER_PAGES = (("/members", "Members"), ("/control", "Control"))
 TOGGLE_THEME = f"""() => {{
     const dark = !document.body.classList.contains('body--dark');
@@ -98,7 +99,9 @@ def frame(dashboard: Dashboard, request: Request, here: str, title: str) -> Iter
             theme.props('type=button aria-label="light or dark"').on("click", js_handler=TOGGLE_THEME)
         with box("nav", "nav"):
             fleet = FLEET_PAGES if dashboard.follower.fleet.machines or here == "/fleet" else ()
-            for target, name in (*PAGES, *fleet, *(ORGANISER_PAGES if visitor is not None else ())):
+            manifest = dashboard.follower.manifest
+            paths = PATHS_PAGES if manifest is not None and manifest.paths is not None else ()
+            for target, name in (*PAGES, *paths, *fleet, *(ORGANISER_PAGES if visitor is not None else ())):
                 link = ui.link(name, target).classes("nav-link here" if target == here else "nav-link")
                 if target == "/members":
                     _count_waiting(dashboard, link)

@@ -36,6 +36,7 @@ from potluck.monitor.dashboard.pages.leaderboard import LeaderboardPage
 from potluck.monitor.dashboard.pages.members import MembersPage
 from potluck.monitor.dashboard.pages.naming import NamingPage
 from potluck.monitor.dashboard.pages.overview import OverviewPage
+from potluck.monitor.dashboard.pages.paths import PathsPage
 from potluck.monitor.dashboard.pages.peers import PeerPage, PeersPage
 from potluck.monitor.dashboard.pages.preview import PreviewPage
 from potluck.monitor.dashboard.pages.rounds import RoundsPage
@@ -69,6 +70,7 @@ PAGES: tuple[tuple[str, str, Fill], ...] = (
     ("/preview", "Preview", PreviewPage),
     ("/name", "Name it", NamingPage),
     ("/fleet", "Fleet", FleetPage),
+    ("/paths", "Paths", PathsPage),
 )
 ORGANISER_PAGES: tuple[tuple[str, str, Fill], ...] = (
     ("/members", "Members", MembersPage),

@@ -98,6 +98,11 @@ class ProgressKeeper:
         self._tracker.target = samples
 
     @property
+    def num_trainers(self) -> int:
+        """How many train, as the coordinator says."""
+        return self.latest.num_trainers if self.latest is not None else 0
+
+    @property
     def weight_cap(self) -> float | None:
         """How many times what others have may count of what a peer says; None: all of it."""
         return self._tracker.weight_cap

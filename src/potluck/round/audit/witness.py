@@ -22,24 +22,24 @@ from potluck.round.plan.messages import RoundKey
 class Witness:
     """Testifies in the round that this peer is in."""
 
-    def __init__(self, links: GroupLinks, workers: Workers, audience: Callable[[], ReportTarget | None]) -> None:
-        """`audience` is the round and its coordinator, to whom alone we answer."""
+    def __init__(self, links: GroupLinks, workers: Workers, target: Callable[[], ReportTarget | None]) -> None:
+        """`target` is the round and its coordinator, to whom alone we answer."""
         self.counts: Counter[str] = Counter()
         self._workers = workers
-        self._audience = audience
+        self._target = target
         links.handle(Challenge, self._challenged)
         links.handle(HoldingsRequest, self._inventoried)
 
     def _round_work(self, sender: str, key: RoundKey) -> RoundWork:
         """The round that we are asked about; ProtocolError unless we have completed it, for whoever asks."""
-        audience = self._audience()
-        if audience is None or sender != audience.coordinator or key != audience.round_work.key:
+        target = self._target()
+        if target is None or sender != target.coordinator or key != target.round_work.key:
             self.counts["foreign_challenges"] += 1
             raise ProtocolError(f"{key} is not a round in which this peer answers to {sender}")
-        if not audience.round_work.digest:
+        if not target.round_work.digest:
             raise ProtocolError(f"this peer lacks averages of {key}")
         self.counts["challenges"] += 1
-        return audience.round_work
+        return target.round_work
 
     async def _challenged(self, incoming: Incoming[Challenge]) -> tuple[Testimony, Sequence[Buffer]]:
         return await self._testify(self._round_work(incoming.sender, incoming.message.key), incoming.message)

@@ -89,6 +89,7 @@ def _member(plan: Plan, index: int, holds: bool, director: Director | None) -> C
         peer=member.peer,
         weight=member.weight if member.sends else 0.0,  # who was left out has given nothing
         claimed=member.claimed,
+        phases=member.phases if member.sends else 0.0,
         holds=holds,
         seconds=director.seconds_of(index) if director is not None else 0.0,
         sent_bytes=report.sent_bytes if report is not None else 0,

@@ -96,6 +96,9 @@ class Candidate:
     weight: float
     """Of what it says, how much counts."""
 
+    stands_by: bool = False
+    """Whether it awaits more weight than there is: it starts no round, and takes part in one that others start."""
+
     @property
     def peer(self) -> str:
         """Its id."""
@@ -153,7 +156,7 @@ class Gathering:
                 and (not waiting.ready.until or hub_now <= waiting.ready.until)
             ):
                 found.append(Candidate(presence, waiting.ready, waiting.since, waiting.ready.weight))
-        return _without_those_who_await_more(self._weighed(found))
+        return _as_far_as_ready(self._weighed(found))
 
     def _weighed(self, found: list[Candidate]) -> list[Candidate]:
         """With as much of their weights as counts."""
@@ -251,6 +254,7 @@ class Gathering:
                 session=candidate.ready.session,
                 weight=candidate.weight,
                 claimed=candidate.ready.weight if candidate.weight < candidate.ready.weight else 0.0,
+                phases=candidate.ready.phases,
                 sends=candidate.sends,
                 reduces=member.reduces or alone,
             )
@@ -294,8 +298,11 @@ class Gathering:
         return min(max(wanted, self.config.least_round_seconds), self.config.most_round_seconds)
 
 
-def _without_those_who_await_more(found: list[Candidate]) -> list[Candidate]:
-    """Who stands by is ready since all together had the weight that it awaits, and not before."""
+def _as_far_as_ready(found: list[Candidate]) -> list[Candidate]:
+    """A peer that stands by is ready since all together had the weight that it awaits.
+
+    One that awaits more than there is goes without a round only if it has said until when it waits.
+    """
     weight, reached = 0.0, []
     for candidate in sorted(found, key=lambda candidate: candidate.since):
         weight += candidate.weight
@@ -306,6 +313,8 @@ def _without_those_who_await_more(found: list[Candidate]) -> list[Candidate]:
         if reached_at is not None:
             since = max(candidate.since, reached_at) if candidate.ready.awaits else candidate.since
             ready.append(replace(candidate, since=since))
+        elif not candidate.ready.until:
+            ready.append(replace(candidate, stands_by=True))
     return ready
 
 
@@ -316,9 +325,15 @@ def _wait_of(ready: Ready) -> tuple[int, str, int]:
 def senders(candidates: Iterable[Candidate]) -> list[ReadySender]:
     """What a trigger wants to know of them."""
     return [
-        ReadySender(peer=candidate.peer, weight=candidate.weight, since=candidate.since, start=candidate.ready.start)
+        ReadySender(
+            peer=candidate.peer,
+            weight=candidate.weight,
+            since=candidate.since,
+            start=candidate.ready.start,
+            phases=candidate.ready.phases,
+        )
         for candidate in candidates
-        if candidate.sends
+        if candidate.sends and not candidate.stands_by
     ]
 
 

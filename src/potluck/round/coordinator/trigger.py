@@ -26,6 +26,8 @@ class ReadySender:
     """When it became ready, by the coordinator's clock."""
     start: StartSpec | None = None
     """As it would have rounds start."""
+    phases: float = 0.0
+    """Of paths, that its contribution stands for (paths/)."""
 
 
 class Trigger(Protocol):

@@ -60,9 +60,11 @@ class Intent:
             raise ProtocolError("it is for other tensors than this peer holds")
 
 
-def ready_message(session: str, tensors: FlatTensors | None, weight: float, epoch: int, reduces: bool) -> Ready:
+def ready_message(
+    session: str, tensors: FlatTensors | None, weight: float, epoch: int, reduces: bool, phases: float = 0.0
+) -> Ready:
     """What coordinators are told, but for their lease's token."""
-    ready = Ready(session=session, epoch=epoch, weight=weight, sends=False, reduces=reduces)
+    ready = Ready(session=session, epoch=epoch, weight=weight, sends=False, reduces=reduces, phases=phases)
     if tensors is None:
         return ready
     layout = tensors.layout

@@ -53,12 +53,12 @@ class Messenger:
         session: GroupSession,
         *,
         ready: Callable[[], Ready | None],
-        audience: Callable[[], ReportTarget | None],
+        target: Callable[[], ReportTarget | None],
     ) -> None:
         self._links = links
         self._session = session
         self._ready = ready
-        self._audience = audience
+        self._target = target
         self._ready_wanted = asyncio.Event()
         self._report_wanted = asyncio.Event()
         self._unheard: _Unheard | None = None
@@ -103,20 +103,20 @@ class Messenger:
     async def _keep_reporting(self) -> None:
         while True:
             self._report_wanted.clear()
-            if (audience := self._audience()) is not None:
-                await self._send_report(audience)
-            await _wait(self._report_wanted, REPORT_EVERY_SECONDS if audience is not None else None)
+            if (target := self._target()) is not None:
+                await self._send_report(target)
+            await _wait(self._report_wanted, REPORT_EVERY_SECONDS if target is not None else None)
 
-    async def _send_report(self, audience: ReportTarget) -> None:
-        report = audience.round_work.report()
-        if self._is_heard(audience.coordinator):
+    async def _send_report(self, target: ReportTarget) -> None:
+        report = target.round_work.report()
+        if self._is_heard(target.coordinator):
             try:
-                await self._report_by_link(audience, report)
+                await self._report_by_link(target, report)
             except PotluckError as error:
                 logger.debug("the coordinator cannot be told over the link how the round goes: %s", error)
             else:
                 return
-        await self._report_by_hub(audience, report)
+        await self._report_by_hub(target, report)
 
     def _is_heard(self, coordinator: str) -> bool:
         unheard = self._unheard
@@ -124,11 +124,11 @@ class Messenger:
             return True
         return self._session.clock.monotonic() - unheard.since < UNHEARD_SECONDS
 
-    async def _report_by_link(self, audience: ReportTarget, report: Report) -> None:
-        round_work = audience.round_work
-        receipt = await self._links.send(audience.coordinator, report, timeout_seconds=REPORT_TIMEOUT_SECONDS)
-        if self._unheard is None or self._unheard.coordinator != audience.coordinator:
-            self._unheard = _Unheard(audience.coordinator, self._session.clock.monotonic())
+    async def _report_by_link(self, target: ReportTarget, report: Report) -> None:
+        round_work = target.round_work
+        receipt = await self._links.send(target.coordinator, report, timeout_seconds=REPORT_TIMEOUT_SECONDS)
+        if self._unheard is None or self._unheard.coordinator != target.coordinator:
+            self._unheard = _Unheard(target.coordinator, self._session.clock.monotonic())
         unheard = self._unheard
 
         def settled() -> None:
@@ -139,7 +139,7 @@ class Messenger:
 
         receipt.watch(settled)
 
-    async def _report_by_hub(self, audience: ReportTarget, report: Report) -> None:
+    async def _report_by_hub(self, target: ReportTarget, report: Report) -> None:
         session = self._session
         try:
             await session.hub.publish(session.subjects.news(session.peer_id, "report"), encode(report))
@@ -147,7 +147,7 @@ class Messenger:
             logger.debug("the coordinator cannot be told by way of the hub how the round goes: %s", error)
         else:
             if report.digest:
-                audience.round_work.reported()
+                target.round_work.reported()
 
 
 async def _wait(event: asyncio.Event, seconds: float | None) -> None:

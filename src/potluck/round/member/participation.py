@@ -1,6 +1,6 @@
 """This peer as a member of rounds: says that it is ready, follows the plan, reports, learns of the commit.
 
-    take_part ──▶ Ready, each second ──▶ plan ──▶ RoundWork ──▶ reports ──▶ commit ──▶ tensors
+    enter ──▶ Ready, each second ──▶ plan ──▶ RoundWork ──▶ reports ──▶ commit ──▶ tensors
                         ▲                  │
                         └── aborted, or a new coordinator
 
@@ -98,8 +98,8 @@ class Participation:
         self._obeying: asyncio.Task[None] | None = None
         self._subscription: Subscription | None = None
         self._incoming_frames = IncomingFrames(links, self._round_work, self._expects)
-        self._messenger = Messenger(links, session, ready=self._ready, audience=self._audience)
-        self._witness = Witness(links, workers, self._audience)
+        self._messenger = Messenger(links, session, ready=self._ready, target=self._target)
+        self._witness = Witness(links, workers, self._target)
 
     async def start(self) -> None:
         """Listen to coordinators, and speak."""
@@ -130,7 +130,7 @@ class Participation:
 
     # What the caller wants
 
-    async def take_part(
+    async def enter(
         self,
         tensors: FlatTensors | None,
         *,
@@ -139,6 +139,7 @@ class Participation:
         reduces: bool = True,
         stand_by: StandBy | None = None,
         timeout_seconds: float,
+        phases: float = 0.0,
     ) -> RoundResult | None:
         """Be ready for an epoch until it is committed; RoundFailedError when that does not happen in time.
 
@@ -148,7 +149,7 @@ class Participation:
             raise ConfigurationError("this peer is in a round already: await the first call before the next one")
         loop = asyncio.get_running_loop()
         wish = self._wish = Intent(
-            ready_message(self._session.card.session, tensors, weight, epoch, reduces),
+            ready_message(self._session.card.session, tensors, weight, epoch, reduces, phases),
             tensors,
             self._clock.monotonic(),
             committed=loop.create_future(),
@@ -437,7 +438,7 @@ class Participation:
     def _expects(self, key: RoundKey) -> bool:
         return self._wish is not None and not self._wish.committed.done() and key.epoch == self._wish.epoch
 
-    def _audience(self) -> ReportTarget | None:
+    def _target(self) -> ReportTarget | None:
         return ReportTarget(self._round.coordinator, self._round.round_work) if self._round is not None else None
 
     def _ready(self) -> Ready | None:

@@ -25,6 +25,7 @@ ChunkNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Weight = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
+Phases = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]  # a peer, a session, a digest
 Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)]
 Seal = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -48,6 +49,7 @@ class Participant(Message, frozen=True, kw_only=True):
     session: Name
     weight: Weight = 0.0  # of its contribution: samples
     claimed: Weight = 0.0  # what it said, where less than that counts; 0: all of it does
+    phases: Phases = 0.0  # of paths, that its contribution stands for (paths/)
     sends: bool = True  # contributes tensors
     reduces: bool = True  # may be given parts
     receives: bool = True  # gets the averages; False once it is out of the round
@@ -132,6 +134,7 @@ class Ready(Message, frozen=True, kw_only=True):
     token: Count = 0  # of the newest lease it knows: an earlier word means nothing to that coordinator
     awaits: Weight = 0.0  # it stands by: ready as soon as all who are have so much weight together
     until: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0  # hub time after which no plan may have it; 0: it waits on
+    phases: Phases = 0.0  # of paths, that its contribution stands for (paths/)
     withdrawn: bool = False  # it no longer waits for this epoch
     completed: Completed | None = None  # so that a new coordinator can commit what the old one could not
 
@@ -184,6 +187,7 @@ class CommittedMember(Message, frozen=True, kw_only=True):
     peer: Name
     weight: Weight
     claimed: Weight = 0.0  # what it said, where less than that counted; 0: all of it did
+    phases: Phases = 0.0  # of paths, that its contribution stands for (paths/)
     holds: bool  # has the averages; otherwise it must fetch the state
     seconds: Seconds = 0.0  # from the plan until it had them
     sent_bytes: Count = 0

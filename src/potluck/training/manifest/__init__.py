@@ -5,7 +5,7 @@ method.py       how it trains: optimizer, schedule, algorithm, exchange, evaluat
 requirements.py what a volunteer needs before it can train: packages, files, consent;   shipping.py: what a run ships
 tomllines.py    which line of run.toml a message is about
 runfile.py      run.toml, which an organiser writes, as a manifest      skeleton.py: one to start from
-noticeboard.py       the manifest in the hub: signed, checked, followed
+noticeboard.py  the manifest in the hub: signed, checked, followed
 organising.py   puts up a manifest, and later what has changed in run.toml
 steering.py     the organiser's orders: pause, resume, settings (changes.py: by name), rollback; all written down
 rollback.py     the coordinator's part in a rollback                    earlier.py: what a run could go back to

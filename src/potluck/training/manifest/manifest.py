@@ -28,6 +28,7 @@ from potluck.training.manifest.method import (
     SyncSettings,
     check_together,
 )
+from potluck.training.manifest.pathspec import PathSpec, Route
 
 __all__ = [
     "Count",
@@ -36,7 +37,9 @@ __all__ = [
     "ExchangeSettings",
     "Manifest",
     "OptimizerSpec",
+    "PathSpec",
     "Patience",
+    "Route",
     "ScheduleSpec",
     "Settings",
     "SyncSettings",
@@ -101,6 +104,8 @@ class Manifest(Message, frozen=True, kw_only=True):
     files: Annotated[tuple[FileRef, ...], msgspec.Meta(max_length=MAX_FILES)] = ()  # that the host serves
     downloads: Annotated[tuple[DownloadRef, ...], msgspec.Meta(max_length=MAX_FILES)] = ()  # from elsewhere
     requirements: Annotated[tuple[Requirement, ...], msgspec.Meta(max_length=MAX_REQUIREMENTS)] = ()  # as pip has them
+    paths: PathSpec | None = None
+    routes: Annotated[tuple[Route, ...], msgspec.Meta(max_length=64)] = ()  # of its documents, the first phase first
     seed: Seed = 0
     written: tuple[Settings, ...] = ()  # what run.toml said last: what was changed by command since then stays
     rollback: Rollback | None = None  # the newest order
@@ -119,6 +124,12 @@ class Manifest(Message, frozen=True, kw_only=True):
                 "another run for that"
             )
         check_together(self.newest.training, self.newest.optimizer, self.exchange)
+        if self.paths is not None and not isinstance(self.newest.training, DiLoCoSettings):
+            raise ConfigurationError('[paths] trains by phases: say algorithm = "diloco" under [training]')
+        if self.paths is not None and isinstance(self.newest.training, DiLoCoSettings):
+            training = self.newest.training
+            if training.asynchronous or training.num_fragments > 1 or training.overlap_steps:
+                raise ConfigurationError("[paths] has no asynchronous, num_fragments or overlap_steps: leave them out")
 
     @property
     def newest(self) -> Settings:

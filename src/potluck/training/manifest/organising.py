@@ -24,7 +24,7 @@ from potluck.training.manifest.steering import NOTICE_EPOCHS, steering
 logger = logging.getLogger(__name__)
 
 PLANNING = ("weight_cap", "audit_chunks")  # of the exchange
-NOT_OF_THE_FILE = ("revision", "protocol", "recipe", "settings", "written", "rollback", "history")
+NOT_OF_THE_FILE = ("revision", "protocol", "recipe", "settings", "written", "rollback", "history", "routes")
 
 
 async def put_up(wanted: Manifest, address: HubAddress, keys: HubKeys, *, by: str = "run.toml") -> Manifest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,12 +25,15 @@ from potluck.training.manifest.manifest import (
     ModelOptions,
     OptimizerSpec,
     Options,
+    PathSpec,
     Patience,
+    Route,
     ScheduleSpec,
     Seed,
     Settings,
     SyncSettings,
 )
+from potluck.training.manifest.pathspec import ROUTING_FILE
 from potluck.training.manifest.tomllines import line_of_error
 
 logger = logging.getLogger(__name__)
@@ -72,6 +76,8 @@ class RunFile(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     evaluation: Evaluation = Evaluation()
     pipeline: PipelineSpec | None = None
     """For `potluck plan`."""
+    paths: PathSpec | None = None
+    """For a sparse model of many paths."""
     curriculum: tuple[dict[str, Any], ...] = ()
     """Stages: each has `from_epoch`, and whatever changes then."""
 
@@ -136,8 +142,9 @@ def _manifest_of(found: RunFile, folder: Path) -> Manifest:
     own = folder / found.recipe
     recipe = open_recipe(ref, found.model, own, folder_files(folder))
     recipe.data = data_of(recipe, found.data)
+    training = DiLoCoSettings() if found.paths is not None and found.training == SyncSettings() else found.training
     first = Settings(
-        training=found.training,
+        training=training,
         optimizer=found.optimizer,
         schedule=found.schedule,
         data=msgspec.to_builtins(recipe.data),
@@ -146,7 +153,13 @@ def _manifest_of(found: RunFile, folder: Path) -> Manifest:
     settings = _planned(first, found.curriculum)
     for entry in settings:
         data_of(recipe, entry.data)
-    patterns = (*found.files, *recipe.prepare(folder), *([found.recipe] if ref.digest else []))
+    routes = _routes_of(found, folder)
+    patterns = (
+        *found.files,
+        *(route.name for route in routes),
+        *recipe.prepare(folder),
+        *([found.recipe] if ref.digest else []),
+    )
     return Manifest(
         run=found.name,
         recipe=ref,
@@ -158,8 +171,26 @@ def _manifest_of(found: RunFile, folder: Path) -> Manifest:
         seed=found.seed,
         files=files_of(folder, patterns),
         downloads=downloads_of(recipe),
+        paths=found.paths,
+        routes=routes,
         requirements=requirements_of(recipe, found.requirements),
     )
+
+
+def _routes_of(found: RunFile, folder: Path) -> tuple[Route, ...]:
+    """The routing that the organiser has prepared; ConfigurationError where there is none, or it does not fit."""
+    if found.paths is None:
+        return ()
+    from potluck.paths.sharding import check_routing, read_routing
+
+    routing = read_routing(folder / ROUTING_FILE)
+    check_routing(found.paths.grid(), routing)
+    if routing.prefix != found.paths.route_prefix:
+        raise ConfigurationError(
+            f"documents were routed by {routing.prefix} tokens, and route_prefix is {found.paths.route_prefix}: run "
+            "`potluck paths prepare` again"
+        )
+    return (Route(sha256=hashlib.sha256((folder / ROUTING_FILE).read_bytes()).hexdigest()),)
 
 
 def _with_line(error: ConfigurationError, file: Path) -> ConfigurationError:

@@ -58,7 +58,7 @@ class Steering:
 
     def __init__(self, hub: HubConnection, run: str, signer: Signer, *, wall: Callable[[], float] = time.time) -> None:
         """`hub` is a connection in the organiser's name, and `signer` its key."""
-        self._hub = hub
+        self.hub = hub
         self._run = run
         self._signer = signer
         self._organiser = Organiser(hub, Subjects(run), signer.public_key)
@@ -71,7 +71,7 @@ class Steering:
 
     async def head(self) -> Commit | None:
         """The newest epoch that is committed."""
-        lineage = Lineage(self._hub.store("lineage"), self._run)
+        lineage = Lineage(self.hub.store("lineage"), self._run)
         await lineage.start()
         await lineage.close()
         return lineage.head
@@ -137,12 +137,12 @@ class Steering:
 
     async def earlier(self, backups: Iterable[BackupInfo]) -> list[EarlierState]:
         """What the run could go back to: these backups of the host's, and what others say that they hold."""
-        others = await announced(self._hub, Subjects(self._run), self._signer.public_key)
+        others = await announced(self.hub, Subjects(self._run), self._signer.public_key)
         return merged(saved(backups), others)
 
     async def cut(self, number: int) -> Cut:
         """A cut by its number; ConfigurationError where the hub knows of none, or `main` has no part in it."""
-        board = CutBoard(self._hub.store(GROUPS))
+        board = CutBoard(self.hub.store(GROUPS))
         await board.start()
         await board.close()
         safe = board.safe.number if board.safe is not None else 0
@@ -186,7 +186,7 @@ class Steering:
             if commit.num_restored >= order.number and not done.done():
                 done.set_result(commit)
 
-        lineage = Lineage(self._hub.store("lineage"), self._run, committed)
+        lineage = Lineage(self.hub.store("lineage"), self._run, committed)
         await lineage.start()
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -221,7 +221,7 @@ class Steering:
         return wanted
 
     async def _read(self) -> tuple[Manifest | None, int]:
-        entry = await self._hub.store("manifest").get(MANIFEST_KEY)
+        entry = await self.hub.store("manifest").get(MANIFEST_KEY)
         if entry is None or entry.value is None:
             return None, 0
         manifest, _organiser = noticeboard.read(entry.value, self._run)

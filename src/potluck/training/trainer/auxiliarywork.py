@@ -8,6 +8,7 @@ from typing import Self
 from potluck.hub.subjects import MAIN
 from potluck.optim.auxiliary import AuxiliaryPeer
 from potluck.optim.collaboration import Collaboration
+from potluck.paths.pathhost import PathHost
 from potluck.round.averager import RoundPeer
 from potluck.run.group import Group, LinkedPeer, group_of
 from potluck.state.config import StateConfig
@@ -58,6 +59,7 @@ class AuxiliaryWork:
         self._others: list[AuxiliaryPeer] = []
         self._helper = helper
         self._desks = desks
+        self._paths: PathHost | None = None
 
     @classmethod
     async def start(cls, peer: LinkedPeer, state: StateConfig | None = None) -> Self:
@@ -90,6 +92,8 @@ class AuxiliaryWork:
                 work._groups.append(Group(peer, name))
                 await work._groups[-1].enter()
                 work._others.append(await AuxiliaryPeer.of(work._groups[-1], state=state))
+            if manifest is not None and manifest.paths is not None:
+                work._paths = await _host_paths(peer, group, collaboration, board, manifest, state)
         except BaseException:
             await work.close()
             raise
@@ -97,9 +101,25 @@ class AuxiliaryWork:
 
     async def close(self) -> None:
         """Leave the round that is under way. Calling it twice does no harm."""
+        if self._paths is not None:
+            await self._paths.close()
         await self._desks.close()
         for helper in (*self._others, self._helper):
             await helper.close()
         await self.board.close()
         for group in self._groups:
             group.close()
+
+
+async def _host_paths(
+    peer: LinkedPeer,
+    group: Group,
+    collaboration: Collaboration,
+    board: NoticeBoard,
+    first: Manifest,
+    state: StateConfig | None,
+) -> PathHost:
+    from potluck.training.trainer.pathwork import host_paths  # what runs without paths do not need
+
+    lease = collaboration.averager.lease
+    return await host_paths(peer, group, lease, lambda: board.manifest or first, state or StateConfig())

@@ -1,15 +1,15 @@
 """Several devices, one peer: a process for each further device computes its share of every batch.
 
     this process (rank 0)     the member of the run: optimizer, rounds, state, data; computes on the first device
-    its crew (rank 1, 2, …)   a copy of the model on another device each; no optimizer, no link to anybody else
+    the pool (rank 1, 2, …)    a copy of the model on another device each; no optimizer, no link to anybody else
 
-    for each batch:  shares to the crew ─▶ forward, backward on all (DDP averages the gradients) ─▶ rank 0 steps
+    for each batch:  shares to the pool ─▶ forward, backward on all (DDP averages the gradients) ─▶ rank 0 steps
 
 The run sees one peer: traffic, state and samples are those of one, however many devices it has. When the parameters of
 rank 0 have changed, by its own step or by a round, they are broadcast before the next batch. All of it stays on this
 machine: gloo over loopback between CPUs, NCCL between GPUs.
 
-If one of the crew ends, nothing can be averaged any more: the peer ends, and says which. If rank 0 ends, so do all.
+If one of its processes ends, nothing can be averaged any more: the peer ends, and names it. If rank 0 ends, all do.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from potluck.training.trainer.precision import MixedPrecision, Precision
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 300.0  # for all to be there, and for a step of the slowest
-END_SECONDS = 10.0  # for the crew to end when it is told to
+END_SECONDS = 10.0  # for the pool to end when it is told to
 LOOK_EVERY_SECONDS = 1.0  # whether rank 0 is still there
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePoolSpec:
-    """What one of the crew needs to know."""
+    """What one of its processes needs to know."""
 
     recipe: RecipeRef
     model: dict[str, Any]
@@ -66,7 +66,7 @@ class DevicePoolSpec:
     precision: Precision
     devices: tuple[str, ...]
     meeting: str = ""
-    """A file by which the processes find each other; the crew's own."""
+    """A file by which the processes find each other; the pool's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class DevicePool:
         self._model = model
         self._recipe = recipe
         self._told_data: Any = None
-        self._folder = tempfile.TemporaryDirectory(prefix="potluck-crew-")
+        self._folder = tempfile.TemporaryDirectory(prefix="potluck-device-")
         self._spec = replace(spec, meeting=str(Path(self._folder.name) / "meeting"))
         self._members: list[tuple[BaseProcess, Connection]] = []
         try:
@@ -106,7 +106,7 @@ class DevicePool:
         self._version = _version_of(model)
 
     def hand_out(self, batch: Batch, scale: float) -> tuple[Batch, float]:
-        """Give each of the crew its share; this process's own, and what its loss is to be multiplied by.
+        """Give each process its share; this process's own, and what its loss is to be multiplied by.
 
         Shares may be unequal: weighted so, their mean is that over all samples.
         """
@@ -139,12 +139,12 @@ class DevicePool:
 
     @contextlib.contextmanager
     def computed_together(self) -> Iterator[None]:
-        """Around forward and backward: FatalError where one of the crew has ended meanwhile."""
+        """Around forward and backward: FatalError where one of its processes has ended meanwhile."""
         with self._explained():
             yield
 
     def close(self) -> None:
-        """End the crew. Idempotent."""
+        """End the pool. Idempotent."""
         members, self._members = self._members, []
         for _, connection in members:
             with contextlib.suppress(OSError):
@@ -165,7 +165,10 @@ class DevicePool:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=_compute_for, args=(self._spec, rank, theirs, os.getpid()), name=f"potluck-crew-{rank}", daemon=True
+            target=_compute_for,
+            args=(self._spec, rank, theirs, os.getpid()),
+            name=f"potluck-device-{rank}",
+            daemon=True,
         )
         process.start()
         theirs.close()
@@ -197,11 +200,11 @@ class DevicePool:
         )
 
 
-# In the crew's processes
+# In the pool's processes
 
 
 def _compute_for(spec: DevicePoolSpec, rank: int, orders: Connection, parent: int) -> None:
-    """One of the crew: computes its shares until rank 0 closes the line."""
+    """One of the pool: computes its shares until rank 0 closes the line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which then ends this
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)

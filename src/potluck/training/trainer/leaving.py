@@ -13,8 +13,6 @@ from dataclasses import replace
 from potluck.errors import PotluckError
 from potluck.training.trainer.trainer import END_SECONDS, Trainer, TrainProgress
 
-HAND_IN_SECONDS = 2.5
-
 
 def train_and_hand_in(
     trainer: Trainer,

@@ -22,6 +22,8 @@ from potluck.optim.methods.quorum import AdaptiveGrace, AdaptiveQuorum
 from potluck.optim.methods.sparseloco import SparseLoCo
 from potluck.optim.methods.transform import Transform
 from potluck.optim.optimizer import Optimizer
+from potluck.optim.parameters import buffers_of
+from potluck.optim.sharedoptimizer import SharedOptimizer
 from potluck.round.audit.auditcore import AuditConfig
 from potluck.round.codecs import CodecChoice, CodecSpec
 from potluck.round.coordinator.coordinator import CoordinatorConfig
@@ -32,8 +34,6 @@ from potluck.state.config import StateConfig
 from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, ScheduleSpec, Settings
 from potluck.training.trainer.inneroptimizer import inner_optimizer
-
-SharedOptimizer = Optimizer | DiLoCo
 
 
 def make_optimizer(
@@ -46,7 +46,7 @@ def make_optimizer(
     manifest = newest()
     compiler.postpone()
     inner = inner_optimizer(manifest.settings[0].optimizer, model)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    buffers = buffers_of(model)
     options = {**options_of(manifest), "state": state or StateConfig(), "hyperparameters": following(inner, newest)}
     if isinstance(manifest.settings[0].training, manifests.SyncSettings):
         return Optimizer(run, inner, extra_tensors=buffers, transform=transform_of(manifest), **options)

@@ -32,7 +32,7 @@ from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, OptimizerSpec, Settings
 from potluck.training.manifest.noticeboard import NoticeBoard
 from potluck.training.trainer.inneroptimizer import KINDS, parameter_groups
-from potluck.training.trainer.optimizers import SharedOptimizer, follow, following, options_of, outer_of, transform_of
+from potluck.training.trainer.optimizers import follow, following, options_of, outer_of, transform_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,7 @@ class Optimizer(target_batches.Optimizer):
     ) -> None:
         """As `potluck.optim.optimizer.Optimizer`; in a hosted run `target_batch_size` may be left out."""
         parts = {name: options.pop(name) for name in ("extra_tensors", "source", "hyperparameters") if name in options}
-        is_auxiliary = config.auxiliary if config is not None else options.get("auxiliary", False)
-        is_steered = not is_auxiliary and _group(config, options) == MAIN
+        is_steered = _group(config, options) == MAIN
         self.hosted = hosted = HostedRun.of(run, manifests.SyncSettings) if is_steered else None
         if hosted is not None:
             optimizer = inner = hosted.prepared(optimizer, params)
@@ -149,6 +148,9 @@ class DiLoCo(outer_loops.DiLoCo):
 def _group(config: OptimizerConfig | DiLoCoConfig | None, options: dict[str, Any]) -> str:
     """Whose rounds these are: a manifest says how `main` trains, and nothing of other groups."""
     return config.group if config is not None else str(options.get("group", MAIN))
+
+
+ProgramOptimizer = Optimizer | DiLoCo
 
 
 class HostedRun:
@@ -277,10 +279,10 @@ class HostedRun:
             )
         return replace(config, **taken)
 
-    def keep_up(self, optimizer: SharedOptimizer) -> None:
+    def keep_up(self, optimizer: ProgramOptimizer) -> None:
         """Before each step: wait while the run is paused, then set what counts at this epoch."""
         is_told = False
-        while self.manifest.at(max(optimizer.epoch, optimizer.collaboration.epoch)).paused:
+        while self.manifest.at(max(optimizer.epoch, optimizer.collaboration.averager.epoch)).paused:
             if not is_told:
                 logger.warning("the run %s is paused by its organiser: waiting", self.manifest.run)
                 is_told = True

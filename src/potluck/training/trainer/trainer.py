@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from potluck.errors import ConfigurationError, StoppedError
 from potluck.optim import compiler
 from potluck.optim.cores import share_cores
-from potluck.optim.diloco import DiLoCo
 from potluck.optim.optimizer import Optimizer
+from potluck.optim.sharedoptimizer import SharedOptimizer
 from potluck.optim.staging import has_streams
 from potluck.peer.lease import LeaseView
 from potluck.recipes.recipe import Batch, Recipe, RecipeConfig, require_downloads
@@ -43,7 +43,7 @@ from potluck.training.trainer.feed import AHEAD_BATCHES, Feed
 from potluck.training.trainer.inneroptimizer import STATE_TENSORS
 from potluck.training.trainer.machine import MemoryLimit, find_devices, free_cache, is_out_of_memory, wait_for
 from potluck.training.trainer.models import untrained
-from potluck.training.trainer.optimizers import SharedOptimizer, follow, make_optimizer
+from potluck.training.trainer.optimizers import follow, make_optimizer
 from potluck.training.trainer.precision import PRECISIONS, MixedPrecision, find_precision
 from potluck.training.trainer.smoothed import SmoothedLoss
 
@@ -166,14 +166,14 @@ class Trainer:
         self.precision = MixedPrecision(find_precision(self._config.precision, self.device), self.device)
         self._memory = MemoryLimit(self._config.max_memory_bytes, self.device)
         self.model = untrained(recipe, first.seed, self.device)
-        self._crew: DevicePool | None = None
+        self._pool: DevicePool | None = None
         self._computing: nn.Module = self.model
         if self._config.compile:
             self._computing = compiled(self.model)
         self._search: BatchSearch | None = None
         self.batch_size = self._config.batch_size or self._first_batch_size(first)
         if len(self.devices) > 1:
-            self._crew = self._start_crew(first)
+            self._pool = self._start_pool(first)
         on_model()
         self.optimizer: SharedOptimizer = make_optimizer(run, self.model, manifest, self._config.state)
         self._lease = self.optimizer.collaboration.averager.lease
@@ -196,7 +196,7 @@ class Trainer:
         """Smoothed. Reading it waits for the device."""
         return self._loss.read()
 
-    def _start_crew(self, manifest: Manifest) -> DevicePool:
+    def _start_pool(self, manifest: Manifest) -> DevicePool:
         """Processes for the further devices; they end with the run."""
         from potluck.training.trainer.devicepool import (  # torch.distributed, which one device does not need
             DevicePool,
@@ -211,14 +211,14 @@ class Trainer:
             precision=self.precision.precision,
             devices=tuple(map(str, self.devices)),
         )
-        crew = DevicePool(spec, self._recipe, self.model)
-        self._computing = compiled(crew.computing) if self._config.compile else crew.computing
+        pool = DevicePool(spec, self._recipe, self.model)
+        self._computing = compiled(pool.computing) if self._config.compile else pool.computing
 
         async def close() -> None:
-            await asyncio.to_thread(crew.close)
+            await asyncio.to_thread(pool.close)
 
         self._run.attach(close)
-        return crew
+        return pool
 
     @property
     def is_searching(self) -> bool:
@@ -282,10 +282,7 @@ class Trainer:
     @property
     def unfinished_samples(self) -> int:
         """Of this peer, towards the next epoch, if one is to come."""
-        optimizer = self.optimizer
-        if self._is_paused() or self._is_over():
-            return 0
-        return optimizer.method.samples if isinstance(optimizer, DiLoCo) else optimizer.samples
+        return 0 if self._is_paused() or self._is_over() else self.optimizer.samples
 
     def _committed(self, commit: Commit) -> None:
         self.given += given_by(self._run.peer_id, commit)
@@ -325,7 +322,7 @@ class Trainer:
 
     def _is_paused(self) -> bool:
         """By the run's epoch and not by ours: who was left behind when it paused goes on with the others."""
-        return self._manifest().at(max(self.optimizer.epoch, self.optimizer.collaboration.epoch)).paused
+        return self._manifest().at(max(self.optimizer.epoch, self.optimizer.collaboration.averager.epoch)).paused
 
     def _is_done(self) -> bool:
         most = self._config.max_steps
@@ -413,7 +410,7 @@ class Trainer:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            if self._crew is not None:  # which waits for gradients that will not come
+            if self._pool is not None:  # which waits for gradients that will not come
                 raise ConfigurationError(
                     f"batches of {self.batch_size} on {len(self.devices)} devices need more than "
                     f"{self._memory.describe()}: give a smaller --batch-size"
@@ -422,14 +419,14 @@ class Trainer:
 
     def _loss_of(self, batch: Batch) -> Tensor:
         """The loss, with its gradients made; on several devices, of this one's share, and the gradients of all."""
-        if self._crew is None:
+        if self._pool is None:
             with self.precision.lowered():
                 loss = self._recipe.loss(self._computing, to_device(batch, self.device))
             self.precision.backward(loss)
             return loss
         scaler = self.precision.scaler
-        share, weight = self._crew.hand_out(batch, scaler.get_scale() if scaler is not None else 1.0)
-        with self._crew.computed_together():
+        share, weight = self._pool.hand_out(batch, scaler.get_scale() if scaler is not None else 1.0)
+        with self._pool.computed_together():
             with self.precision.lowered():
                 loss = self._recipe.loss(self._computing, to_device(share, self.device))
             self.precision.backward(loss * weight)

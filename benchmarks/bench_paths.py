@@ -1,0 +1,227 @@
+"""What paths (DiPaCo) are worth beside dense models: losses on separable data and on natural text, without a network.
+
+    scripts/bench paths [--json] [--seeds 3] [--only separable|natural]
+
+The methods, router and shards of a run without hub, links and time. All ways take the same number of inner steps per
+path. `dense` has the inference cost of one path and the tokens of one path; `dense, all tokens` is DiLoCo with as many
+peers as there are paths, and so has seen all tokens. `independent` models share nothing. `shuffled` routes by chance.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness import parser, report
+from potluck.optim.methods.outer import Nesterov
+from potluck.optim.modelstate import ModelState
+from potluck.paths.cutting import cut
+from potluck.paths.features import bag_of_tokens, prefixes_of
+from potluck.paths.grid import Grid
+from potluck.paths.moduleloop import Change, ModuleLoop
+from potluck.paths.pathfeed import PathFeed, TokenLosses, document_losses, mean_loss
+from potluck.paths.pathstate import PathState, capture, restore
+from potluck.paths.router import fit_kmeans
+from potluck.paths.sharding import Routing, Shards, digest_of
+from potluck.paths.weighing import Alpha, step_factor
+from potluck.recipes.stdlib_lm import EVALUATION_SHARE, SMALLEST_DOCUMENT, Config, StdlibLM
+from potluck.testing.languages import WordModel, languages, word_losses
+
+NUM_PATHS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Data and a model to train on them."""
+
+    documents: Sequence[Tensor]
+    make: Callable[[], nn.Module]
+    losses: TokenLosses
+    window: int
+    prefix: int
+    inner_steps: int
+    batch_size: int
+    phases: int
+    learning_rate: float
+
+
+def shards_of(grid: Grid, task: Task, paths: list[int]) -> Shards:
+    """Documents by path."""
+    lengths = [len(document) for document in task.documents]
+    digest = digest_of(task.documents)
+    return Shards(grid, Routing(levels=grid.levels, prefix=task.prefix, documents=digest, paths=paths, lengths=lengths))
+
+
+def train(task: Task, shards: Shards, seed: int, *, alpha: Alpha = "normalised", workers: int = 1) -> float:
+    """The loss on all validation documents, each by its own path, after so many phases of each path."""
+    grid = shards.grid
+    torch.manual_seed(seed)
+    model = task.make()
+    inner = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, weight_decay=0.01)
+    state = ModelState(inner, named=list(model.named_parameters()))
+    parts = cut(model, len(grid.levels))
+    names = {module: [n for part in grid.parts_of(module) for n in parts[part]] for module in grid.modules}
+    tokens = [float(shards.tokens(number)) for number in range(grid.num_paths)]
+    loops = {
+        module: ModuleLoop({name: state.parameters[name] for name in names[module]}, Nesterov())
+        for module in grid.modules
+    }
+    for module, loop in loops.items():
+        through = [grid.number_of(path) for path in grid.paths_through(module)]
+        weight = sum(tokens[number] for number in through)
+        # Workers of one path share its phases, so they count for one.
+        factor = step_factor(phases=len(through), round_weight=weight, all_tokens=sum(tokens), kind=alpha)
+        loop.factor = lambda _epoch, factor=factor: factor  # type: ignore[misc]
+    feed = PathFeed(task.documents, shards, task.window, seed)
+    kept: dict[tuple[int, int], PathState] = {}
+
+    def put_together(path: tuple[int, ...]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            for module in grid.modules_of(path):
+                for name, value in loops[module].shared.items():
+                    state.parameters[name].copy_(value)
+        return {name: value.detach().clone() for name, value in state.parameters.items()}
+
+    for phase in range(task.phases):
+        for number, path in enumerate(grid.paths):
+            for worker in range(workers):
+                began = put_together(path)
+                restore(kept.get((number, worker), PathState()), state)
+                batches = feed.batches(number, phase, task.batch_size, worker)
+                for _ in range(task.inner_steps):
+                    inner.zero_grad()
+                    task.losses(model, next(batches)).mean().backward()  # type: ignore[no-untyped-call]
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    inner.step()
+                kept[number, worker] = capture(PathState(), state, phase)
+                for module in grid.modules_of(path):
+                    delta = {n: began[n] - state.parameters[n].detach() for n in names[module]}
+                    loops[module].add(Change(delta, tokens[number] / workers, 1 / workers))
+        for loop in loops.values():
+            loop.accept(loop.offer(phase + 1), epoch=phase + 1, alone=True)
+    sums, counts = [], []
+    for number, path in enumerate(grid.paths):
+        put_together(path)
+        held_out = [task.documents[d] for d in shards.validation[number]]
+        found = document_losses(model, held_out, task.losses, window=task.window, prefix=task.prefix)
+        sums.append(found[0])
+        counts.append(found[1])
+    return mean_loss(torch.cat(sums), torch.cat(counts))
+
+
+def ways(task: Task, routes: dict[str, list[int]], seed: int) -> dict[str, float]:
+    """All ways on one task. They are scored on nearly the same documents: one in twenty of each path."""
+    square, flat, one = Grid((2, 2)), Grid((NUM_PATHS,), ()), Grid((1,))
+    everywhere = [0] * len(task.documents)
+    found = {}
+    for name, route in routes.items():
+        shards = shards_of(square, task, route)
+        found[f"paths 2×2, {name}"] = train(task, shards, seed)
+        found[f"paths 2×2, {name}, raw α"] = train(task, shards, seed, alpha="raw")
+    first = next(iter(routes.values()))
+    found["4 independent models"] = train(task, shards_of(flat, task, first), seed)
+    shuffled = [random.Random(seed).randrange(NUM_PATHS) for _ in task.documents]
+    found["paths 2×2, shuffled"] = train(task, shards_of(square, task, shuffled), seed)
+    found["dense, tokens of one path"] = train(task, shards_of(one, task, everywhere), seed)
+    found["dense, all tokens"] = train(task, shards_of(one, task, everywhere), seed, workers=NUM_PATHS)
+    return found
+
+
+def separable(seed: int) -> tuple[Task, dict[str, list[int]]]:
+    """Four languages with the same words."""
+    documents, _ = languages(2000, seed=seed, length=65)
+    task = Task(
+        documents=documents,
+        make=lambda: WordModel(32),
+        losses=word_losses,
+        window=64,
+        prefix=32,
+        inner_steps=20,
+        batch_size=8,
+        phases=16,
+        learning_rate=1e-2,
+    )
+    return task, {"k-means": routes_by_kmeans(task, seed)}
+
+
+def natural(seed: int) -> tuple[Task, dict[str, list[int]]]:
+    """The standard library's source."""
+    recipe = StdlibLM(Config(layers=2, width=64, heads=4, context=64))
+    documents = recipe.documents()
+    task = Task(
+        documents=documents,
+        make=recipe.model,
+        losses=recipe.token_losses,
+        window=64,
+        prefix=32,
+        inner_steps=20,
+        batch_size=8,
+        phases=10,
+        learning_rate=3e-3,
+    )
+    files = [path for number, path in enumerate(recipe._files) if number % EVALUATION_SHARE]
+    files = [path for path in files if path.stat().st_size >= SMALLEST_DOCUMENT]
+    sizes: dict[str, int] = {}
+    for path, document in zip(files, documents, strict=True):
+        sizes[path.parent.name] = sizes.get(path.parent.name, 0) + len(document)
+    loads, place = [0] * NUM_PATHS, {}
+    for package in sorted(sizes, key=lambda name: -sizes[name]):
+        place[package] = min(range(NUM_PATHS), key=lambda number: loads[number])
+        loads[place[package]] += sizes[package]
+    by_package = [place[path.parent.name] for path in files]
+    kinds = [_kind(path.name, document) for path, document in zip(files, documents, strict=True)]
+    return task, {"k-means": routes_by_kmeans(task, seed), "by package": by_package, "by kind of file": kinds}
+
+
+def _kind(name: str, document: Tensor) -> int:
+    """Package files, private modules, short and long public ones."""
+    if name == "__init__.py":
+        return 0
+    return 1 if name.startswith("_") else 2 if len(document) < 12_000 else 3
+
+
+def routes_by_kmeans(task: Task, seed: int) -> list[int]:
+    """As `potluck paths prepare` does."""
+    features = bag_of_tokens(prefixes_of(task.documents, task.prefix))
+    return [int(number) for number in fit_kmeans(features, NUM_PATHS, seed).route(features)]
+
+
+def measure(make: Callable[[int], tuple[Task, dict[str, list[int]]]], seeds: int) -> dict[str, Any]:
+    """Means over seeds, with the lowest and the highest, and the tokens of each path."""
+    found: dict[str, list[float]] = {}
+    tokens: dict[str, list[int]] = {}
+    for seed in range(seeds):
+        task, routes = make(seed)
+        for name, loss in ways(task, routes, seed).items():
+            found.setdefault(name, []).append(loss)
+        for name, route in routes.items():
+            shards = shards_of(Grid((2, 2)), task, route)
+            tokens[name] = [shards.tokens(number) for number in range(NUM_PATHS)]
+    rows = {
+        name: {"loss": statistics.mean(losses), "lowest": min(losses), "highest": max(losses)}
+        for name, losses in found.items()
+    }
+    trained = task.phases * task.inner_steps * task.batch_size * task.window
+    return {"ways": rows, "tokens_trained_per_path": trained, "tokens_of_each_path": tokens}
+
+
+def main() -> None:
+    """Print losses by way."""
+    options = parser(__doc__, repeats=None)
+    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--only", choices=["separable", "natural"])
+    chosen = options.parse_args()
+    torch.set_num_threads(1)
+    tasks = {"separable": separable, "natural": natural}
+    found = {name: measure(make, chosen.seeds) for name, make in tasks.items() if chosen.only in (None, name)}
+    report(found, as_json=chosen.json, title="losses of paths and of dense models")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""One peer's part in the group of a module: its copy, its rounds in the background, its state."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from potluck.optim.collaboration import join_collaboration
+from potluck.optim.driver import Driver, DriverConfig
+from potluck.optim.keptstates import source_of_states
+from potluck.optim.methods.quorum import AdaptiveGrace
+from potluck.paths.moduleloop import ModuleLoop
+from potluck.paths.phasequorum import PhaseQuorum
+from potluck.paths.weighing import Alpha, step_factor
+from potluck.round.codecs import CodecChoice
+from potluck.round.coordinator.coordinator import CoordinatorConfig
+from potluck.round.coordinator.gathering import GatherConfig
+from potluck.round.plan.messages import Commit
+from potluck.run.joined import Joined
+from potluck.state.config import StateConfig
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED_COMMITS = 256
+RETRY_SECONDS = 0.5  # after a round that came to nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleConfig:
+    """How a module's rounds go; the same for all peers of a run, but for `state`."""
+
+    group: str
+    num_paths: int
+    """That go through the module."""
+
+    all_tokens: float
+    """|D|, for raw weights."""
+
+    alpha: Alpha = "normalised"
+    min_phases: int = 1
+    grace_seconds: float = 30.0
+    codecs: CodecChoice = field(default_factory=CodecChoice)
+    gather: GatherConfig = field(default_factory=GatherConfig)
+    num_threads: int | None = None
+    state: StateConfig = field(default_factory=StateConfig)
+    driver: DriverConfig = field(default_factory=DriverConfig)
+
+    @property
+    def target_batch_size(self) -> None:
+        """Epochs do not depend on samples."""
+        return None
+
+    def coordinator(self) -> CoordinatorConfig:
+        """How rounds are started where this peer coordinates."""
+        return coordinating_module(self.gather, self.num_paths, self.min_phases, self.grace_seconds)
+
+
+def coordinating_module(
+    gather: GatherConfig, num_paths: int, min_phases: int, grace_seconds: float
+) -> CoordinatorConfig:
+    """How the rounds of a module are started, whoever coordinates them."""
+    grace = AdaptiveGrace(least_seconds=min(0.5, grace_seconds), most_seconds=grace_seconds)
+    trigger = PhaseQuorum(num_paths=num_paths, min_phases=min(min_phases, num_paths), grace=grace)
+    return CoordinatorConfig(gather=gather, trigger=trigger)
+
+
+class ModulePart:
+    """One module, as this peer has it. For the thread that trains."""
+
+    def __init__(
+        self, run: Joined, loop: ModuleLoop, config: ModuleConfig, on_commit: Callable[[Commit], None] = lambda _: None
+    ) -> None:
+        """Enters the group, and takes over the module's state."""
+        self.name = config.group
+        self.loop = loop
+        self.wants_round = False
+        """Whether what waits is to go into the next round, rather than to wait for more."""
+        self.num_steps = 0
+        """Outer steps that hold something of this peer's."""
+        self._config = config
+        self._on_commit = on_commit
+        self._commits: dict[int, tuple[float, float]] = {}  # phases and weight of each epoch
+        self._not_before = 0.0
+        loop.factor = self._factor
+        self.collaboration = join_collaboration(run, config, loop.transform.codec)
+        self.collaboration.averager.listen(self._committed)
+        if (head := self.collaboration.averager.lineage.head) is not None:
+            self._committed(head)
+        states = source_of_states(run, self.collaboration, "keepers", config.state)
+        self.driver = Driver(run, loop, self.collaboration, config.driver, states)
+        self.driver.begin()
+
+    @property
+    def epoch(self) -> int:
+        """How many outer steps this peer's copy holds."""
+        return self.driver.epoch
+
+    @property
+    def next_epoch(self) -> int:
+        """The one that a change which is added now would be in."""
+        return max(self.epoch, self.run_epoch) + (2 if self.driver.is_busy else 1)
+
+    @property
+    def run_epoch(self) -> int:
+        """How many outer steps the module has taken, as far as this peer knows."""
+        return self.collaboration.averager.epoch
+
+    def poll(self) -> bool:
+        """Bring in a round that is over, and begin one that is wanted; whether something was brought in."""
+        landed = False
+        if self.driver.is_busy:
+            landed = self._land()
+        if self.wants_round and not self.driver.is_busy and time.monotonic() >= self._not_before:
+            self.wants_round = False
+            if self.loop.phases:
+                self.catch_up()
+                self.driver.begin_round(delay_step=False)
+        return landed
+
+    def _land(self) -> bool:
+        if self.driver.land(wait=False):
+            self.num_steps += 1
+            return True
+        if not self.driver.is_busy:  # it came to nothing, and what was offered waits again
+            self.wants_round = bool(self.loop.phases)
+            self._not_before = time.monotonic() + RETRY_SECONDS
+        return False
+
+    def catch_up(self) -> None:
+        """Take over the newest state, where this peer's copy is older."""
+        if not self.driver.is_busy and self.driver.is_behind:
+            self.driver.catch_up()
+
+    def _committed(self, commit: Commit) -> None:
+        given = [member for member in commit.members if member.weight > 0]
+        self._commits[commit.epoch] = (sum(m.phases for m in given), sum(m.weight for m in given))
+        while len(self._commits) > REMEMBERED_COMMITS:
+            self._commits.pop(next(iter(self._commits)))
+        self._on_commit(commit)
+
+    def _factor(self, epoch: int) -> float:
+        phases, weight = self._commits.get(epoch, (float(self._config.num_paths), 0.0))
+        return step_factor(
+            phases=phases, round_weight=weight, all_tokens=self._config.all_tokens, kind=self._config.alpha
+        )

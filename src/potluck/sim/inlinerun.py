@@ -1,0 +1,110 @@
+"""A joined run without threads: its event loop runs in the caller's thread, and only while the caller waits.
+
+So code that is written for a user's thread (Driver, Recovery) runs in virtual time: a wait of an hour takes no time,
+and everything happens in the same order every time.
+
+    with InlineRun() as run:
+        driver = Driver(run, …)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from potluck.sim.virtualclock import START_WALL_SECONDS
+from potluck.sim.virtualloop import VirtualTimeLoop
+
+T = TypeVar("T")
+
+
+class InlineCall(Generic[T]):
+    """Work on the loop: what `potluck.run.calls.Call` is with threads."""
+
+    def __init__(self, run: InlineRun, work: Coroutine[Any, Any, T]) -> None:
+        self._run = run
+        self._task = run.loop.create_task(work)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the work has ended."""
+        return self._task.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong with work that has ended; None if nothing did."""
+        return asyncio.CancelledError() if self._task.cancelled() else self._task.exception()
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Have the loop run until the end, for so long; whether it has come."""
+        self._run.call(asyncio.wait({self._task}, timeout=timeout_seconds))
+        return self._task.done()
+
+    def result(self) -> T:
+        """Wait for the end, and return or raise what came of it."""
+        self.wait()
+        return self._task.result()
+
+    def end(self, timeout_seconds: float) -> None:
+        """Cancel the work if it still goes on, and wait for its end for so long."""
+        self._task.cancel()
+        self.wait(timeout_seconds)
+
+
+class InlineRun:
+    """What an optimizer's parts need of a joined run, in virtual time."""
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
+        self._closers: list[Callable[[], Awaitable[None]]] = []
+        self.clock = self
+        self.is_interrupted = False
+        self.is_leaving: Callable[[], bool] = lambda: False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._runner.close()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop in virtual time."""
+        return self._runner.get_loop()
+
+    def monotonic(self) -> float:
+        """Virtual seconds."""
+        return self.loop.time()
+
+    def wall(self) -> float:
+        """Virtual seconds since 1970."""
+        return START_WALL_SECONDS + self.monotonic()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Have the loop run until the work is done."""
+        return self._runner.run(work)
+
+    def call_unless_leaving(self, work: Coroutine[Any, Any, T]) -> T:
+        """As `call`."""
+        return self.call(work)
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> InlineCall[T]:
+        """Have work done the next time that somebody waits."""
+        return InlineCall(self, work)
+
+    def soon(self, function: Callable[[], object]) -> None:
+        """Have a function called the next time that somebody waits."""
+        self.loop.call_soon(function)
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        self.call(asyncio.sleep(seconds))
+
+    def attach(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Nothing is closed here: what a test makes, it closes."""
+        self._closers.append(close)
+
+    def check(self) -> None:
+        """This peer is in the run."""

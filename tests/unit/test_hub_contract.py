@@ -536,7 +536,7 @@ async def test_while_the_hub_is_away_everything_says_so(hub: HubUnderTest, admin
     store = alice.store("open")
     uses = (store.get("k"), store.entries(), store.put("k", b""), store.delete("k"), store.watch(lambda _: None))
     found = await asyncio.gather(*uses, return_exceptions=True)  # together, since each waits for an answer in vain
-    assert [type(error) for error in found] == [HubUnavailableError] * len(uses)
+    assert all(isinstance(error, HubUnavailableError) for error in found), found
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
@@ -776,7 +776,7 @@ async def test_a_store_that_is_not_there(hub: HubUnderTest) -> None:
     store = alice.store("nowhere")
     uses = (store.get("k"), store.entries(), store.put("k", b""), store.delete("k"), store.watch(lambda _: None))
     found = await asyncio.gather(*uses, return_exceptions=True)  # together, since each waits for an answer in vain
-    assert [type(error) for error in found] == [HubUnavailableError] * len(uses)
+    assert all(isinstance(error, HubUnavailableError) for error in found), found
     assert alice.statistics()["watches"] == 0
     assert alice.statistics()["subscriptions"] == 0
 

@@ -36,7 +36,7 @@ class CoordinatorDesks:
         self.ballot = BallotDesk(peer.session, averager)
 
     async def close(self) -> None:
-        """Calling it twice does no harm."""
+        """Idempotent."""
         if self.restorations is not None:
             await self.restorations.close()
         await self.receipts.close()
@@ -80,7 +80,7 @@ class AuxiliaryWork:
         return cls(group, board, helper, CoordinatorDesks(group, collaboration, lambda: board.manifest))
 
     async def close(self) -> None:
-        """Leave the round that is under way. Calling it twice does no harm."""
+        """Leave the round that is under way. Idempotent."""
         await self._desks.close()
         await self._helper.close()
         await self.board.close()

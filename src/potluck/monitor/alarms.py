@@ -178,7 +178,7 @@ class Alarms:
             self._losses.append(sum(known) / len(known))
 
     def host_told(self, peer: str, news: HostNews, now: float) -> None:
-        """What a host says about itself. Believed of those who keep the run for everybody: trusted, and may coordinate."""
+        """What a host says about itself. Believed of trusted peers that may coordinate."""
         known = self._peers.get(peer)
         if known is not None and known.presence.trusted and known.presence.coordinates:
             self._hosts[peer] = (now, news)

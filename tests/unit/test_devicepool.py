@@ -143,7 +143,7 @@ def make_trainer(
     "training",
     [
         SyncSettings(target_batch_size=32, matchmaking_seconds=20.0),
-        manifests.DiLoCoSettings(inner_steps=2, grace_seconds=20.0),
+        pytest.param(manifests.DiLoCoSettings(inner_steps=2, grace_seconds=20.0), marks=pytest.mark.soak),
     ],
     ids=["sync", "diloco"],
 )

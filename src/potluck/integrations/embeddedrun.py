@@ -100,7 +100,7 @@ class EmbeddedRun:
         return self
 
     def close(self) -> None:
-        """Wait for others who are still in the run, but not for ever; then end it. Calling it twice does no harm."""
+        """Wait for others who are still in the run, but not for ever; then end it. Idempotent."""
         if not self._loop.is_running:
             return
         try:

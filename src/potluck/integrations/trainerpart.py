@@ -113,7 +113,7 @@ class TrainerPart:
                 logger.info("the last %d samples were handed in", handed_in)
 
     def leave(self) -> None:
-        """Leave the run, in whatever state. Calling it twice does no harm."""
+        """Leave the run, in whatever state. Idempotent."""
         participation, self.participation = self.participation, None
         try:
             if self.optimizer is not None:

@@ -181,7 +181,7 @@ class PotluckCallback(InRun, TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Leave the run, if training has not ended in an orderly way. Calling it twice does no harm."""
+        """Leave the run, if training has not ended in an orderly way. Idempotent."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -45,7 +45,7 @@ class Carrier(Protocol):
         ...
 
     def update_peer(self, presence: Presence) -> None:
-        """The roster's word on a peer: dial it, keep it, or (dead, left, another session) drop its path."""
+        """What the roster says about a peer: dial it, keep it, or (dead, left, another session) drop its path."""
         ...
 
     def send(self, peer: str, header: bytes, payload: Buffer | None) -> bool:
@@ -60,5 +60,5 @@ class Carrier(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release sockets, tasks and threads. Calling it twice does no harm."""
+        """Release sockets, tasks and threads. Idempotent."""
         ...

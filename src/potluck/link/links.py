@@ -203,7 +203,7 @@ class Links:
     # What roster and carriers tell (CarrierEvents)
 
     def update_peer(self, presence: Presence) -> None:
-        """The roster's word on a peer."""
+        """What the roster says about a peer."""
         self._table.update_peer(presence)
         if presence.state in ("dead", "left"):
             for link in [link for link in self._queues if self._table.links.get(link.peer) is not link]:
@@ -328,7 +328,7 @@ class Links:
         )
 
     async def close(self) -> None:
-        """Fail what is under way, end handlers and streams, close the carriers. Calling it twice does no harm."""
+        """Fail what is under way, end handlers and streams, close the carriers. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -168,11 +168,6 @@ class PeerLink:
         """What waits or is on its way."""
         return self._channel.outbox.queued_bytes if self._channel is not None else 0
 
-    @property
-    def is_flushed(self) -> bool:
-        """Whether everything is acknowledged."""
-        return self._channel is None or self._channel.outbox.is_empty
-
     def send(self, body: bytes, frames: Sequence[memoryview] = (), *, urgency: Urgency = Urgency.FIRST) -> SendReceipt:
         """Queue a message; the caller has seen that there is room."""
         assert self.is_alive, "only a living peer is sent to"

@@ -39,7 +39,7 @@ class SelfDelivery:
         return self._size_bytes
 
     def release(self) -> None:
-        """The application has taken the message. Calling it twice does no harm."""
+        """The application has taken the message. Idempotent."""
         link, self._link = self._link, None
         if link is not None:
             link.released(self)

@@ -109,7 +109,7 @@ class Stream:
         return True
 
     async def close(self) -> None:
-        """Say that no more items come this way; the other way stays open. Calling it twice does no harm."""
+        """Say that no more items come this way; the other way stays open. Idempotent."""
         async with self._sending:  # behind an item that is being sent
             if not self._closed_here and self._error is None:
                 self._closed_here = True

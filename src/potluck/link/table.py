@@ -44,7 +44,7 @@ class LinkTable:
         self.carriers[carrier.kind] = carrier
 
     def update_peer(self, presence: Presence) -> None:
-        """The roster's word on a peer."""
+        """What the roster says about a peer."""
         peer = presence.peer
         if self._closed:
             return

@@ -1,4 +1,4 @@
-"""Packets that came before the roster's word of their sender (pure).
+"""Packets that came before the roster told of their sender (pure).
 
 Peers learn from the roster of each other's sessions, one sooner than the other. A packet from a session that is not
 known yet is kept for a little while; everything beyond the limits is dropped, and the sender will send it again.

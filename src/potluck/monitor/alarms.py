@@ -131,7 +131,7 @@ class Alarms:
     # What happens
 
     def peer_changed(self, presence: Presence, now: float) -> None:
-        """The guard's word on a peer."""
+        """What the guard says about a peer."""
         known = self._peers.get(presence.peer)
         if presence.state in ("dead", "left"):
             self._peers.pop(presence.peer, None)
@@ -147,7 +147,7 @@ class Alarms:
             known.presence = presence
 
     def beacon_came(self, peer: str, beacon: Beacon, now: float) -> None:
-        """A peer's word on itself; of strangers, none."""
+        """What a peer says about itself; of strangers, nothing."""
         known = self._peers.get(peer)
         if known is not None and known.presence.card.session == beacon.session:
             known.loss, known.heard_at = beacon.loss, now
@@ -178,7 +178,7 @@ class Alarms:
             self._losses.append(sum(known) / len(known))
 
     def host_told(self, peer: str, news: HostNews, now: float) -> None:
-        """A host's word on itself. Believed of those who keep the run for everybody: trusted, and may coordinate."""
+        """What a host says about itself. Believed of trusted peers that may coordinate."""
         known = self._peers.get(peer)
         if known is not None and known.presence.trusted and known.presence.coordinates:
             self._hosts[peer] = (now, news)

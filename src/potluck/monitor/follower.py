@@ -65,7 +65,7 @@ class RunFollower:
         return self
 
     async def close(self) -> None:
-        """Follow no more. Calling it twice does no harm."""
+        """Follow no more. Idempotent."""
         await tasks.end(self._task)
         subscriptions, self._subscriptions = self._subscriptions, []
         for subscription in subscriptions:

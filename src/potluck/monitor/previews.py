@@ -65,7 +65,7 @@ class Previewer:
         self._task = asyncio.create_task(self._keep_looking(), name="previews")
 
     async def close(self) -> None:
-        """Look no more. Calling it twice does no harm."""
+        """Look no more. Idempotent."""
         await tasks.end(self._task)
 
     async def _keep_looking(self) -> None:

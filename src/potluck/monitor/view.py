@@ -121,7 +121,7 @@ class RunView:
             self._evaluated = epoch, loss
 
     def peer_changed(self, presence: Presence) -> None:
-        """The guard's word on a peer."""
+        """What the guard says about a peer."""
         if presence.state in ("dead", "left"):
             self._presences.pop(presence.peer, None)
             self._beacons.pop(presence.peer, None)
@@ -130,13 +130,13 @@ class RunView:
             self._presences[presence.peer] = presence
 
     def beacon_came(self, peer: str, beacon: Beacon, now: float) -> None:
-        """A peer's word on itself; of strangers, none."""
+        """What a peer says about itself; of strangers, nothing."""
         presence = self._presences.get(peer)
         if presence is not None and presence.card.session == beacon.session:
             self._beacons[peer] = _Heard(beacon, now)
 
     def links_told(self, peer: str, news: LinkNews) -> None:
-        """A peer's word on its links."""
+        """What a peer says about its links."""
         if peer in self._presences:
             self._links[peer] = news
 

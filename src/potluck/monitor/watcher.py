@@ -89,7 +89,7 @@ class Watcher:
         await self.board.start()
 
     async def close(self) -> None:
-        """Follow no more. Calling it twice does no harm."""
+        """Follow no more. Idempotent."""
         self._stop_listening()
         subscriptions, self._subscriptions = self._subscriptions, []
         for subscription in subscriptions:

@@ -106,7 +106,7 @@ class Collaboration:
             raise
 
     async def close(self) -> None:
-        """Leave the round that is under way. Calling it twice does no harm."""
+        """Leave the round that is under way. Idempotent."""
         await self.progress.close()
         await self.averager.close()
 

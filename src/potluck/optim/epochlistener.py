@@ -88,7 +88,7 @@ class EpochListener:
         await self.close()
 
     async def close(self) -> None:
-        """Stop listening, whatever is under way. Calling it twice does no harm."""
+        """Stop listening, whatever is under way. Idempotent."""
         await tasks.end(self._listening)
 
     @property

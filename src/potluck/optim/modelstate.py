@@ -112,13 +112,6 @@ class ModelState:
             for name, parameter in self.model.items():
                 parameter.copy_(self.parameters[name])
 
-    @torch.no_grad()
-    def take_from_model(self) -> None:
-        """The other way round: the model was changed, and the copies follow."""
-        if self.parameters is not self.model:
-            for name, parameter in self.model.items():
-                self.parameters[name].copy_(parameter)
-
     def is_finite(self) -> bool:
         """Whether parameters and statistics can be worked with."""
         return are_finite([*self.parameters.values(), *self.statistics().values()])

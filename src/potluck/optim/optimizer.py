@@ -8,7 +8,7 @@
             optimizer.zero_grad()
 
 A step adds this peer's gradients up. When the run has `target_batch_size` samples, the peers average their gradients
-in a round, and all take the same step. Who is alone trains as plain PyTorch would, bit for bit.
+in a round, and all take the same step. A lone peer trains as plain PyTorch would, bit for bit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 OUTDATED_IN_A_ROW = 3  # batches that came too late, after which that is said
 LEAST_ROUND_SECONDS = 0.5  # for a round that is due when somebody leaves
 HEARD_SECONDS = 3.0  # until everybody has heard who else is about to leave
-CONFIRM_SECONDS = 1.5  # how long to wait for the coordinator's word when the run should have its batch
+CONFIRM_SECONDS = 1.5  # how long to wait for the coordinator's message when the run should have its batch
 LEAST_WORD_SECONDS = 0.2  # that may take this long on a busy machine
 
 Factory = Callable[[Any], torch.optim.Optimizer]

@@ -35,7 +35,7 @@ class Identity:
         return self._signer.sign(data)
 
     def close(self) -> None:
-        """Let go of the file. Calling it twice does no harm."""
+        """Let go of the file. Idempotent."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None

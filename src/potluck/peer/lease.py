@@ -166,7 +166,7 @@ class Lease:
         self._watch = await self._store.watch(self._changed)
 
     def stand(self) -> None:
-        """Try for the lease from now on. Calling it twice does no harm."""
+        """Try for the lease from now on. Idempotent."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="lease")
 

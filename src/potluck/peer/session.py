@@ -167,7 +167,7 @@ class Session:
             raise
 
     async def close(self) -> None:
-        """Say good-bye and disconnect. Calling it twice does no harm."""
+        """Say good-bye and disconnect. Idempotent."""
         await tasks.end(*self._tasks)
         self._tasks = []
         hub, self._hub = self._hub, None

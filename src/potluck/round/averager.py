@@ -8,7 +8,7 @@ Everybody calls `average` once per epoch: trainers with tensors and the weight o
 None (they reduce for others) or with tensors and no weight (they want the averages too). It returns when the epoch is
 committed. Until then the tensors must not be changed; they hold the averages afterwards, if `result.holds`.
 
-Who is alone among trainers has nothing to average: its tensors are left as they are, to the last bit, whatever codec
+A lone trainer has nothing to average: its tensors are left as they are, to the last bit, whatever codec
 its values would have travelled in.
 """
 
@@ -110,7 +110,7 @@ class Averager:
             raise
 
     async def close(self) -> None:
-        """Leave the round that is under way, hand the lease back, end all threads. Calling it twice does no harm."""
+        """Leave the round that is under way, hand the lease back, end all threads. Idempotent."""
         self._stop_listening()
         await tasks.end(self._standing)
         await self._participation.close()

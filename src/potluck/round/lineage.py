@@ -77,7 +77,7 @@ class Lineage:
         self._watch = await self._store.watch(self._changed)
 
     async def close(self) -> None:
-        """Stop following. Calling it twice does no harm."""
+        """Stop following. Idempotent."""
         if self._watch is not None:
             await self._watch.cancel()
             self._watch = None

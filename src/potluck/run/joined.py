@@ -116,7 +116,7 @@ class Joined:
         return self
 
     def close(self) -> None:
-        """Close what is attached, leave the run, end the thread. Calling it twice does no harm."""
+        """Close what is attached, leave the run, end the thread. Idempotent."""
         try:
             if self._peer is not None:
                 self._loop.call(self._leave())

@@ -103,7 +103,7 @@ class LoopThread(RunningLoop):
         _eager_switching.enter()
 
     def close(self) -> None:
-        """End every task that is left and the thread. Calling it twice does no harm."""
+        """End every task that is left and the thread. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

@@ -226,7 +226,7 @@ class Peer:
             raise
 
     async def close(self) -> None:
-        """Leave the run and release everything. Calling it twice does no harm."""
+        """Leave the run and release everything. Idempotent."""
         if self._closed:
             return
         self._closed = True

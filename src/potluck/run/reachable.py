@@ -70,7 +70,7 @@ class ReachabilityKeeper:
         return self.found
 
     async def close(self) -> None:
-        """Stop. Calling it twice does no harm."""
+        """Stop. Idempotent."""
         self._stop_listening()
         await tasks.end(self._task)
         self._task = None

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from potluck.run.loopthread import RunningLoop
 from potluck.sim.virtualclock import START_WALL_SECONDS
 from potluck.sim.virtualloop import VirtualTimeLoop
 
@@ -23,9 +24,9 @@ T = TypeVar("T")
 class InlineCall(Generic[T]):
     """Work on the loop: what `potluck.run.calls.Call` is with threads."""
 
-    def __init__(self, run: InlineRun, work: Coroutine[Any, Any, T]) -> None:
-        self._run = run
-        self._task = run.loop.create_task(work)
+    def __init__(self, inline: InlineLoop, work: Coroutine[Any, Any, T]) -> None:
+        self._inline = inline
+        self._task = inline.loop.create_task(work)
 
     @property
     def is_known(self) -> bool:
@@ -39,7 +40,7 @@ class InlineCall(Generic[T]):
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Have the loop run until the end, for so long; whether it has come."""
-        self._run.call(asyncio.wait({self._task}, timeout=timeout_seconds))
+        self._inline.call(asyncio.wait({self._task}, timeout=timeout_seconds))
         return self._task.done()
 
     def result(self) -> T:
@@ -53,15 +54,12 @@ class InlineCall(Generic[T]):
         self.wait(timeout_seconds)
 
 
-class InlineRun:
-    """What an optimizer's parts need of a joined run, in virtual time."""
+class InlineLoop(RunningLoop):
+    """An event loop in virtual time that runs while its own thread waits for it. Also a Clock that shows its time."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
-        self._closers: list[Callable[[], Awaitable[None]]] = []
-        self.clock = self
-        self.is_interrupted = False
-        self.is_leaving: Callable[[], bool] = lambda: False
 
     def __enter__(self) -> Self:
         return self
@@ -86,11 +84,7 @@ class InlineRun:
         """Have the loop run until the work is done."""
         return self._runner.run(work)
 
-    def call_unless_leaving(self, work: Coroutine[Any, Any, T]) -> T:
-        """As `call`."""
-        return self.call(work)
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> InlineCall[T]:
+    def submit(self, work: Coroutine[Any, Any, T]) -> InlineCall[T]:  # type: ignore[override]
         """Have work done the next time that somebody waits."""
         return InlineCall(self, work)
 
@@ -98,13 +92,26 @@ class InlineRun:
         """Have a function called the next time that somebody waits."""
         self.loop.call_soon(function)
 
+
+class InlineRun(InlineLoop):
+    """What an optimizer's parts need of a joined run, without a hub."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = self
+        self.is_interrupted = False
+        self.is_leaving: Callable[[], bool] = lambda: False
+
+    def call_unless_leaving(self, work: Coroutine[Any, Any, T]) -> T:
+        """As `call`."""
+        return self.call(work)
+
     def sleep(self, seconds: float) -> None:
         """Let time pass."""
         self.call(asyncio.sleep(seconds))
 
     def attach(self, close: Callable[[], Awaitable[None]]) -> None:
         """Nothing is closed here: what a test makes, it closes."""
-        self._closers.append(close)
 
     def check(self) -> None:
         """This peer is in the run."""

@@ -22,7 +22,7 @@ KINDS = ("direct", "relay")
 
 
 def presence_of(peer: str, session: str, state: State = "alive", *, reason: str = "") -> Presence:
-    """The roster's word, with the least that it can say."""
+    """A roster entry with the least that it can say."""
     return Presence(
         peer=peer,
         card=Card(session=session, role="trainer"),

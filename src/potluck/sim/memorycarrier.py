@@ -152,7 +152,7 @@ class MemoryCarrier:
         return other.peer in self._alive
 
     def update_peer(self, presence: Presence) -> None:
-        """The roster's word on a peer."""
+        """What the roster says about a peer."""
         peer, session = presence.peer, presence.card.session
         lives = presence.state in ("alive", "suspect")
         if peer == self.peer or self._alive.get(peer) == (session if lives else None):
@@ -239,7 +239,7 @@ class MemoryCarrier:
         return {**self._counts, "paths_open": len(self._paths)}
 
     async def close(self) -> None:
-        """Leave the network. Calling it twice does no harm."""
+        """Leave the network. Idempotent."""
         self._network.detach(self)
         for path in self._paths.values():
             path.is_open = False

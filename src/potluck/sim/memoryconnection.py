@@ -88,7 +88,7 @@ class MemorySubscription:
         self._dispatcher = dispatcher
 
     async def cancel(self) -> None:
-        """Stop delivery. Calling it twice does no harm."""
+        """Stop delivery. Idempotent."""
         self._connection._subscriptions.pop(self, None)
         await self._dispatcher.close()
 
@@ -201,7 +201,7 @@ class MemoryConnection:
         }
 
     async def close(self) -> None:
-        """Disconnect for good. Calling it twice does no harm."""
+        """Disconnect for good. Idempotent."""
         self._closed = True
         self.is_connected = False
         for watch in list(self._watches):

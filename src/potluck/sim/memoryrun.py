@@ -171,7 +171,7 @@ class MemoryRun:
         await peer.session.close()
 
     async def tell(self, peer: str, state: State, reason: str = "") -> None:
-        """The guard's word on a peer."""
+        """What the guard says about a peer."""
         presence = msgspec.structs.replace(self._presences[peer], state=state, reason=reason)
         self._presences[peer] = presence
         await self._guard.store("roster").put(peer, encode(presence))

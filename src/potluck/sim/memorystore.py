@@ -211,7 +211,7 @@ class MemoryWatch:
         self.sync()
 
     async def cancel(self) -> None:
-        """Stop. Calling it twice does no harm."""
+        """Stop. Idempotent."""
         self._connection._watches.pop(self, None)
         self._table.leave(self)
 

@@ -112,7 +112,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._jumping.move_to(when)
 
     def freeze(self, name: str) -> None:
-        """Stop a process. Doing it twice does no harm."""
+        """Stop a process. Idempotent."""
         self._parked.setdefault(name, [])
 
     def thaw(self, name: str) -> None:

@@ -63,7 +63,7 @@ class Actor:
         await self.ended()
 
     async def leave(self) -> int:
-        """Press Ctrl-C and wait; returns the exit code. Who does not leave in time is killed."""
+        """Press Ctrl-C and wait; returns the exit code. A process that does not leave in time is killed."""
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGINT)
         try:

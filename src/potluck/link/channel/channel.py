@@ -172,10 +172,6 @@ class Channel:
         if not self.outbox.is_empty:
             self._hurried = True
 
-    def say_where_we_are(self) -> None:
-        """The peer seems not to know our generation or our credit: send it an acknowledgement."""
-        self.inbox.ack_due_at = AT_ONCE
-
     def announce_reset(self, reason: str) -> None:
         """Tell the peer why this generation has begun."""
         self._reset_reason = reason.encode()[:MAX_REASON_BYTES]

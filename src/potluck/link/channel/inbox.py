@@ -58,7 +58,7 @@ class ReceivedMessage:
         self._reserved_bytes = reserved
 
     def release(self) -> None:
-        """The application has taken the message. Calling it twice does no harm."""
+        """The application has taken the message. Idempotent."""
         inbox, self._inbox = self._inbox, None
         if inbox is not None:
             inbox.taken(self._charge_bytes, self._reserved_bytes)

@@ -143,7 +143,7 @@ class DirectCarrier:
     # What the owner asks
 
     def update_peer(self, presence: Presence) -> None:
-        """The roster's word on a peer: dial it, keep it, or drop its path."""
+        """What the roster says about a peer: dial it, keep it, or drop its path."""
         if self._closed:
             return
         if presence.peer == self._station.peer:

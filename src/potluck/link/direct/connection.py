@@ -366,7 +366,7 @@ class Connection:
             whom.ended(self, reason)
 
     def close(self) -> None:
-        """Hang up, without telling the owner. What has not left is lost. Calling it twice does no harm."""
+        """Hang up, without telling the owner. What has not left is lost. Idempotent."""
         if self.is_closed:
             return
         self.is_closed = True

@@ -64,7 +64,7 @@ class Dial:
         return self._connection is not None
 
     def close(self) -> None:
-        """Give up, without telling the owner; a connection that was opened stays. Calling it twice does no harm."""
+        """Give up, without telling the owner; a connection that was opened stays. Idempotent."""
         if self._is_over:
             return
         self._is_over = True

@@ -82,7 +82,7 @@ class Listener:
             guest.connection.cut("withdrawn", "its key is not admitted any more")
 
     def close(self) -> None:
-        """Stop listening, and hang up on those who have not greeted. Calling it twice does no harm."""
+        """Stop listening, and hang up on those who have not greeted. Idempotent."""
         for pause in self._pauses:
             pause.cancel()
         self._pauses.clear()

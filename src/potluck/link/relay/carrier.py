@@ -153,7 +153,7 @@ class RelayCarrier:
     # What the owner asks (Carrier)
 
     def update_peer(self, presence: Presence) -> None:
-        """The roster's word on a peer: greet it, keep it, or drop its path."""
+        """What the roster says about a peer: greet it, keep it, or drop its path."""
         peer, card = presence.peer, presence.card
         if self._closed or peer == self._self_id:
             return
@@ -251,7 +251,7 @@ class RelayCarrier:
         return {**counts, **{f"wire_{name}": value for name, value in self._wire.statistics().items()}}
 
     async def close(self) -> None:
-        """Close the wire; nothing is told any more. Calling it twice does no harm."""
+        """Close the wire; nothing is told any more. Idempotent."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()

@@ -85,7 +85,7 @@ class SendCredit:
         self.is_busy = True
 
     def granted(self, limit_bytes: int, serial: int) -> bool:
-        """The receiver's word; whether it frees a packet that was waiting."""
+        """What the receiver grants; whether it frees a packet that was waiting."""
         self.limit_bytes, self.serial = limit_bytes, serial
         self.is_busy = self.is_busy or self._spare_bytes > 0
         if not self.wanted_bytes or not self.allows(self.wanted_bytes):
@@ -154,7 +154,7 @@ class InboundBudget:
         return account
 
     def close(self, account: SenderAccount) -> None:
-        """The path is gone, and with it what was granted. Calling it twice does no harm."""
+        """The path is gone, and with it what was granted. Idempotent."""
         self._accounts.pop(account, None)
         self._rest(account)
         self._serve()
@@ -186,7 +186,7 @@ class InboundBudget:
         self._serve()
 
     def yields(self, account: SenderAccount, sent_bytes: int, limit_bytes: int, serial: int) -> None:
-        """A sender gives back what it does not use; unless it did not know yet of our newest word."""
+        """A sender gives back what it does not use; unless it did not know yet of our newest grant."""
         self._catch_up(account, sent_bytes)
         if serial == account.serial and account.received_bytes <= limit_bytes <= account.limit_bytes:
             account.limit_bytes = limit_bytes

@@ -150,7 +150,7 @@ class DashboardServer:
         raise ConfigurationError("the dashboard's server has ended by itself")
 
     async def close(self) -> None:
-        """Serve no more. Calling it twice does no harm."""
+        """Serve no more. Idempotent."""
         if self._server is not None:
             self._server.should_exit = True
         if self._task is not None:

@@ -46,7 +46,7 @@ class ProgressKeeper:
 
     def __init__(self, session: GroupSession, lease: Lease, epoch: Callable[[], int], target: int | None) -> None:
         self.latest: RunProgress | None = None
-        """The newest word of the coordinator. Immutable, so any thread may read it."""
+        """The coordinator's newest message. Immutable, so any thread may read it."""
         self.way_seconds = 0.0
         """How long it was on its way. Any thread may read it."""
         self.counts: Counter[str] = Counter()
@@ -65,7 +65,7 @@ class ProgressKeeper:
         self._told_due_at: float | None = None
         self._told_samples = 0
         self._told_epoch = 0
-        self._heard_at = 0.0  # the newest word
+        self._heard_at = 0.0  # the newest message
         self._stop_listening: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
@@ -79,7 +79,7 @@ class ProgressKeeper:
         ]
 
     async def close(self) -> None:
-        """Calling it twice does no harm."""
+        """Idempotent."""
         self._stop_listening()
         await tasks.end(*self._tasks)
         for subscription in (self._news, self._beacons):

@@ -39,7 +39,7 @@ Rate = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 class RunProgress(Message, frozen=True, kw_only=True):
-    """The coordinator's word on the run, told to everybody."""
+    """What the coordinator tells everybody about the run."""
 
     epoch: Count  # committed; what follows is about the next one
     token: Count  # of the coordinator's lease

@@ -161,10 +161,6 @@ class EncodedChunk:
         """Decode into `out`."""
         self.codec.decode_into(self.frame, out)
 
-    def add_to(self, out: Tensor, weight: float) -> None:
-        """`out` += weight × decoded; untouched on error."""
-        self.codec.add_decoded(self.frame, weight, out)
-
 
 def add_weighted(values: Tensor, weight: float, out: Tensor) -> None:
     """`out` += weight × values, in place; `values` is scratch and is spoilt."""

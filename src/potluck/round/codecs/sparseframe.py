@@ -2,7 +2,7 @@
 
     frame: how many there are (uint32), then what the codec makes of them
 
-The head is a stranger's word: it counts only if the frame is exactly as long as it says.
+The head comes from a stranger: it counts only if the frame is exactly as long as it says.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Attendance:
             known.excused = True
 
     def report_of(self, member: int) -> Report | None:
-        """The newest word of a member."""
+        """The newest report of a member."""
         return self._members[member].report
 
     def done_at(self, member: int) -> float | None:

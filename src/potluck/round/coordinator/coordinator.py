@@ -109,7 +109,7 @@ class Coordinator:
         self._task = asyncio.create_task(self._run(), name="coordinator")
 
     async def close(self) -> None:
-        """Coordinate nothing more. Calling it twice does no harm."""
+        """Coordinate nothing more. Idempotent."""
         for stop in self._stop_listening:
             stop()
         while self._subscriptions:

@@ -166,7 +166,7 @@ class Director:
         return done_at - self.started_at if done_at is not None else 0.0
 
     def report_of(self, member: int) -> Report | None:
-        """The newest word of a member."""
+        """The newest report of a member."""
         return self._attendance.report_of(member)
 
     @property

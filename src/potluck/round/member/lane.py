@@ -105,7 +105,7 @@ class Lane:
             self._wake.set()
 
     async def close(self) -> None:
-        """Send nothing more. Calling it twice does no harm."""
+        """Send nothing more. Idempotent."""
         await close_lanes([self])
 
     def _shut(self) -> asyncio.Task[None] | None:

@@ -72,7 +72,7 @@ class Messenger:
         ]
 
     async def close(self) -> None:
-        """Say nothing more. Calling it twice does no harm."""
+        """Say nothing more. Idempotent."""
         await tasks.end(*self._tasks)
         self._tasks = []
 

@@ -52,7 +52,7 @@ AVERAGED_SECONDS = 0.1  # from values that arrive to an epoch that has them: ave
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
-    """A word of a coordinator, whose signature is good."""
+    """A coordinator's message with a valid signature."""
 
     word: Word
     sender: str
@@ -108,7 +108,7 @@ class Participation:
         self._messenger.start()
 
     async def close(self) -> None:
-        """Take part in nothing more. Calling it twice does no harm."""
+        """Take part in nothing more. Idempotent."""
         if self._wish is not None and not self._wish.committed.done():
             self._wish.committed.set_exception(RoundFailedError("the averager was closed while a round was under way"))
         if self._subscription is not None:

@@ -130,7 +130,7 @@ class RoundWork:
         self._carry_out(self.exchange.start())
 
     async def stop(self) -> None:
-        """Send and take nothing more; averages that are here stay. Calling it twice does no harm."""
+        """Send and take nothing more; averages that are here stay. Idempotent."""
         self._stopped = True
         self._contributions.clear()
         self._unchecked.clear()

@@ -57,7 +57,7 @@ class Workers:
         torch.set_num_threads(before)
 
     async def close(self) -> None:
-        """Finish what was submitted and end the threads. Calling it twice does no harm."""
+        """Finish what was submitted and end the threads. Idempotent."""
         threads, self._threads = self._threads, []
         for _ in threads:
             self._queue.put(None)

@@ -145,7 +145,7 @@ class Contribution(Message, frozen=True, kw_only=True, array_like=True, tag="rou
     key: RoundKey
     chunk: ChunkNumber
     generation: Count
-    seal: Seal = b""  # the sender's word for the frame, where the round is audited
+    seal: Seal = b""  # the sender's signature of the frame, where the round is audited
 
 
 class Average(Message, frozen=True, kw_only=True, array_like=True, tag="round.average"):

@@ -145,7 +145,7 @@ class BallotDesk:
         self._task = asyncio.create_task(self._keep_counting(), name="ballot")
 
     async def close(self) -> None:
-        """Count no more. Calling it twice does no harm."""
+        """Count no more. Idempotent."""
         await tasks.end(self._task)
         if self._news is not None:
             await self._news.cancel()

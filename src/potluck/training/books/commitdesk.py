@@ -36,7 +36,7 @@ class CommitDesk(abc.ABC):
         """Do what is to be done about these; those that come meanwhile are the next ones."""
 
     async def close(self) -> None:
-        """See to nothing more. Calling it twice does no harm."""
+        """See to nothing more. Idempotent."""
         await tasks.end(self._task)
 
     def _committed(self, commit: Commit) -> None:

@@ -79,7 +79,7 @@ class HistoryDesk:
         averager.listen_to_failures(self._failed)
 
     async def close(self) -> None:
-        """Write what there is, and nothing more. Calling it twice does no harm."""
+        """Write what there is, and nothing more. Idempotent."""
         self._stop_listening()
         if not self._task.done():
             await tasks.end(self._task)

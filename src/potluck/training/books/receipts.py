@@ -131,7 +131,7 @@ class ReceiptKeeper:
         self._task = asyncio.create_task(self._keep_writing(), name="receipts: writing")
 
     async def close(self) -> None:
-        """Write what has come. Calling it twice does no harm."""
+        """Write what has come. Idempotent."""
         await tasks.end(self._task)
         await self._write()
 

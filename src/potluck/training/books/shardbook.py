@@ -62,11 +62,6 @@ class ShardBook(Message, frozen=True, kw_only=True):
         """Whether somebody has finished this shard in this pass."""
         return shard // 8 < len(self.done) and bool(self.done[shard // 8] >> shard % 8 & 1)
 
-    @property
-    def num_done(self) -> int:
-        """How many shards of this pass are finished."""
-        return int.from_bytes(self.done, "little").bit_count()
-
     def skip(self, shard: int) -> int:
         """Samples at its beginning that somebody has trained on in this pass."""
         return self.reached.get(shard, 0)

@@ -96,7 +96,7 @@ class NoticeBoard:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def close(self) -> None:
-        """Stop following. Calling it twice does no harm."""
+        """Stop following. Idempotent."""
         if self._watch is not None:
             await self._watch.cancel()
             self._watch = None

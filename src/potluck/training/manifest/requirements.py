@@ -23,7 +23,7 @@ from potluck.hub.joinlink import JoinLink
 from potluck.peer.machinecheck import Check, Level
 from potluck.peer.organisers import checking
 from potluck.recipes.approval import is_approved
-from potluck.recipes.downloads import Download, Progress, fetch, is_whole, path_of
+from potluck.recipes.downloads import Download, Progress, fetch, path_of
 from potluck.recipes.reference import FileRef
 from potluck.recipes.shipped import as_download
 from potluck.training.manifest import noticeboard
@@ -167,12 +167,6 @@ def fetch_all(downloads: Sequence[Download], tell: Callable[[Download], Progress
             fetch(each, folder, progress)
         except RetryableError:
             fetch(each, folder, progress)  # once more at once: lines break off
-
-
-def are_whole(manifest: Manifest) -> bool:
-    """Whether all files of a run are here with the right bytes."""
-    files = [as_download(ref) for ref in manifest.files]
-    return all(is_whole(each) for each in (*files, *_declared(manifest)))
 
 
 def checks_of(link: JoinLink) -> Iterator[Check]:

@@ -60,7 +60,7 @@ class RestorationDesk:
         self._task = asyncio.create_task(self._run(), name="restorations")
 
     async def close(self) -> None:
-        """Carry out nothing more. Calling it twice does no harm."""
+        """Carry out nothing more. Idempotent."""
         await tasks.end(self._task)
 
     async def _run(self) -> None:

@@ -40,7 +40,7 @@ class CoordinatorDesks:
         self.ballot = BallotDesk(peer.session, averager)
 
     async def close(self) -> None:
-        """Calling it twice does no harm."""
+        """Idempotent."""
         if self.restorations is not None:
             await self.restorations.close()
         await self.receipts.close()
@@ -100,7 +100,7 @@ class AuxiliaryWork:
         return work
 
     async def close(self) -> None:
-        """Leave the round that is under way. Calling it twice does no harm."""
+        """Leave the round that is under way. Idempotent."""
         if self._paths is not None:
             await self._paths.close()
         await self._desks.close()

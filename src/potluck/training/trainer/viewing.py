@@ -46,7 +46,7 @@ class StateViewer:
         return viewer
 
     async def close(self) -> None:
-        """Follow no more. Calling it twice does no harm."""
+        """Follow no more. Idempotent."""
         await self._keeper.close()
         await self.lineage.close()
         self._group.close()

@@ -177,7 +177,7 @@ class MembersPage:
             await self._do(f"lift the ban of {target}", self._organiser.unban(target))
 
     async def _revoke(self, invite: str, note: str) -> None:
-        text = "Nobody else comes in by it. Who is in stays in."
+        text = "Nobody else can join with it. Members that are in stay in."
         if await confirm(f"Revoke {note or invite}?", text, "Revoke", dangerous=True):
             await self._do(f"revoke invite {invite} ({note})", self._organiser.revoke_invite(invite))
 

@@ -28,6 +28,7 @@ HERE = Path(__file__).parent
 POTLUCK = (sys.executable, "-m", "potluck.cli")
 START_SECONDS = 120.0
 LEAVE_SECONDS = 20.0
+BATCH_SIZES = {"swav": 32, "diloco-four-sites": 2}  # else 16; a search for the best size is thrown off by a busy machine
 LOOKS = 6  # at what the model does, from the first epoch to the last
 
 
@@ -162,7 +163,7 @@ def run(
     if "tokenized = true" in file.read_text():
         subprocess.run([*POTLUCK, "tokenize", file], check=True)
     began = time.monotonic()
-    options = ("--batch-size", "32") if name == "swav" else ("--batch-size", "2") if peers == 4 else ()
+    options = ("--batch-size", str(BATCH_SIZES.get(name, 16)))
     with (
         places(peers, line_mbit, delay_ms) as nodes,
         running(scratch, file, nodes, ends, options) as (host, looks, *trainers),

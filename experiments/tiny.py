@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 POTLUCK = (sys.executable, "-m", "potluck.cli")
 START_SECONDS = 120.0
 LEAVE_SECONDS = 20.0
-BATCH_SIZES = {"swav": 32, "diloco-four-sites": 2}  # else 16; a search for the best size is thrown off by a busy machine
+BATCH_SIZES = {"swav": 32, "diloco-four-sites": 2}  # else 16; on a busy machine a search finds too small ones
 LOOKS = 6  # at what the model does, from the first epoch to the last
 
 

@@ -24,7 +24,8 @@ def test_the_first_seeds_guide_line_by_line(terminal: Terminal) -> None:
     folder = terminal.folder / "trecover"
     folder.mkdir()
     for name in ("recipe.py", "tiny.toml"):
-        (folder / name).write_text((EXPERIMENTS / "trecover" / name).read_text())
+        text = (EXPERIMENTS / "trecover" / name).read_text()
+        (folder / name).write_text(text.replace("target_batch_size = 128", "target_batch_size = 16"))
     assert "needs no data" in terminal.run("download", "data", folder / "recipe.py")
     where = ("--folder", terminal.folder / "hub", "--listen", "127.0.0.1", "--no-dashboard", "--json")
     host = terminal.start("host", folder / "tiny.toml", *where, **ONE_THREAD)

@@ -175,6 +175,7 @@ async def test_a_trace_of_preemptions_with_real_processes(tmp_path: Path) -> Non
     assert all(len(turn["slots"]) == len(set(turn["slots"])) for turn in turns)
     assert max(turn["workers"] for turn in turns) == 5
     assert min(turn["workers"] for turn in turns) < 5
+    assert all(turn["aux"] == 1 for turn in turns), "aux peers are not on the spot market"
     after = LocalProvider(tmp_path / "machines", a_sleeper)  # the runner crashed: its machines are found by their files
     there = after.machines()
     assert there

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from potluck.cli.main import app
 from potluck.errors import ConfigurationError
 from potluck.training.books.shards import MAX_READERS
+from potluck.training.manifest.runfile import read_run_file
 
 COMMANDS = [
     ["train"],
@@ -20,6 +21,8 @@ COMMANDS = [
     ["visualize"],
     ["receipts"],
     ["plan"],
+    ["tokenize"],
+    ["tune"],
     *(["run", name] for name in ("pause", "resume", "set", "rollback", "show", "log")),
     *(["checkpoint", name] for name in ("list", "verify", "save", "export", "upload")),
     ["download", "data"],
@@ -48,6 +51,15 @@ def test_a_folder_that_is_there_is_written_over_only_if_asked(tmp_path: Path) ->
     assert file.read_text() == "mine"
     assert init("--force").exit_code == 0
     assert file.read_text() == first
+
+
+def test_a_run_can_be_made_from_another(tmp_path: Path) -> None:
+    experiment = Path(__file__).parents[2] / "experiments" / "trecover"
+    result = CliRunner().invoke(app, ["init", str(tmp_path / "mine"), "--recipe", str(experiment)])
+    assert result.exit_code == 0, result.exception
+    assert read_run_file(tmp_path / "mine").name == "mine"
+    assert (tmp_path / "mine" / "recipe.py").read_text() == (experiment / "recipe.py").read_text()
+    assert (tmp_path / "mine" / "tiny.toml").exists()
 
 
 @pytest.mark.parametrize("group", ["run", "checkpoint", "download"])

@@ -26,7 +26,7 @@ def nobody_has_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a fresh process, on a machine of eight cores."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
-    monkeypatch.setattr(cores, "_cores", lambda: EIGHT)
+    monkeypatch.setattr(cores, "available_cores", lambda: EIGHT)
     monkeypatch.setattr(cores, "_is_chosen", False)
     before = torch.get_num_threads()
     yield
@@ -43,7 +43,7 @@ def test_cores_are_shared_by_the_peers_of_a_machine(monkeypatch: pytest.MonkeyPa
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
-    monkeypatch.setattr(cores, "_cores", lambda: 8)
+    monkeypatch.setattr(cores, "available_cores", lambda: 8)
     try:
         for peers, threads in ((1, 8), (3, 2), (20, 1)):
             monkeypatch.setattr(cores, "num_peers_here", lambda peers=peers: peers)

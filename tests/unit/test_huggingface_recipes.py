@@ -120,12 +120,12 @@ def test_a_column_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 
 def test_texts_are_packed_without_a_gap() -> None:
-    blocks = list(packed(["ab", "c", "defg"], lambda text: [ord(c) for c in text], 0, 4))
+    blocks = list(packed([[*b"ab"], [*b"c"], [*b"defg"]], 0, 4))
     assert torch.cat(blocks).tolist() == [97, 98, 0, 99, 0, 100, 101, 102]
 
 
 def test_a_sample_for_each_text_is_filled_up() -> None:
-    [(tokens, counts), *_] = list(one_by_one(["ab", "defghi"], lambda text: [ord(c) for c in text], 0, 4))
+    [(tokens, counts), *_] = list(one_by_one([[*b"ab"], [*b"defghi"]], 0, 4))
     assert (tokens.tolist(), counts.tolist()) == ([97, 98, 0, 0], [True, True, True, False])
 
 
@@ -181,8 +181,12 @@ def test_a_volunteer_has_the_same_from_what_the_host_serves(tmp_path: Path, monk
 
 def test_nobody_trains_on_what_is_held_out(tmp_path: Path) -> None:
     made: Any = recipe_of(manifest_in(tmp_path, f'files = "{write_texts(tmp_path, "jsonl")}"'), tmp_path)
-    trained = {text for shard in range(made.num_shards) for text in made._texts(shard, held_out=False)}
-    held_out = {text for shard in range(made.num_shards) for text in made._texts(shard, held_out=True)}
+    trained = {
+        text for shard in range(made.num_shards) for text in made._texts(made.data.parsed()[0], shard, held_out=False)
+    }
+    held_out = {
+        text for shard in range(made.num_shards) for text in made._texts(made.data.parsed()[0], shard, held_out=True)
+    }
     assert trained.isdisjoint(held_out)
     assert sorted(trained | held_out) == sorted(sentences(400))
 
@@ -211,7 +215,7 @@ def check_streaming(folder: Path) -> None:
             text
             for shard in range(made.num_shards)
             for out in (True, False)
-            for text in made._texts(shard, held_out=out)
+            for text in made._texts(made.data.parsed()[0], shard, held_out=out)
         ]
         assert sorted(found) == sorted(text for number in range(3) for text in sentences(100, number))
 

@@ -93,6 +93,15 @@ def test_aux_peers_never_count_as_workers() -> None:
     assert {start.slot.role for start in starts} == {"worker"}
 
 
+def test_aux_peers_are_started_before_workers_that_may_find_no_capacity() -> None:
+    config = SupervisionConfig(kinds=("small",), starts_at_once=5)
+    starts = Supervision(DEDLOC, config).decide([], 0.0, {})
+    assert [start.slot.name for start in starts if isinstance(start, Start)] == [
+        *(f"aux-{n}" for n in range(4)),
+        "worker-0",
+    ]
+
+
 def test_a_machine_that_is_not_listed_yet_is_not_started_twice() -> None:
     one = slots(num_workers=1, num_aux=0)
     market, supervision = Market(), Supervision(one, CONFIG)

@@ -6,6 +6,8 @@
     options.py   what several commands can be told; optiongroups.py: those that belong together
     run.py       steer one: pause, resume, settings, rollback, and the log of all that
     visualize.py, checkpoint.py, receipts.py   what came of it     download.py   what a recipe needs
+    tune.py      what suits this machine          tokenize.py  texts made into tokens, once
+    elsewhere.py options that other systems have, and what does the same here
     members.py   who may take part  doctor.py   what is wrong here
     demo/        a whole collaboration on this machine
 

@@ -9,23 +9,28 @@ import typer
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(help="The folder to make; its name becomes the run's.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to make; its name becomes the run's.")] = Path(
+        "my-first-run"
+    ),
     recipe: Annotated[
-        str, typer.Option(help="What to train: stdlib-lm, digits, or own for a recipe to change as you like.")
+        str,
+        typer.Option(help="What to train: stdlib-lm, digits, own for a recipe to change, or a run's folder to copy."),
     ] = "own",
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
     """Write a run.toml that explains itself, and a recipe to start from. Both work as they are.
 
-    Example: [bold]potluck init my-run && potluck host my-run[/bold]
+    Examples: [bold]potluck init my-run && potluck host my-run[/bold]
+
+    [bold]potluck init my-albert --recipe experiments/albert[/bold]
     """
     from potluck.errors import ConfigurationError
     from potluck.hub.subjects import check_run_name
-    from potluck.training.manifest.skeleton import RECIPE_FILE, files_of_a_run
+    from potluck.training.manifest.skeleton import RECIPE_FILE, copied, files_of_a_run
 
     name = check_run_name(folder.resolve().name)
-    files = files_of_a_run(name, recipe)
+    files = copied(name, Path(recipe)) if (Path(recipe) / "run.toml").is_file() else files_of_a_run(name, recipe)
     there = [file for file in files if (folder / file).exists()]
     if there and not force:
         raise ConfigurationError(f"{folder} has {' and '.join(there)} already: choose another folder, or --force")

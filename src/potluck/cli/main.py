@@ -16,6 +16,7 @@ from potluck.cli.dashboard import dashboard
 from potluck.cli.demo.command import demo
 from potluck.cli.doctor import doctor
 from potluck.cli.download import app as download
+from potluck.cli.elsewhere import KnownElsewhere, group_of
 from potluck.cli.fleet import app as fleet
 from potluck.cli.host import host
 from potluck.cli.init import init
@@ -29,6 +30,8 @@ from potluck.cli.queue import app as queue
 from potluck.cli.receipts import receipts
 from potluck.cli.run import app as run
 from potluck.cli.spot import app as spot
+from potluck.cli.tokenize import tokenize
+from potluck.cli.tune import tune
 from potluck.cli.visualize import visualize
 from potluck.cli.vote import vote
 from potluck.errors import ConfigurationError, PotluckError
@@ -45,17 +48,19 @@ app = typer.Typer(
 app.command("demo")(demo)
 app.command("init")(init)
 app.command("host")(host)
-app.command("join")(join)
-app.command("train")(train)
-app.command("aux")(aux)
-app.command("monitor")(monitor)
+app.command("join", cls=KnownElsewhere)(join)
+app.command("train", cls=KnownElsewhere)(train)
+app.command("aux", cls=KnownElsewhere)(aux)
+app.command("monitor", cls=KnownElsewhere)(monitor)
 app.command("dashboard")(dashboard)
-app.command("visualize")(visualize)
+app.command("visualize", cls=KnownElsewhere)(visualize)
 app.command("leaderboard")(leaderboard)
 app.command("receipts")(receipts)
 app.command("vote")(vote)
 app.command("doctor")(doctor)
 app.command("plan")(plan)
+app.command("tune", cls=KnownElsewhere)(tune)
+app.command("tokenize")(tokenize)
 app.add_typer(members, name="members")
 app.add_typer(fleet, name="fleet")
 app.add_typer(paths, name="paths")
@@ -64,6 +69,8 @@ app.add_typer(run, name="run")
 app.add_typer(spot, name="spot")
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(download, name="download")
+_collab = {"train": train, "aux": aux, "monitor": monitor, "visualize": visualize, "tune": tune}
+app.add_typer(group_of(_collab), name="collab", hidden=True)
 
 
 def _print_version(asked: bool) -> None:

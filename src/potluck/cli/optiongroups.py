@@ -36,6 +36,7 @@ class PersonOptions:
     message: o.Message = ""
     wait_minutes: o.WaitMinutes = 60.0
     identity_path: o.IdentityPath = None
+    sync_args: o.SyncArgs = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,6 +78,10 @@ HandInSeconds = Annotated[
     float, typer.Option(min=0, help="On leaving, wait so long for the next epoch, to hand in what you have done.")
 ]
 
+SyncArgs = Annotated[
+    bool, typer.Option("--sync-args", help="Take all settings from the run: it is what Potluck always does.")
+]
+
 # How it talks
 AsJson = Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a line.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")]

@@ -64,6 +64,8 @@ def run_participant(
     console.set_up_logging(verbose)
     parsed = parse_link(link, command)
     _tell_version(parsed, as_json)
+    if person.sync_args and not as_json:
+        console.err.print("--sync-args: a peer always takes its settings from the run, and follows their changes.")
     up, down = bandwidth_of(network.bandwidth)
     config = PeerConfig(
         role=roles[0],

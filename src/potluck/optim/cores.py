@@ -38,7 +38,7 @@ def share_cores(num_threads: int | None = None) -> int:
     if num_threads is None and environment.names_threads():
         return torch.get_num_threads()
     if num_threads is None:
-        num_threads = max(1, _cores() // max(1, num_peers_here()))
+        num_threads = max(1, available_cores() // max(1, num_peers_here()))
     torch.set_num_threads(num_threads)
     return num_threads
 
@@ -99,10 +99,11 @@ def _is_peer(process: psutil.Process) -> bool:
     return is_potluck and any(verb in command for verb in ("join", "train"))
 
 
-def _cores() -> int:
+def available_cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
 
 
 def _defaults() -> set[int | None]:
     """What torch computes with where nobody has said anything: logical cores, or physical ones."""
-    return {_cores(), os.cpu_count(), psutil.cpu_count(logical=False)}
+    return {available_cores(), os.cpu_count(), psutil.cpu_count(logical=False)}

@@ -2,7 +2,7 @@
 
     m ← β₁·m + (1 − β₁)·g        v ← β₂·v + (1 − β₂)·g²
     u = m̂ / (√v̂ + ε) + λ·p       m̂, v̂: corrected for their start at zero
-    p ← p − η · φ(|p|)/|u| · u    φ clamps to [0, 10]; the ratio is 1 where either length is 0
+    p ← p − η · φ(|p|)/|u| · u    φ clamps to [0, 10], or to `clamp`; the ratio is 1 where either length is 0
 
 (You et al., 2020.) What sahajBERT and DeDLOC trained ALBERT with.
 """
@@ -30,12 +30,14 @@ class Lamb(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.0,
+        clamp: float = LONGEST,
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ConfigurationError(
                 f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}: none may be below 0, nor a beta 1"
             )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._clamp = clamp
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -63,6 +65,6 @@ class Lamb(Optimizer):
         step = state["step"]
         update = (mean / (1 - beta1**step)) / ((square / (1 - beta2**step)).sqrt_() + group["eps"])
         update.add_(parameter, alpha=group["weight_decay"])
-        length, update_length = parameter.norm().clamp(max=LONGEST), update.norm()
+        length, update_length = parameter.norm().clamp(max=self._clamp), update.norm()
         ratio = torch.where((length > 0) & (update_length > 0), length / update_length, 1.0)
         parameter.sub_(update.mul_(ratio), alpha=group["lr"])

@@ -5,6 +5,7 @@ downloads.py   files that a recipe needs: fetched, resumed, checked
 shipped.py     the files of a run on this machine;   approval.py: whose code may run here
 catalogue.py   recipes by name or by file;  reference.py: how a manifest names one, and the digest that pins a file
 stdlib_lm.py   a byte-level language model on the source of Python's own standard library
+docstrings.py  the text of its docstrings
 digits.py      a small classifier on scikit-learn's digits
 images.py      a classifier of pictures in a folder or a parquet file
 huggingface/   language models of transformers, on any text

@@ -18,6 +18,7 @@ from potluck.messages import Message
 
 BUILT_IN = {
     "digits": "potluck.recipes.digits",
+    "hf-albert": "potluck.recipes.huggingface.albert",
     "hf-causal-lm": "potluck.recipes.huggingface.causal",
     "hf-masked-lm": "potluck.recipes.huggingface.masked",
     "image-classifier": "potluck.recipes.images",

@@ -53,7 +53,7 @@ class LocalProvider:
         self._folder, self._command, self._now = folder, command, now
         self._trace, self._began_at = sorted(trace, key=lambda change: change.seconds), now()
         self._next, self._nodes = 0, set[str]()
-        self._num_started = 0
+        self.num_started = 0
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self.num_preempted = 0
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,12 +69,15 @@ class LocalProvider:
     def start(self, slot: Slot, kind: str) -> Machine:
         """Start a process for a slot on a free node."""
         self._replay()
-        free = sorted(self._nodes - {entry.node for entry in self._entries()})
-        if self._trace and not free:
+        is_spot = (
+            bool(self._trace) and slot.role == "worker"
+        )  # aux peers are not on the spot market: others rely on them
+        free = sorted(self._nodes - {entry.node for entry in self._entries()}) if is_spot else []
+        if is_spot and not free:
             raise NoCapacityError("the trace has no machine to spare now")
-        self._num_started += 1
+        self.num_started += 1
         started_at = self._now()
-        machine_id = f"{slot.name}-{int(started_at * 1000):x}-{self._num_started}"
+        machine_id = f"{slot.name}-{int(started_at * 1000):x}-{self.num_started}"
         place = self._folder / machine_id
         place.mkdir()
         with (place / "output.log").open("wb") as log:

@@ -95,7 +95,8 @@ class Supervision:
             else:
                 filled[machine.slot] = machine
         num_starts = 0
-        for slot in self.slots:
+        # Aux peers first: others rely on them, and workers that find no capacity would use up the starts.
+        for slot in sorted(self.slots, key=lambda slot: slot.role != "aux"):
             place = self._places[slot.name]
             if slot.name in filled:
                 if place.started_id == filled[slot.name].id:  # seen: from now on its absence means that it is gone

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from potluck.errors import ConfigurationError
-from potluck.recipes.huggingface import rows, tokenizing
+from potluck.recipes.huggingface import rows, tokenfiles, tokenizing
+from potluck.recipes.huggingface.mixture import Source, mixed, parse_sources
 from potluck.recipes.huggingface.packing import one_by_one, packed
 from potluck.recipes.recipe import Batch, Recipe, RecipeConfig, Sample
 
@@ -21,6 +22,7 @@ TRAIN = "train"
 EVALUATION_BATCH = 8
 PREVIEW_TOKENS = 48
 MOST_TRAINING_TEXTS = 200_000  # that a tokenizer is trained on
+ENCODED_AT_ONCE = 64  # texts
 TRAINING_SHARDS = 16  # … and which are looked at for that
 
 
@@ -32,7 +34,9 @@ class Config(RecipeConfig, frozen=True, kw_only=True):
     architecture: str = "llama"  # as transformers names it, where there is no base
     config: dict[str, Any] = {}  # what that architecture's config has: hidden_size and so on, as [model.config]
     tokenizer: str = TRAIN  # a name on the hub, a .json file beside run.toml, or train: made once by the organiser
-    vocabulary: int = 8192  # of a tokenizer that is trained
+    vocabulary: int = 8192  # of a tokenizer that is trained,
+    pieces: Literal["bpe", "unigram"] = "bpe"  # how its pieces are found,
+    normaliser: str = ""  # and what makes texts alike before: nfc, bengali
     context: int = 256  # tokens of a sample
     packing: bool = True  # texts one after the other, no place wasted; false: a sample for each text
     shards: int = 256  # more than there will be peers
@@ -56,6 +60,7 @@ class Data(RecipeConfig, frozen=True, kw_only=True):
 
     files: str = ""  # beside run.toml: .txt, .jsonl or .parquet, by name or pattern; the host serves them
     dataset: str = ""  # or a data set that the datasets library loads
+    sources: str = ""  # or several of both, with weights, as in "0.7 wiki/*.txt; 0.3 hf://USER/NAME@SUBSET"
     subset: str = ""
     split: str = "train"
     revision: str = ""  # a commit: names may come to mean something else
@@ -63,12 +68,20 @@ class Data(RecipeConfig, frozen=True, kw_only=True):
     column: str = "text"  # of JSONL, parquet and data sets
     context: int = 0  # tokens of a sample, up to the model's; 0: all of it
     shuffle_buffer: int = 1000  # texts
+    tokenized: bool = False  # texts were made into tokens, by `potluck tokenize`: the host serves those
 
     def __post_init__(self) -> None:
         if self.files and not self.files.endswith(rows.SUFFIXES):
             raise ConfigurationError(f"files={self.files!r} must end in one of {', '.join(rows.SUFFIXES)}")
+        for source in parse_sources(self.sources):
+            if source.files and not source.files.endswith(rows.SUFFIXES):
+                raise ConfigurationError(f"sources: {source.files!r} must end in one of {', '.join(rows.SUFFIXES)}")
         if self.shuffle_buffer < 1 or self.context < 0:
             raise ConfigurationError(f"shuffle_buffer={self.shuffle_buffer}, context={self.context}: 1 and 0 at least")
+
+    def parsed(self) -> list[Source]:
+        """Where texts come from, one or several."""
+        return parse_sources(self.sources) or [Source(files=self.files, dataset=self.dataset, subset=self.subset)]
 
 
 Options = Config  # within the recipe the name is taken
@@ -88,9 +101,10 @@ class LanguageModel(Recipe[Config]):
 
     def check_data(self, data: Any) -> None:
         """There are texts, and the model has places for as much of them."""
-        if bool(data.files) == bool(data.dataset):
+        if sum(map(bool, (data.files, data.dataset, data.sources))) != 1:
             raise ValueError(
-                'which texts? Name files = "data/*.jsonl" or dataset = "USER/NAME" under [data], one of the two'
+                'which texts? Name files = "data/*.jsonl", dataset = "USER/NAME" or sources = "0.7 wiki/*.txt; …" '
+                "under [data], one of them"
             )
         if data.context > self.config.context:
             raise ValueError(f"context={data.context}: at most {self.config.context}, the model's own")
@@ -98,24 +112,60 @@ class LanguageModel(Recipe[Config]):
     # Made once
 
     def prepare(self, folder: Path) -> Sequence[str]:
-        """The tokenizer, trained unless it is there; and the files with the texts."""
-        needed = [] if self.data.dataset else [self.data.files]
-        if self.config.tokenizer == TRAIN:
-            path = folder / tokenizing.TRAINED_FILE
-            if not path.exists():
-                shards = range(min(TRAINING_SHARDS, self.num_shards)) if self.data.dataset else range(self.num_shards)
-                texts = (text for shard in shards for text in self._texts(shard, held_out=False))
-                tokenizing.train(islice(texts, MOST_TRAINING_TEXTS), self.config.vocabulary, path)
-            elif len(self.tokenizer) > self.config.vocabulary:
+        """The tokenizer, trained unless it is there; and the files with the texts, or with their tokens."""
+        sources = self.data.parsed()
+        self._prepare_tokenizer(folder, sources)
+        needed = [source.files for source in sources if source.files]
+        if self.data.tokenized:
+            needed = [tokenfiles.name_of(number) for number in range(len(sources))]
+            if missing := [name for name in needed if not (folder / name).exists()]:
+                raise ConfigurationError(
+                    f"tokenized=true, and {folder} has no {missing[0]}: `potluck tokenize {folder}` makes it"
+                )
+        if self._tokenizer_file_name:
+            needed.append(self._tokenizer_file_name)
+        streams = any(source.dataset for source in sources) and not self.data.tokenized
+        needs_datasets = streams or any(name.endswith(".parquet") for name in needed)
+        self.requirements = ("transformers>=5", *(["datasets>=3.2"] if needs_datasets else []))
+        return needed
+
+    def _prepare_tokenizer(self, folder: Path, sources: Sequence[Source]) -> None:
+        if self.config.tokenizer != TRAIN:
+            return
+        path = folder / tokenizing.TRAINED_FILE
+        if path.exists():
+            if len(self.tokenizer) > self.config.vocabulary:
                 raise ConfigurationError(
                     f"vocabulary={self.config.vocabulary}, and {path} has {len(self.tokenizer)} tokens: remove that "
                     "file, and it is made anew"
                 )
-        if self._tokenizer_file_name:
-            needed.append(self._tokenizer_file_name)
-        needs_datasets = bool(self.data.dataset) or self.data.files.endswith(".parquet")
-        self.requirements = ("transformers>=5", *(["datasets>=3.2"] if needs_datasets else []))
-        return needed
+            return
+        each = MOST_TRAINING_TEXTS // len(sources)
+        texts = chain.from_iterable(islice(self._training_texts(source), each) for source in sources)
+        tokenizing.train(texts, self.config.vocabulary, path, self.config.pieces, self.config.normaliser)
+
+    def _training_texts(self, source: Source) -> Iterator[str]:
+        shards = range(min(TRAINING_SHARDS, self.num_shards)) if source.dataset else range(self.num_shards)
+        return (text for shard in shards for text in self._texts(source, shard, held_out=False))
+
+    def tokenize(self, folder: Path, progress: tokenfiles.Progress) -> int:
+        """Write the tokens of all texts into the run's folder, a file for each source; how many they are."""
+        sources, total = self.data.parsed(), 0
+        self._prepare_tokenizer(folder, sources)
+        for number, source in enumerate(sources):
+
+            def tell(done: int, shards: int, tokens: int, before: int = total, number: int = number) -> None:
+                progress(number * shards + done, len(sources) * shards, before + tokens)
+
+            total += tokenfiles.write(
+                folder / tokenfiles.name_of(number),
+                partial(self._texts, source, held_out=None),
+                self._encode_all,
+                num_shards=self.num_shards,
+                held_out=self.config.held_out,
+                progress=tell,
+            )
+        return total
 
     # The model
 
@@ -165,40 +215,66 @@ class LanguageModel(Recipe[Config]):
         """Tokens of a sample now."""
         return self.data.context or self.config.context
 
-    def _texts(self, shard: int, *, held_out: bool) -> Iterator[str]:
+    def _texts(self, source: Source, shard: int, *, held_out: bool | None) -> Iterator[str]:
+        """Texts of a shard of one source: those held out, the others, or (None) all."""
         data, share = self.data, self.config.held_out
-        if data.dataset:
+        if source.dataset:
             found = rows.dataset_rows(
-                data.dataset,
+                source.dataset,
                 data.column,
                 shard,
                 self.num_shards,
-                subset=data.subset,
+                subset=source.subset,
                 split=data.split,
                 revision=data.revision,
                 streaming=data.streaming,
             )
         else:
-            files = self.files.matching(data.files)
+            files = self.files.matching(source.files)
             if not files:
-                raise ConfigurationError(f"files={data.files!r}: the run has no such file")
+                raise ConfigurationError(f"files={source.files!r}: the run has no such file")
             found = rows.local_rows(files, data.column, shard, self.num_shards)
-        return (text for text in found if text.strip() and rows.is_held_out(text, share) == held_out)
+        return (text for text in found if text.strip() and held_out in (None, rows.is_held_out(text, share)))
 
-    def _encode(self, text: str) -> list[int]:
-        tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return tokens
+    def sentences_of(self, text: str) -> list[str]:
+        """The parts of a text that become tokens one by one: the whole, unless a model is to tell sentences apart."""
+        return [text]
 
-    def _blocks(self, texts: Iterator[str]) -> Iterator[Sample]:
+    def _encode_all(self, texts: Sequence[str]) -> list[tokenfiles.Document]:
+        parts = [self.sentences_of(text) for text in texts]
+        flat = [part for each in parts for part in each]
+        encoded = iter(self.tokenizer(flat, add_special_tokens=False, verbose=False)["input_ids"] if flat else [])
+        return [[next(encoded) for _ in each] for each in parts]
+
+    def _documents(self, number: int, source: Source, shard: int, *, held_out: bool) -> Iterator[tokenfiles.Document]:
+        """The same as tokens, read or made."""
+        if self.data.tokenized:
+            yield from tokenfiles.read(self.file(tokenfiles.name_of(number)), shard, self.num_shards, held_out=held_out)
+            return
+        texts = self._texts(source, shard, held_out=held_out)
+        while some := list(islice(texts, ENCODED_AT_ONCE)):
+            yield from self._encode_all(some)
+
+    def _openers(
+        self, shard: int, *, held_out: bool
+    ) -> list[tuple[float, Callable[[], Iterator[tokenfiles.Document]]]]:
+        return [
+            (source.weight, partial(self._documents, number, source, shard, held_out=held_out))
+            for number, source in enumerate(self.data.parsed())
+        ]
+
+    def blocks_of(self, documents: Iterator[tokenfiles.Document], generator: torch.Generator) -> Iterator[Sample]:
+        """Samples before anything is masked."""
         end = tokenizing.end_of(self.tokenizer)
+        whole = ([token for sentence in document for token in sentence] for document in documents)
         if self.config.packing:
-            return ((block,) for block in packed(texts, self._encode, end, self.length))
-        return one_by_one(texts, self._encode, end, self.length)
+            return ((block,) for block in packed(whole, end, self.length))
+        return one_by_one(whole, end, self.length)
 
     def samples(self, shard: int, generator: torch.Generator) -> Iterator[Sample]:
-        """Blocks of tokens of texts in another order."""
-        texts = rows.shuffled(self._texts(shard, held_out=False), self.data.shuffle_buffer, generator)
-        for block in self._blocks(texts):
+        """Blocks of tokens of texts in another order; sources mixed by their weights."""
+        documents = mixed(self._openers(shard, held_out=False), generator)
+        for block in self.blocks_of(rows.shuffled(documents, self.data.shuffle_buffer, generator), generator):
             yield self.masked(block, generator)
 
     @abstractmethod
@@ -217,8 +293,11 @@ class LanguageModel(Recipe[Config]):
     @cached_property
     def _held_out(self) -> list[Sample]:
         generator = torch.Generator().manual_seed(0)
-        texts = (text for shard in range(self.num_shards) for text in self._texts(shard, held_out=True))
-        found = [self.masked(block, generator) for block in islice(self._blocks(texts), self.config.evaluation_samples)]
+        documents = chain.from_iterable(
+            mixed(self._openers(shard, held_out=True), generator) for shard in range(self.num_shards)
+        )
+        blocks = islice(self.blocks_of(documents, generator), self.config.evaluation_samples)
+        found = [self.masked(block, generator) for block in blocks]
         if not found:
             raise ConfigurationError(
                 f"held_out={self.config.held_out}: the texts held out make no sample of {self.length} tokens. Take a "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from potluck.errors import ConfigurationError
 from potluck.recipes.huggingface.languagemodel import LanguageModel
@@ -39,7 +39,10 @@ class MaskedLM(LanguageModel):
         """A text that nobody trains on, and what the model makes of it where tokens are masked."""
         device = next(model.parameters()).device
         shown, was = (part.to(device) for part in self._held_out[0])
-        guesses = model(input_ids=shown.long().unsqueeze(0)).logits[0].argmax(-1)
+        return self.guesses(was, model(input_ids=shown.long().unsqueeze(0)).logits[0].argmax(-1))
+
+    def guesses(self, was: Tensor, guesses: Tensor) -> str:
+        """What stood in masked places, and what was guessed."""
         places = (was != IGNORED).nonzero().flatten()[:12].tolist()
         pairs = [(self.tokenizer.decode([int(was[p])]), self.tokenizer.decode([int(guesses[p])])) for p in places]
         return "\n".join(f"was {a!r}, guessed {b!r}" for a, b in pairs)

@@ -10,15 +10,17 @@ Whether a text is held out depends on its content alone: on every machine, in ev
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
 
 from potluck.errors import ConfigurationError
+
+T = TypeVar("T")
 
 PIECE_BYTES = 4096  # of a text file: what starts within so many bytes is one text
 SUFFIXES = (".txt", ".md", ".text", ".jsonl", ".ndjson", ".parquet")
@@ -66,20 +68,25 @@ def _text_of(line: bytes, column: str, path: Path) -> str:
 
 
 def _parquet_rows(path: Path, column: str, shard: int, num_shards: int) -> Iterator[str]:
+    for row in parquet_range(path, [column], shard, num_shards):
+        yield str(row[column] or "")
+
+
+def parquet_range(path: Path, columns: Sequence[str], shard: int, num_shards: int) -> Iterator[dict[str, Any]]:
+    """The rows of a shard of one file, with these columns."""
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
-        if column not in file.schema_arrow.names:
+        if missing := set(columns) - set(file.schema_arrow.names):
             names = ", ".join(file.schema_arrow.names)
-            raise ConfigurationError(f"column={column!r}: {path.name} has the columns {names}")
+            raise ConfigurationError(f"column={', '.join(sorted(missing))!r}: {path.name} has the columns {names}")
         total = file.metadata.num_rows
         start, end, first = total * shard // num_shards, total * (shard + 1) // num_shards, 0
         for group in range(file.num_row_groups):
             last = first + file.metadata.row_group(group).num_rows
             if first < end and last > start:
-                values = file.read_row_group(group, columns=[column]).column(0)
-                for value in values[max(start - first, 0) : end - first]:
-                    yield str(value.as_py() or "")
+                table = file.read_row_group(group, columns=list(columns))
+                yield from table.slice(max(start - first, 0), end - max(start, first)).to_pylist()
             first = last
 
 
@@ -105,9 +112,9 @@ def dataset_rows(
         yield str(row[column] or "")
 
 
-def shuffled(rows: Iterable[str], buffer: int, generator: torch.Generator) -> Iterator[str]:
+def shuffled(rows: Iterable[T], buffer: int, generator: torch.Generator) -> Iterator[T]:
     """Rows in another order, as far as a buffer of so many goes."""
-    kept: list[str] = []
+    kept: list[T] = []
     for row in rows:
         if len(kept) < buffer:
             kept.append(row)

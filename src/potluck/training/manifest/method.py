@@ -35,6 +35,10 @@ class OptimizerSpec(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     beta1: Share = 0.9  # the momentum of sgd, larc and muon
     beta2: Share = 0.99
     max_grad_norm: NotNegative = 1.0  # 0: not clipped
+    eps: NotNegative = 0.0  # of adam, adamw and lamb; 0: the optimizer's own
+    clamp: Positive = 10.0  # lamb: no tensor counts as longer than this
+    trust: Positive = 0.02  # larc: a step is at most such a share of the tensor's length
+    trust_clips: bool = True  # larc: only holds the rate down; false: sets it, times learning_rate, as SwAV does
     vector_rate: Positive = 1.0  # muon: of embeddings and vectors, which AdamW steps; times learning_rate
 
 
@@ -43,6 +47,7 @@ class ScheduleSpec(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     kind: Literal["constant", "linear", "cosine", "inverse_sqrt", "warmup_stable_decay"] = "constant"
     warmup_epochs: Count = 0
+    first_share: Part = 0.0  # of the learning rate, where the warm-up begins
     total_epochs: Count = 0  # where it has fallen to `final_share`; linear, cosine and warmup_stable_decay need it
     decay_epochs: Count = 0  # warmup_stable_decay: so many epochs before the end it begins to fall
     final_share: Part = 0.1

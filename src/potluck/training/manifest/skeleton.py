@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from potluck.errors import ConfigurationError
 
 RUN_FILE = "run.toml"
@@ -146,4 +149,14 @@ def files_of_a_run(name: str, recipe: str) -> dict[str, str]:
     files = {RUN_FILE: _RUN.format(name=name, recipe=RECIPE_FILE if own else recipe, **words)}
     if own:
         files[RECIPE_FILE] = _RECIPE
+    return files
+
+
+def copied(name: str, folder: Path) -> dict[str, str]:
+    """The files of another run's folder, with another name: its run.toml and what lies beside it as text."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".toml", ".py", ".md") and path.is_file():
+            files[path.name] = path.read_text(encoding="utf-8")
+    files[RUN_FILE] = re.sub(r'(?m)^name = ".*"', f'name = "{name}"', files[RUN_FILE], count=1)
     return files

@@ -85,10 +85,10 @@ def find_batch_size(
 
     `fits` tells after each trial whether this process still uses as little memory as it should.
     """
-    samples = _some_samples(recipe, largest)
+    samples = some_samples(recipe, largest)
     search = BatchSearch(len(samples))
     while not search.is_over:
-        seconds = _seconds(recipe, model, device, samples[: search.size], precision)
+        seconds = step_seconds(recipe, model, device, samples[: search.size], precision)
         if seconds is None or not fits():
             search.refuse()
         else:
@@ -98,7 +98,8 @@ def find_batch_size(
     return search.found
 
 
-def _some_samples(recipe: Recipe[Any], wanted: int) -> list[Sample]:
+def some_samples(recipe: Recipe[Any], wanted: int) -> list[Sample]:
+    """So many samples, or all there are; ConfigurationError where there are none."""
     generator = torch.Generator().manual_seed(0)
     found: list[Sample] = []
     for shard in range(recipe.num_shards):
@@ -111,7 +112,7 @@ def _some_samples(recipe: Recipe[Any], wanted: int) -> list[Sample]:
     return found
 
 
-def _seconds(
+def step_seconds(
     recipe: Recipe[Any],
     model: nn.Module,
     device: torch.device,

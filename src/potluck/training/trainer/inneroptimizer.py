@@ -36,6 +36,12 @@ def inner_optimizer(spec: OptimizerSpec, model: nn.Module) -> torch.optim.Optimi
         options["momentum"] = spec.beta1
     if spec.name not in ("sgd", "larc"):
         options["betas"] = (spec.beta1, spec.beta2)
+        if spec.eps and spec.name != "muon":
+            options["eps"] = spec.eps
+    if spec.name == "lamb":
+        options["clamp"] = spec.clamp
+    if spec.name == "larc":
+        options |= {"trust": spec.trust, "clips": spec.trust_clips}
     return KINDS[spec.name](groups, **options)
 
 

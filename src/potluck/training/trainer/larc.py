@@ -2,7 +2,8 @@
 
     local = η_trust · |p| / (|g| + λ·|p|)        g ← (g + λ·p) · min(local / lr, 1)        then SGD with momentum
 
-(You et al., 2017, in the form that clips.) A tensor or a gradient of length 0 keeps the learning rate.
+(You et al., 2017, in the form that clips.) With `clips=False` the factor is `local` itself: the step is lr · local long
+in proportion, whatever lr is. A tensor or a gradient of length 0 keeps the learning rate.
 """
 
 from __future__ import annotations
@@ -20,9 +21,17 @@ class Larc(Optimizer):
     """Layer-wise adaptive rate clipping."""
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 0.1, momentum: float = 0.9, weight_decay: float = 0.0
+        self,
+        params: Iterable[Any],
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        trust: float = TRUST,
+        clips: bool = True,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self._trust, self._clips = trust, clips
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -40,8 +49,9 @@ class Larc(Optimizer):
     def _step(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         decay, rate = group["weight_decay"], group["lr"]
         length, slope = parameter.norm(), parameter.grad.norm()  # type: ignore[union-attr]
-        local = TRUST * length / (slope + decay * length).clamp(min=torch.finfo(parameter.dtype).tiny)
-        share = torch.where((length > 0) & (slope > 0), (local / max(rate, 1e-30)).clamp(max=1.0), 1.0)
+        local = self._trust * length / (slope + decay * length).clamp(min=torch.finfo(parameter.dtype).tiny)
+        factor = (local / max(rate, 1e-30)).clamp(max=1.0) if self._clips else local
+        share = torch.where((length > 0) & (slope > 0), factor, 1.0)
         change = parameter.grad.add(parameter, alpha=decay).mul_(share)  # type: ignore[union-attr]
         state = self.state[parameter]
         if "momentum_buffer" not in state:

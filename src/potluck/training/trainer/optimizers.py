@@ -189,7 +189,8 @@ def learning_rate(settings: Settings, epoch: int) -> float:
 
 def _share(schedule: ScheduleSpec, epoch: int) -> float:
     if epoch < schedule.warmup_epochs:
-        return (epoch + 1) / (schedule.warmup_epochs + 1)
+        risen = (epoch + 1) / (schedule.warmup_epochs + 1)
+        return schedule.first_share + (1.0 - schedule.first_share) * risen
     if schedule.kind == "constant":
         return 1.0
     if schedule.kind == "inverse_sqrt":

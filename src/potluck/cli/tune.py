@@ -56,8 +56,8 @@ def _from_file(path: Path) -> tuple[Any, Any]:
 
 
 def _from_link(link: str, recipe: Path | None, yes: bool, as_json: bool) -> tuple[Any, Any]:
-    from potluck.cli.baggage import make_ready
     from potluck.cli.joining import parse_link
+    from potluck.cli.requirements import make_ready
     from potluck.errors import ConfigurationError
     from potluck.recipes.catalogue import open_recipe
 

@@ -13,9 +13,9 @@ import torch
 from potluck.optim.cores import available_cores
 from potluck.recipes.recipe import Recipe
 from potluck.training.manifest.curriculum import data_at
-from potluck.training.manifest.manifest import Manifest, Sync
+from potluck.training.manifest.manifest import Manifest, SyncSettings
 from potluck.training.trainer.batchsize import find_batch_size, some_samples, step_seconds
-from potluck.training.trainer.inner import STATE_TENSORS
+from potluck.training.trainer.inneroptimizer import STATE_TENSORS
 from potluck.training.trainer.machine import MemoryLimit, find_device
 from potluck.training.trainer.models import untrained
 from potluck.training.trainer.precision import MixedPrecision, find_precision
@@ -65,7 +65,7 @@ def tune(
     tell("Trying batch sizes.")
     with memory.reserved(model, STATE_TENSORS[manifest.newest.optimizer.name]):
         size = find_batch_size(recipe, model, where, fits=memory.fits, precision=precision)
-    if isinstance(manifest.newest.training, Sync):
+    if isinstance(manifest.newest.training, SyncSettings):
         size = min(size, manifest.newest.training.target_batch_size)
     tell("Trying threads.")
     samples = some_samples(recipe, size)

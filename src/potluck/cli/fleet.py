@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from potluck.cli.fleetdemo.command import demo, init
 from potluck.cli.lending import DEFAULT_RUN, Engine, Run, agent, host
 from potluck.cli.options import AsJson
 
@@ -29,6 +30,8 @@ Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
 FleetFileArgument = Annotated[Path, typer.Argument(metavar="FLEET.TOML", help="A fleet.toml, or the folder with one.")]
 
 
+app.command("demo")(demo)
+app.command("init")(init)
 app.command("host")(host)
 app.command("agent")(agent)
 

@@ -70,10 +70,11 @@ def train(laptop: PPO, job: potluck.fleet.CurrentJob, steps: int) -> None:
 def tell(laptop: PPO, job: potluck.fleet.CurrentJob, *, aloud: bool) -> None:
     """Log the figures that `potluck fleet ps` and the dashboard show."""
     score, pooled = laptop.environments.recent_return(), laptop.pooled.statistics()
-    figures = {"steps": laptop.num_steps, "pooled_share": pooled["pooled_share"], "staleness": pooled["staleness"]}
+    figures = {"steps": laptop.num_steps}
+    figures |= {name: float(pooled[name]) for name in ("version", "staleness", "pooled_share")}
     if math.isfinite(score):  # there were 20 episodes
         figures["return"] = score
-    job.log({name: float(value) for name, value in figures.items()})
+    job.log(figures)
     if aloud:
         print(
             f"step {laptop.num_steps}: return {score:.1f}, value of {pooled['using']} "

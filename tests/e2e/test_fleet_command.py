@@ -167,7 +167,7 @@ def test_what_goes_wrong_is_said_in_plain_words(kitchen: Kitchen) -> None:
     assert "no program no-such-program" in kitchen.until("missing", "failed", restarts=1)["last_words"]
     assert "does not allow the image box:1" in kitchen.until("boxed", "refused")["last_words"]
     assert "finished" in kitchen.until("short", "finished", restarts=0)["last_words"]
-    assert "42" in kitchen.run("logs", "short")
+    assert json.loads(kitchen.run("logs", "short", "--json")) == {"job": "short", "line": "42"}
     assert "there is no machine zoe" in kitchen.terminal.refuse(
         "fleet", "up", _file(kitchen, job("a", "zoe")), *kitchen.place, code=2
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -44,7 +45,10 @@ async def until_says(process: ManagedProcess, after: int, pattern: str) -> None:
 
 
 @pytest.mark.timeout(600)
-async def test_laptops_learn_on_while_the_learner_is_dead(tmp_path: Path, children: Children) -> None:
+@pytest.mark.parametrize("dead_seconds", [0, pytest.param(60, marks=pytest.mark.soak)])
+async def test_laptops_learn_on_while_the_learner_is_dead(
+    tmp_path: Path, children: Children, dead_seconds: float
+) -> None:
     async with open_run(tmp_path / "run", peer=None) as house:
         await make_queues(
             house,
@@ -66,6 +70,10 @@ async def test_laptops_learn_on_while_the_learner_is_dead(tmp_path: Path, childr
         await learner.until_exit(PATIENCE_SECONDS)
         killed = len(ada.output())
         await until_says(ada, killed, r"value of own \(version [1-9]\d*, \d\d+ fragments behind\)")
+        if dead_seconds:
+            await asyncio.sleep(dead_seconds)
+            steps = [int(step) for step in re.findall(r"step (\d+)", ada.output()[killed:])]
+            assert steps[-1] > steps[0] + 5000, "it trains on"
         again = start(children, tmp_path / "learner", take, "learner.py")
         await until_says(again, 0, r"the value network goes on from version [1-9]\d*")
         back = len(ada.output())

@@ -8,6 +8,7 @@
     visualize.py, checkpoint.py, receipts.py   what came of it     download.py   what a recipe needs
     members.py   who may take part  doctor.py   what is wrong here
     demo/        a whole collaboration on this machine
+    fleetdemo/   a whole fleet on this machine
 
 Only `main.py` is imported to print the help; a command imports what it needs when it runs.
 """

@@ -30,10 +30,10 @@ class FleetProcesses(Processes):
         place = ("--run", RUN, "--folder", str(self.hub_folder), "--listen", "127.0.0.1")
         return await self._start("host", "fleet", "host", *place, "--no-wheel", "--no-dashboard")
 
-    async def agent(self, laptop: str, link: str) -> Actor:
+    async def agent(self, laptop: str, link: str, *options: str) -> Actor:
         """A laptop's agent; started again, it takes up what the laptop ran."""
         place = ("--name", laptop, "--folder", str(self._machine(laptop)))
-        return await self._start(laptop, "fleet", "agent", link, *place, "--allow", "process")
+        return await self._start(laptop, "fleet", "agent", link, *place, "--allow", "process", *options)
 
     def metrics_of(self, laptop: str, job: str) -> Path:
         """The file that a job's figures are in."""

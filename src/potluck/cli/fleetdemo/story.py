@@ -105,9 +105,9 @@ class Play:
         self._stage.say(f"All four policies train after {self._now:.0f} s.")
         await self._until(
             "the pooled network",
-            lambda: all(any(share > 0 for _, share in self._curve(job, "pooled_share")) for job in self._policies),
+            lambda: all(any(version for _, version in self._curve(job, "version")) for job in self._policies),
         )
-        self._stage.say(f"All use the pooled value network after {self._now:.0f} s.")
+        self._stage.say(f"All have the pooled value network after {self._now:.0f} s.")
 
     async def _lose_laptop(self, link: str) -> None:
         victim = next(job for job in self._policies if self._where[job] != self._where[LEARNER])

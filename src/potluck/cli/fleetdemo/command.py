@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,25 +28,14 @@ def demo(
 
     Example: [bold]potluck fleet demo --folder my-demo[/bold]
     """
-    import tempfile
-
     from potluck.cli import console
+    from potluck.cli.demo.command import new_folder, run_play
     from potluck.cli.fleetdemo import ending
     from potluck.cli.fleetdemo.story import prepare
-    from potluck.errors import ConfigurationError
 
     console.set_up_logging(verbose=False)
-    where = folder or Path(tempfile.mkdtemp(prefix="potluck-fleet-demo-"))
-    if (where / "code").exists():
-        raise ConfigurationError(f"{where} has a demo already: choose another folder, or remove it")
-    try:
-        prepare(where)
-    except OSError as error:
-        raise ConfigurationError(f"{where} cannot be written ({error}): choose another --folder") from error
-    try:
-        outcome = console.run(_perform(where.absolute(), quiet=as_json))
-    except asyncio.CancelledError:
-        raise typer.Exit(128 + signal.SIGTERM) from None
+    where = new_folder(folder, prepare)
+    outcome = run_play(_perform(where, quiet=as_json))
     if as_json:
         console.print_json(ending.as_json(outcome))
     else:
@@ -65,9 +52,6 @@ async def _perform(folder: Path, *, quiet: bool) -> Outcome:
 
     record = Record()
     began = time.monotonic()
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # as Ctrl-C: nobody is left behind
     try:
         await Play(folder, Stage(quiet), record).perform()
     except PotluckError as error:

@@ -140,8 +140,8 @@ class FleetQueues:
         for name, depth in depths.items():
             self.queues[name].add(self._now(), depth)
             if depth.definition.kind == "topic" and self._seen.get(name) != depth.num_put:
-                self._seen[name] = depth.num_put
                 await self._look_at_value(name, depth)
+                self._seen[name] = depth.num_put
         self.version += 1
 
     async def _look_at_value(self, name: str, depth: QueueDepth) -> None:

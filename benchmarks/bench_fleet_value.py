@@ -58,6 +58,9 @@ class Nobody:
     def newest(self) -> None:
         return None
 
+    def statistics(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         pass
 

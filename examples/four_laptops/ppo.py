@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,6 +50,16 @@ class PPO:
         advantages = self.pooled.advantages(fragment)
         observations = torch.from_numpy(fragment.observations[:-1])
         self._learn(observations, actions, begins, memories, torch.from_numpy(fragment.log_probs), advantages)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs."""
+        return {"policy": self.policy.state_dict(), "optimizer": self._optimizer.state_dict(), "steps": self.num_steps}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.policy.load_state_dict(state["policy"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.num_steps = int(state["steps"])
 
     @torch.no_grad()
     def evaluate(self, episodes: int, seed: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -167,7 +168,7 @@ def test_what_goes_wrong_is_said_in_plain_words(kitchen: Kitchen) -> None:
     assert "no program no-such-program" in kitchen.until("missing", "failed", restarts=1)["last_words"]
     assert "does not allow the image box:1" in kitchen.until("boxed", "refused")["last_words"]
     assert "finished" in kitchen.until("short", "finished", restarts=0)["last_words"]
-    assert "42" in kitchen.run("logs", "short")
+    assert json.loads(kitchen.run("logs", "short", "--json")) == {"job": "short", "line": "42"}
     assert "there is no machine zoe" in kitchen.terminal.refuse(
         "fleet", "up", _file(kitchen, job("a", "zoe")), *kitchen.place, code=2
     )
@@ -184,6 +185,23 @@ def _file(kitchen: Kitchen, text: str) -> Path:
     return kitchen.code
 
 
+SYSTEM_FOLDERS = ("/lib", "/lib64", "/usr")
+IN_THE_BOX = """
+import os
+import potluck.fleet
+job = potluck.fleet.current()
+job.queue("boxes").put({"by": os.getuid()})
+job.log({"reward": 1.5})
+job.stopping.wait()
+job.close()
+"""
+
+
+def folders_of_python() -> list[str]:
+    """What a container must see of this machine so that this very Python runs in it."""
+    return sorted({sys.base_prefix, *(each for each in sys.path if Path(each).is_dir()), sys.prefix, *SYSTEM_FOLDERS})
+
+
 def test_an_image_travels_to_a_machine_and_runs_there(kitchen: Kitchen) -> None:
     if reason := why_no_engine():
         pytest.skip(reason)
@@ -192,7 +210,9 @@ def test_an_image_travels_to_a_machine_and_runs_there(kitchen: Kitchen) -> None:
         if "pytest" in above.name:
             above.chmod(0o755)  # containers run as somebody else
     with podman_service() as here, podman_service(with_image=False) as there:
-        anna = kitchen.agent("anna", "--engine", there, allow=f"images={IMAGE},network=host")
+        folders = folders_of_python()
+        allow = f"images={IMAGE},network=host,mounts={','.join(folders)}"
+        anna = kitchen.agent("anna", "--engine", there, allow=allow)
         until_event(anna, "connected")
         [row] = kitchen.ask("machines")
         assert row["report"]["facts"]["engines"][0].startswith("podman")
@@ -217,14 +237,28 @@ def test_an_image_travels_to_a_machine_and_runs_there(kitchen: Kitchen) -> None:
             [jobs.process]
             command = "true"
             machine = "anna"
+
+            [queues.boxes]
+
+            [jobs.python]
+            image = "{IMAGE}"
+            command = ["{sys.executable}", "-c", {json.dumps(IN_THE_BOX)}]
+            machine = "anna"
+            network = "host"
+            queues = ["boxes=put"]
+            environment = {{ PYTHONPATH = "{":".join(each for each in sys.path if Path(each).is_dir())}" }}
+            mounts = {json.dumps([f"{each}:{each}" for each in folders])}
             """,
             "--engine", here,
         )  # fmt: skip
         kitchen.until("boxed", "running")
         assert "killed for memory" in kitchen.until("hungry", "failed")["last_words"]
         assert "no plain processes" in kitchen.until("process", "refused")["last_words"]
+        took = kitchen.terminal.ask("queue", "take", "boxes", "--wait", "60", *kitchen.place)
+        assert took["value"] == {"by": 10001}, "Potluck works in a container, and not as root"
+        assert kitchen.until("python", "running")["metrics"] == {"reward": 1.5}
         kill(anna)  # the engine goes on, and so does the job
-        anna = kitchen.agent("anna", "--engine", there, allow=f"images={IMAGE},network=host")
+        anna = kitchen.agent("anna", "--engine", there, allow=allow)
         until_event(anna, "connected")
         assert kitchen.until("boxed", "running")["restarts"] == 0
         assert kitchen.run("logs", "boxed").split() == ["10001", "blue"]  # once: it was not started again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from typing import Any
@@ -46,11 +47,12 @@ async def worker(house: GuardHouse, rights: dict[str, tuple[str, ...]], **config
     return await connect(house, person, is_member=True, **config)
 
 
-async def kill_and_restart_server(house: GuardHouse) -> None:
+async def kill_and_restart_server(house: GuardHouse, away_seconds: float = 0.0) -> None:
     """SIGKILL to the hub's server, and another one on the same folder and ports; the guard finds it by itself."""
     assert house.hub._process is not None
     os.kill(house.hub._process.pid, signal.SIGKILL)
     await house.hub.stop()
+    await asyncio.sleep(away_seconds)
     house.hub = EmbeddedHub(house.hub.config)
     await house.hub.start()
     house.close_later(house.hub.stop)

@@ -59,6 +59,25 @@ async def test_kills_of_the_hub_lose_nothing_and_bring_nothing_back_that_is_done
     assert 0 < counts["looked_up"] < counts["taken"] + counts["already_done"], "some were looked up, and not all"
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+async def test_an_outage_of_twenty_seconds_is_bridged(house: GuardHouse) -> None:
+    await add(house, "jobs", lease_seconds=2, tries=1000)
+    putter, taker = await worker(house, {"jobs": ALL}), await worker(house, {"jobs": ALL})
+    await putter.queue("jobs").put("before", id="before")
+    outage = asyncio.create_task(kill_and_restart_server(house, away_seconds=20.0))
+    await poll_until(lambda: not putter.member.hub.is_connected, PATIENCE_SECONDS, "the outage")
+    for number in range(100):
+        await putter.queue("jobs").send(f"meanwhile {number}", id=f"m-{number}")
+    await asyncio.gather(outage, putter.queue("jobs").put("put", id="put"), putter.queue("jobs").flush(60))
+    seen: set[str] = set()
+    async with asyncio.timeout(2 * PATIENCE_SECONDS):
+        while len(seen) < 102:
+            for item in await taker.queue("jobs").take(20, wait_seconds=1):
+                seen.add(item.value)
+                await item.done()
+
+
 async def test_an_item_that_kills_its_takers_becomes_a_dead_letter(
     house: GuardHouse, children: Children, tmp_path: Path
 ) -> None:

@@ -219,3 +219,14 @@ async def test_a_banned_worker_is_cut_off(house: GuardHouse) -> None:
         await fleet.queue("jobs").put(2)
     host = await organiser(house)
     assert (await host.list_queues())[0].items == 1
+
+
+async def test_a_queue_that_was_made_after_the_connection_can_be_used_at_once(house: GuardHouse) -> None:
+    fleet = await organiser(house)
+    await add(house, "later")
+    assert [depth.definition.name for depth in await fleet.list_queues()] == [
+        "later"
+    ]  # that it was seen is no right yet
+    await fleet.queue("later").put("item")
+    [item] = await fleet.queue("later").take(1, wait_seconds=PATIENCE_SECONDS)
+    assert item.value == "item"

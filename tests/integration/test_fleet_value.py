@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -44,7 +45,10 @@ async def until_says(process: ManagedProcess, after: int, pattern: str) -> None:
 
 
 @pytest.mark.timeout(600)
-async def test_laptops_learn_on_while_the_learner_is_dead(tmp_path: Path, children: Children) -> None:
+@pytest.mark.parametrize("dead_seconds", [0, pytest.param(60, marks=pytest.mark.soak)])
+async def test_laptops_learn_on_while_the_learner_is_dead(
+    tmp_path: Path, children: Children, dead_seconds: float
+) -> None:
     async with open_run(tmp_path / "run", peer=None) as house:
         await make_queues(
             house,
@@ -66,6 +70,10 @@ async def test_laptops_learn_on_while_the_learner_is_dead(tmp_path: Path, childr
         await learner.until_exit(PATIENCE_SECONDS)
         killed = len(ada.output())
         await until_says(ada, killed, r"value of own \(version [1-9]\d*, \d\d+ fragments behind\)")
+        if dead_seconds:
+            await asyncio.sleep(dead_seconds)
+            steps = [int(step) for step in re.findall(r"step (\d+)", ada.output()[killed:])]
+            assert steps[-1] > steps[0] + 5000, "it trains on"
         again = start(children, tmp_path / "learner", take, "learner.py")
         await until_says(again, 0, r"the value network goes on from version [1-9]\d*")
         back = len(ada.output())
@@ -73,3 +81,43 @@ async def test_laptops_learn_on_while_the_learner_is_dead(tmp_path: Path, childr
         for process in (ada, bob, again):
             os.kill(process.pid, signal.SIGINT)
             assert await process.until_exit(PATIENCE_SECONDS) is not None
+
+
+@pytest.mark.timeout(600)
+async def test_laptops_train_the_trunk_together_without_a_learner(tmp_path: Path, children: Children) -> None:
+    """One laptop dies on the way; the other goes on, and a third gets the trunk as it is."""
+    async with open_run(tmp_path / "run", peer=None) as house:
+        scopes = Scopes(roles=("trainer",), groups=("value",), coordinates=True, trusted=True)
+        _, secret = await (await house.organiser()).create_invite(scopes=scopes, uses=None)
+        link = str(replace(house.host.link, invite=secret))
+        way = ("--way", "together", "--steps", "1000000000")
+        ada = start(children, tmp_path / "ada", link, "laptop.py", "--name", "ada", *way)
+        bob = start(
+            children,
+            tmp_path / "bob",
+            link,
+            "laptop.py",
+            "--name",
+            "bob",
+            "--task",
+            "acrobot",
+            "--policy",
+            "relu",
+            *way,
+        )
+        for laptop in (ada, bob):
+            await until_says(
+                laptop, 0, r"value of pooled \(version [1-9]\d*, [0-8] fragments behind, [2-9]\d* rounds\)"
+            )
+        os.kill(bob.pid, signal.SIGKILL)
+        await bob.until_exit(PATIENCE_SECONDS)
+        rounds = num_rounds(ada)
+        cem = start(children, tmp_path / "cem", link, "laptop.py", "--name", "cem", *way)
+        await until_says(cem, 0, r"value of pooled")
+        for laptop in (ada, cem):
+            await poll_until(lambda each=laptop: num_rounds(each) > rounds + 1, PATIENCE_SECONDS, laptop.tail)
+
+
+def num_rounds(laptop: ManagedProcess) -> int:
+    """Of the group, as a laptop has said last."""
+    return int(re.findall(r"(\d+) rounds", laptop.output())[-1])

@@ -10,6 +10,7 @@
     elsewhere.py options that other systems have, and what does the same here
     members.py   who may take part  doctor.py   what is wrong here
     demo/        a whole collaboration on this machine
+    fleetdemo/   a whole fleet on this machine
 
 Only `main.py` is imported to print the help; a command imports what it needs when it runs.
 """

@@ -179,6 +179,7 @@ async def _of_hosted_run(
             helm=Steering(hub, record.run, Signer(keys.organiser_seed)),
             link=JoinLink.parse(record.link),
             folder=where,
+            record=record,
             history=hub.store("history"),
         )
 
@@ -214,14 +215,22 @@ async def _serve(
 
     module = await console.import_slowly("potluck.monitor.dashboard.server")
     follower = await RunFollower.start(peer.session)
-    previewer = None
+    previewer = queues = None
     try:
         if organising is not None:
+            from potluck.hub.address import HubAddress
+            from potluck.hub.keys import HubKeys
+            from potluck.monitor.fleetqueues import FleetQueues
             from potluck.monitor.previews import Previewer  # needs torch, which whoever only looks need not have
 
             previewer = Previewer(organising.folder, lambda: follower.manifest, organising.history, recipe)
             previewer.start()
-        server = module.DashboardServer(Dashboard(follower, organising, voter=voter, previewer=previewer), config)
+            address = HubAddress(servers=organising.record.servers, ca_pem=organising.record.ca_pem)
+            seed = HubKeys.load_or_create(organising.folder / "identity").organiser_seed
+            queues = FleetQueues(address, organising.record.run, seed, peer.session.now)
+            queues.start()
+        dashboard = Dashboard(follower, organising, voter=voter, previewer=previewer, queues=queues)
+        server = module.DashboardServer(dashboard, config)
         url = await server.start()
         try:
             if as_json:
@@ -236,6 +245,8 @@ async def _serve(
     finally:
         if previewer is not None:
             await previewer.close()
+        if queues is not None:
+            await queues.close()
         await follower.close()
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from potluck.cli.fleetdemo.command import demo, init
 from potluck.cli.lending import DEFAULT_RUN, Engine, Run, agent, host
 from potluck.cli.options import AsJson
 
@@ -29,6 +30,8 @@ Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
 FleetFileArgument = Annotated[Path, typer.Argument(metavar="FLEET.TOML", help="A fleet.toml, or the folder with one.")]
 
 
+app.command("demo")(demo)
+app.command("init")(init)
 app.command("host")(host)
 app.command("agent")(agent)
 
@@ -268,6 +271,7 @@ def logs(
     num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many lines of before.")] = 100,
     run: Run = DEFAULT_RUN,
     folder: Folder = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a job has written, straight from its machine.
 
@@ -279,10 +283,18 @@ def logs(
     from potluck.plaintext import clean_lines
 
     async def work(control: FleetControl) -> None:
+        rest = ""
         async for data in control.read_log(job, num_lines=num_lines, follow=follow):
             text = data.decode(errors="replace")
+            if as_json:
+                *lines, rest = (rest + text).split("\n")
+                for line in lines:
+                    console.print_json({"job": job, "line": line})
+                continue
             sys.stdout.write(clean_lines(text) if sys.stdout.isatty() else text)
             sys.stdout.flush()
+        if rest:
+            console.print_json({"job": job, "line": rest})
 
     async def until(stop: asyncio.Event) -> None:
         await console.unless_stopped(_controlled(run, folder, work), stop)

@@ -98,6 +98,7 @@ class FleetMember:
         self._hub: NatsConnection | None = None
         self._opening = asyncio.Lock()
         self._depths: dict[str, QueueDepth] = {}
+        self._usable: set[str] = set()  # queues and topics that there were when the connection was made
         self._listeners: dict[Listening, None] = {}
 
     async def open(self, on_waiting: Callable[[Answer], None] | None = None, *, is_member: bool = False) -> None:
@@ -140,12 +141,11 @@ class FleetMember:
     async def definition(self, name: str, kind: Literal["queue", "topic"], right: Right) -> QueueDefinition:
         """One queue or topic that this member may use so; the error says what is missing."""
         check_queue_name(name)
-        depth = self._depths.get(name)
-        if depth is None:
+        if name not in self._usable:
             await self.list_queues()
-            depth = self._depths.get(name)
-            if depth is not None:
+            if name in self._depths:
                 await self._reopen()  # it was made after this connection
+        depth = self._depths.get(name)
         if depth is None:
             known = ", ".join(sorted(self._depths)) or "none"
             raise ConfigurationError(
@@ -246,7 +246,7 @@ class FleetMember:
                 "queue", on_connected=self._came_back, on_refused=self._refused, why_refused=self._why_refused
             )
             before, self._hub = self._hub, hub
-            await self.list_queues()
+            self._usable = {depth.definition.name for depth in await self.list_queues()}
             for listening in list(self._listeners):
                 await listening.begin(hub)
             if before is not None:

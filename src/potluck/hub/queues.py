@@ -96,7 +96,8 @@ class QueueDepth(Message, frozen=True, kw_only=True):
     parts_bytes: int = 0
     dead: int = 0
     done: int = 0  # remembered
-    newest: int = UNKNOWN  # the number of the newest item that was ever put
+    newest: int = UNKNOWN  # the number of the newest item of a queue, where that is known for certain
+    num_put: int = 0  # since it was made
     oldest_at: float = 0.0  # hub time at which the oldest item was put; 0: there is none
     rights: tuple[Right, ...] = ()  # of whoever asks
 

@@ -7,6 +7,7 @@ past.py      how the run has gone (pure); series.py: a million points as a few h
 follower.py  follows all that a page shows: the run now, its past, the manifest, who gave how much
 evaluating.py  held-out loss: the best state is kept, what leaves the band is rolled back
 fleetnews.py what a fleet's machines report
+fleetqueues.py  a fleet's queues and pooled value network over time, as an organiser sees them
 figures.py   numbers as people read them
 exporters.py the figures for TensorBoard and Weights & Biases
 previews.py  what the model says, out of the host's backups

@@ -1,4 +1,4 @@
-"""A plot of the loss as a PNG, for the demo and for notebooks: one curve, and marks where something happened.
+"""Plots as PNGs, for the demos and for notebooks: one curve or a few, and marks where something happened.
 
 Drawn with Pillow, which is a fraction of what a plotting library weighs and imports in a tenth of a second.
 """
@@ -6,8 +6,9 @@ Drawn with Pillow, which is a fraction of what a plotting library weighs and imp
 from __future__ import annotations
 
 import io
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
@@ -18,7 +19,8 @@ SCALE = 2  # drawn so much larger and then shrunk: smooth lines
 TEXT_PIXELS = 15
 MOST_TICKS = 6
 
-PAPER, INK, GREY, GRID, CURVE, MARK = "#ffffff", "#20242c", "#6b7280", "#e5e7eb", "#2563eb", "#dc2626"
+PAPER, INK, GREY, GRID, MARK = "#ffffff", "#20242c", "#6b7280", "#e5e7eb", "#dc2626"
+COLOURS = ("#2563eb", "#d97706", "#15803d", "#9333ea", "#0e7490", "#4b5563")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +49,33 @@ def plot_loss(
     points: Sequence[tuple[float, float]], marks: Sequence[Mark] = (), *, title: str = "loss", x_label: str = "epoch"
 ) -> bytes:
     """The curve through these points, as a PNG; points that are not finite are left out."""
-    usable = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    return plot_curves({"": points}, marks, title=title, x_label=x_label)
+
+
+def plot_curves(
+    curves: Mapping[str, Sequence[tuple[float, float]]], marks: Sequence[Mark] = (), *, title: str, x_label: str
+) -> bytes:
+    """The same for several curves, each with its name."""
+    usable = {
+        name: [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)] for name, points in curves.items()
+    }
     image = Image.new("RGB", (WIDTH * SCALE, HEIGHT * SCALE), PAPER)
     draw = ImageDraw.Draw(image)
-    x_axis, y_axis = _axes(usable, marks)
+    x_axis, y_axis = _axes([point for points in usable.values() for point in points], marks)
     _draw_grid(draw, x_axis, y_axis)
     _text(draw, LEFT, 12, title, INK)
     _text(draw, WIDTH - RIGHT, HEIGHT - 22, x_label, GREY, anchor="ra")
-    for mark in marks:
-        _draw_mark(draw, x_axis.at(mark.x), mark.label)
-    line = [(x_axis.at(x) * SCALE, y_axis.at(y) * SCALE) for x, y in usable]
-    if len(line) > 1:
-        draw.line(line, fill=CURVE, width=2 * SCALE, joint="curve")
-    for x, y in line[-1:]:
-        draw.ellipse((x - 4 * SCALE, y - 4 * SCALE, x + 4 * SCALE, y + 4 * SCALE), fill=CURVE)
+    for number, mark in enumerate(marks):
+        _draw_mark(draw, x_axis.at(mark.x), mark.label, row=number % 3)
+    legend_x = float(LEFT)
+    for (name, points), colour in zip(usable.items(), itertools.cycle(COLOURS)):
+        line = [(x_axis.at(x) * SCALE, y_axis.at(y) * SCALE) for x, y in points]
+        if len(line) > 1:
+            draw.line(line, fill=colour, width=2 * SCALE, joint="curve")
+        for x, y in line[-1:]:
+            draw.ellipse((x - 4 * SCALE, y - 4 * SCALE, x + 4 * SCALE, y + 4 * SCALE), fill=colour)
+        _text(draw, legend_x, HEIGHT - 22, name, colour)
+        legend_x += 18 + 9 * len(name)
     return _as_png(image)
 
 
@@ -96,10 +111,10 @@ def _draw_grid(draw: ImageDraw.ImageDraw, x_axis: Axis, y_axis: Axis) -> None:
         _text(draw, x_axis.at(value), HEIGHT - BOTTOM + 8, f"{value:.6g}", GREY, anchor="ma")
 
 
-def _draw_mark(draw: ImageDraw.ImageDraw, x: float, label: str) -> None:
+def _draw_mark(draw: ImageDraw.ImageDraw, x: float, label: str, row: int = 0) -> None:
     _line(draw, x, TOP, x, HEIGHT - BOTTOM, MARK)
     beyond = x + 6 + 7.5 * len(label) > WIDTH - RIGHT
-    _text(draw, x - 6 if beyond else x + 6, TOP + 4, label, MARK, anchor="ra" if beyond else "la")
+    _text(draw, x - 6 if beyond else x + 6, TOP + 4 + 18 * row, label, MARK, anchor="ra" if beyond else "la")
 
 
 def _line(draw: ImageDraw.ImageDraw, x0: float, y0: float, x1: float, y1: float, colour: str) -> None:

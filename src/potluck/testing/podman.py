@@ -45,6 +45,7 @@ def podman_service(*, with_image: bool = True) -> Iterator[str]:
         service = subprocess.Popen(
             [*podman, "system", "service", "--time", "0", f"unix://{socket}"],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            cwd=folder,  # conmon leaves a file `oom` where it is
         )  # fmt: skip
     try:
         if with_image:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from potluck.cli.demo.summary import DemoResult
 
 EPOCHS = 80
+
+T = TypeVar("T")
 
 
 def demo(
@@ -29,8 +32,6 @@ def demo(
 
     Example: [bold]potluck demo --folder my-demo[/bold]
     """
-    import tempfile
-
     from potluck.cli import console
     from potluck.cli.demo import summary
     from potluck.cli.demo.scenario import FEWEST_EPOCHS, prepare
@@ -39,22 +40,45 @@ def demo(
     console.set_up_logging(verbose=False)
     if epochs < FEWEST_EPOCHS:
         raise ConfigurationError(f"--epochs {epochs}: the play needs at least {FEWEST_EPOCHS}")
-    where = folder or Path(tempfile.mkdtemp(prefix="potluck-demo-"))
-    if (where / "hub").exists():
-        raise ConfigurationError(f"{where} has a demo already: choose another folder, or remove it")
-    try:
-        prepare(where)
-    except OSError as error:
-        raise ConfigurationError(f"{where} cannot be written ({error.strerror}): choose another --folder") from error
-    try:
-        outcome = console.run(_perform(where.absolute(), epochs, quiet=as_json))
-    except asyncio.CancelledError:
-        raise typer.Exit(128 + signal.SIGTERM) from None
+    where = new_folder(folder, prepare)
+    outcome = run_play(_perform(where, epochs, quiet=as_json))
     if as_json:
         console.print_json(summary.as_json(outcome))
     else:
         summary.show(outcome)
     raise typer.Exit(0 if outcome.ok else 1)
+
+
+def new_folder(folder: Path | None, prepare: Callable[[Path], None]) -> Path:
+    """The folder of a demo, with what the play needs in it; one of its own unless given."""
+    import tempfile
+
+    from potluck.errors import ConfigurationError
+
+    where = (folder or Path(tempfile.mkdtemp(prefix="potluck-demo-"))).absolute()
+    if (where / "hub").exists():
+        raise ConfigurationError(f"{where} has a demo already: choose another folder, or remove it")
+    try:
+        prepare(where)
+    except OSError as error:
+        raise ConfigurationError(f"{where} cannot be written ({error}): choose another --folder") from error
+    return where
+
+
+def run_play(play: Coroutine[Any, Any, T]) -> T:
+    """Play it. SIGTERM ends it as Ctrl-C does: nobody is left behind."""
+    from potluck.cli import console
+
+    async def perform() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await play
+
+    try:
+        return console.run(perform())
+    except asyncio.CancelledError:
+        raise typer.Exit(128 + signal.SIGTERM) from None
 
 
 async def _perform(folder: Path, epochs: int, *, quiet: bool) -> DemoResult:
@@ -67,9 +91,6 @@ async def _perform(folder: Path, epochs: int, *, quiet: bool) -> DemoResult:
 
     record, display = DemoRecord(), Display(quiet)
     began = time.monotonic()
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # as Ctrl-C: nobody is left behind
     try:
         await play(folder, Script(epochs=epochs), display, record)
     except PotluckError as error:

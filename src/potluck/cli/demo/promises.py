@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from potluck.cli.demo.record import DemoRecord, Incident
@@ -29,20 +30,19 @@ class Promise:
 def check(record: DemoRecord) -> list[Promise]:
     """All promises, in the order in which a person would ask."""
     return [
-        _the_play_was_played(record),
+        the_play_was_played(record.problem),
         _loss_falls(record),
         _lineage_is_one_chain(record),
         *(_run_goes_on(record, incident) for incident in record.incidents),
         _everybody_contributed(record),
         _checkpoint_is_there(record),
-        _all_left_cleanly(record),
+        all_left_cleanly(record.exit_codes),
     ]
 
 
-def _the_play_was_played(record: DemoRecord) -> Promise:
-    return Promise(
-        promise="everything happens that was to happen", kept=not record.problem, found=record.problem or "it did"
-    )
+def the_play_was_played(problem: str) -> Promise:
+    """Nothing kept the play from going on."""
+    return Promise(promise="everything happens that was to happen", kept=not problem, found=problem or "it did")
 
 
 def _loss_falls(record: DemoRecord) -> Promise:
@@ -93,10 +93,11 @@ def _checkpoint_is_there(record: DemoRecord) -> Promise:
     )
 
 
-def _all_left_cleanly(record: DemoRecord) -> Promise:
-    rude = {name: code for name, code in record.exit_codes.items() if code != 0}
+def all_left_cleanly(exit_codes: Mapping[str, int]) -> Promise:
+    """Of everybody who was asked to leave."""
+    rude = {name: code for name, code in exit_codes.items() if code != 0}
     return Promise(
         promise="whoever is asked to leave leaves cleanly",
-        kept=bool(record.exit_codes) and not rude,
-        found=f"exit codes {rude}" if rude else f"{len(record.exit_codes)} processes did",
+        kept=bool(exit_codes) and not rude,
+        found=f"exit codes {rude}" if rude else f"{len(exit_codes)} processes did",
     )

@@ -79,18 +79,23 @@ def show(outcome: DemoResult) -> None:
     if outcome.preview is not None:
         console.out.print(Text("\nPython, as the model writes it now:", "dim"))
         console.out.print(Text(_printable(outcome.preview.text), "cyan"), soft_wrap=True)
+    show_promises(outcome.promises)
+    console.out.print("Now your own run: [bold]potluck init my-run[/bold]", highlight=False)
+
+
+def show_promises(promises: list[Promise]) -> None:
+    """Each with a mark, and the verdict."""
     table = Table(show_header=False, box=None)
-    for promise in outcome.promises:
+    for promise in promises:
         mark = Text("✓", "green") if promise.kept else Text("✗", "bold red")
         table.add_row(mark, Text(promise.promise), Text(promise.found, "dim"))
     console.out.print()
     console.out.print(table)
-    if outcome.ok:
-        console.out.print("\n[green]All promises were kept.[/green]", highlight=False)
-    else:
-        broken = "; ".join(promise.promise for promise in outcome.promises if not promise.kept)
+    broken = "; ".join(promise.promise for promise in promises if not promise.kept)
+    if broken:
         console.out.print(Text(f"\nBroken: {broken}", "bold red"), soft_wrap=True)
-    console.out.print("Now your own run: [bold]potluck init my-run[/bold]", highlight=False)
+    else:
+        console.out.print("\n[green]All promises were kept.[/green]", highlight=False)
 
 
 def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:

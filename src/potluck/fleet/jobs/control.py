@@ -274,9 +274,9 @@ class FleetControl:
         if dry_run:
             return draft
         invite, hidden = "", dict(secrets)
-        if plan.queues and not plan.run:
+        if (plan.queues or plan.groups) and not plan.run:
             made, secret = await self._organiser.create_invite(
-                scopes=Scopes(roles=("worker",), queues=plan.queues), uses=None, note=f"the job {plan.name}"
+                scopes=_scopes(plan), uses=None, note=f"the job {plan.name}"
             )
             invite = made.id
             hidden["POTLUCK_LINK"] = str(replace(JoinLink.parse(self._record.link), invite=secret))
@@ -312,6 +312,7 @@ class FleetControl:
             network=plan.network,
             files=files,
             queues=plan.queues,
+            groups=plan.groups,
             stop_seconds=plan.stop_seconds,
         )
 
@@ -397,6 +398,13 @@ class ImageMaker(Protocol):
     def image_for(self, plan: JobPlan, shelf: Shelf) -> tuple[str, Parcel | None]:
         """The image's name, and the image itself where it is here."""
         ...
+
+
+def _scopes(plan: JobPlan) -> Scopes:
+    """What a job may do in the run: use its queues, train in its groups. It is ours, so it may coordinate there."""
+    if not plan.groups:
+        return Scopes(roles=("worker",), queues=plan.queues)
+    return Scopes(roles=("worker", "trainer"), queues=plan.queues, groups=plan.groups, coordinates=True, trusted=True)
 
 
 def read_report(data: bytes) -> MachineReport:

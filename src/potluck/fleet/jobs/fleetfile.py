@@ -25,6 +25,7 @@ import msgspec
 from potluck.errors import ConfigurationError
 from potluck.fleet.jobs.job import Limits, Mount, Restart, check_job_name
 from potluck.hub.queues import QueueDefinition, Rights, parse_rights
+from potluck.hub.subjects import check_group_name
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -74,6 +75,7 @@ class _JobEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     restart: Literal["always", "on-failure", "never"] | Restart = "on-failure"
     files: list[str] = []
     queues: list[str] = []
+    groups: list[str] = []
     network: Literal["", "host", "none"] = ""
     stop_seconds: float = 20.0
 
@@ -100,6 +102,7 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
     restart: Restart = Restart()
     files: tuple[str, ...] = ()
     queues: Rights = {}
+    groups: tuple[str, ...] = ()
     network: Literal["", "host", "none"] = ""
     stop_seconds: float = 20.0
 
@@ -169,6 +172,10 @@ def _job(name: str, entry: _JobEntry, folder: Path) -> JobPlan:
         if command:
             raise ConfigurationError(f"{name} is a trainer of {entry.run}: it has no command of its own")
         command = RUN_COMMAND
+        if entry.groups:
+            raise ConfigurationError(
+                f"{name} is a trainer of {entry.run}, whose recipe says the group: leave out groups"
+            )
     if not (command or entry.image or entry.build):
         raise ConfigurationError(f"{name} says nothing to run: give it a command, an image, build or run")
     if entry.machine and entry.needs is not None:
@@ -206,6 +213,7 @@ def _job(name: str, entry: _JobEntry, folder: Path) -> JobPlan:
         restart=entry.restart if isinstance(entry.restart, Restart) else Restart(when=entry.restart),
         files=tuple(entry.files),
         queues=parse_rights(entry.queues),
+        groups=tuple(check_group_name(group) for group in entry.groups),
         network=entry.network,
         stop_seconds=entry.stop_seconds,
     )

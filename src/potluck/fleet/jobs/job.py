@@ -18,7 +18,7 @@ import msgspec
 
 from potluck.errors import ConfigurationError
 from potluck.hub.queues import Rights, check_rights
-from potluck.hub.subjects import PEER_ID
+from potluck.hub.subjects import PEER_ID, check_group_name
 from potluck.messages import Message, encode
 
 NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
@@ -90,6 +90,7 @@ class Job(Message, frozen=True, kw_only=True):
     network: Literal["", "host", "none"] = ""  # of a container; empty: one of its own
     files: Parcel | None = None  # put into its working folder before it starts
     queues: Rights = {}
+    groups: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ()  # of the fleet's own run, that it trains in
     stop_seconds: Seconds = 20.0  # from the notice to the end
     state: Literal["running", "stopped"] = "running"
     generation: int = 0
@@ -109,6 +110,8 @@ class Job(Message, frozen=True, kw_only=True):
             if not VARIABLE.fullmatch(variable):
                 raise ConfigurationError(f"{variable[:80]!r} cannot name an environment variable of {self.name}")
         check_rights(self.queues)
+        for group in self.groups:
+            check_group_name(group)
 
     @property
     def kind(self) -> Literal["process", "container"]:

@@ -7,6 +7,7 @@
     version.py    a network as it is published
     learner.py    the one that trains for everybody
     ways.py       how a laptop and the pooled network meet: through the queue, or in one process
+    together.py   the way without a learner: machines train the trunk in rounds
     pooled.py     the laptop's side: advantages, the own critic, when to use which
 
 Needs torch; `potluck.fleet` imports it only when somebody asks for it.

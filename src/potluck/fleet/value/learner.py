@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from potluck.errors import ConfigurationError, ProtocolError, QueueFullError, RetryableError
 from potluck.fleet.sync import Fleet, SyncItem
 from potluck.fleet.value.fragment import Fragment, Origin, checked, staleness
 from potluck.fleet.value.network import ValueNetwork
-from potluck.fleet.value.training import ValueConfig, ValueTrainer
+from potluck.fleet.value.training import TrunkOptimizer, ValueConfig, ValueTrainer
 from potluck.fleet.value.version import MOST_HEADS, HeadRecord, ValueVersion, version_of
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,12 @@ class LearnerConfig:
 class ValueLearner:
     """The network that all laptops feed."""
 
-    def __init__(self, config: LearnerConfig | None = None, resume: ValueVersion | None = None) -> None:
+    def __init__(
+        self,
+        config: LearnerConfig | None = None,
+        resume: ValueVersion | None = None,
+        trunk_optimizer: TrunkOptimizer | None = None,
+    ) -> None:
         self.config = config or LearnerConfig()
         self.number = 0
         self.counts: Counter[str] = Counter()
@@ -77,7 +82,7 @@ class ValueLearner:
             network = resume.network()
             self.number, self._heads = resume.number, dict(resume.heads)
         self.network = network
-        self._trainer = ValueTrainer(network, self.config.value, seed=self.config.seed)
+        self._trainer = ValueTrainer(network, self.config.value, self.config.seed, trunk_optimizer)
 
     def learn(self, fragments: Iterable[Fragment]) -> int:
         """Learn from fragments that are fresh enough; returns how many were. Each call makes a new version."""
@@ -98,6 +103,17 @@ class ValueLearner:
         statistics = {f"error/{head}": error for head, error in self._errors.items()}
         statistics |= {f"fragments/{name}": float(count) for name, count in self.counts.items()}
         return version_of(self.network, self.number, self.config.value.depth, self._heads, statistics)
+
+    def statistics(self) -> dict[str, float]:
+        """How things stand, in few figures: for logs."""
+        seen = self.counts["learnt"] + self.counts["too_old"]
+        return {
+            "version": self.number,
+            "heads": len(self._heads),
+            "loss": sum(self._errors.values()) / max(len(self._errors), 1),
+            "staleness": self.counts["staleness"] / max(seen, 1),
+            **{name: self.counts[name] for name in ("learnt", "too_old", "unusable")},
+        }
 
     def _fits(self, fragment: Fragment) -> bool:
         """Whether a fragment can be learnt from; what nobody's PooledValue sends is counted and left out."""
@@ -142,6 +158,7 @@ def serve(
     experience: str = EXPERIENCE,
     value: str = VALUE,
     stop: threading.Event | None = None,
+    on_version: Callable[[ValueLearner], None] | None = None,
 ) -> ValueLearner:
     """Learn until `stop` is set (for ever, unless given). Outages of the hub are waited through."""
     stop = stop or threading.Event()
@@ -160,6 +177,8 @@ def serve(
             if learner.number - published >= learner.config.updates_per_version:
                 topic.publish(learner.version())
                 published = learner.number
+                if on_version is not None:
+                    on_version(learner)
             _finish(items)
         except (RetryableError, QueueFullError) as error:
             logger.warning("the value network waits for the hub: %s", error)

@@ -21,9 +21,11 @@ from potluck.fleet.sync import Fleet
 from potluck.fleet.value import returns
 from potluck.fleet.value.fragment import Array, Fragment, Origin, check_origin
 from potluck.fleet.value.network import ValueNetwork
+from potluck.fleet.value.together import TogetherWay
 from potluck.fleet.value.training import ValueConfig, ValueTrainer, error_of, values_of
 from potluck.fleet.value.version import ValueVersion
 from potluck.fleet.value.ways import LearnerWay, ValueWay
+from potluck.run.joined import Joined
 
 logger = logging.getLogger(__name__)
 
@@ -95,19 +97,31 @@ class PooledValue:
     @classmethod
     def join(
         cls,
-        fleet: Fleet,
+        place: Fleet | Joined,
         *,
         laptop: str,
         task: str,
         policy: str = "policy",
-        way: Literal["learner"] = "learner",
+        way: Literal["learner", "together"] = "learner",
         config: PooledConfig | None = None,
         **names: str,
     ) -> PooledValue:
-        """Take part by a fleet's queue and topic (`experience=…` and `value=…` name others than the usual ones)."""
-        if way != "learner":
-            raise ConfigurationError(f"a value network is not pooled by the way {way!r}: use 'learner'")
-        return cls(LearnerWay(fleet, **names), laptop=laptop, task=task, policy=policy, config=config)
+        """Take part in one of two ways.
+
+        `learner`: by the queue and topic of a fleet (`potluck.fleet.connect`); `experience=…` and `value=…` name others
+        than the usual ones. `together`: by rounds of a group of a run (`potluck.join`); `group=…` names another one.
+        """
+        made: ValueWay
+        if way == "learner" and isinstance(place, Fleet):
+            made = LearnerWay(place, **names)
+        elif way == "together" and isinstance(place, Joined):
+            made = TogetherWay(place, **names)  # type: ignore[arg-type]
+        else:
+            raise ConfigurationError(
+                f"a value network is not pooled by the way {way!r} with {type(place).__name__}: use 'learner' with "
+                "`potluck.fleet.connect(…)`, or 'together' with `potluck.join(…)`"
+            )
+        return cls(made, laptop=laptop, task=task, policy=policy, config=config)
 
     def advantages(self, fragment: Fragment, *, share: bool = True) -> torch.Tensor:
         """GAE of each step, [steps, environments]; the own critic learns from the fragment, and so do the others.
@@ -172,6 +186,7 @@ class PooledValue:
             "not_shared": self.counts["not_shared"],
             "unusable_versions": self.counts["unusable_versions"],
             **{f"error_{name}": error for name, error in self._errors.items()},
+            **{f"way_{name}": figure for name, figure in self._way.statistics().items()},
         }
 
     def close(self) -> None:

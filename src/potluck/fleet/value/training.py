@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from potluck.fleet.value.network import ValueNetwork, as_observations
 from potluck.fleet.value.returns import v_trace_targets
 
 Array = npt.NDArray[Any]
+TrunkOptimizer = Callable[[nn.Module], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +73,18 @@ def values_of(network: ValueNetwork, origin: Origin, fragment: Fragment) -> tupl
 class ValueTrainer:
     """A network with its optimizer."""
 
-    def __init__(self, network: ValueNetwork, config: ValueConfig, seed: int = 0) -> None:
+    def __init__(
+        self, network: ValueNetwork, config: ValueConfig, seed: int = 0, trunk_optimizer: TrunkOptimizer | None = None
+    ) -> None:
+        """`trunk_optimizer` makes an optimizer for the trunk where others train it too; else it is as the rest."""
         self.network = network
         self.config = config
         self.num_updates = 0
         self._generator = torch.Generator().manual_seed(seed)
+        self.trunk = trunk_optimizer(network.trunk) if trunk_optimizer is not None else None
+        ours = [*network.parameters()] if self.trunk is None else []
         self._optimizer = torch.optim.Adam(
-            [*network.parameters()] or [nn.Parameter(torch.zeros(1))], config.learning_rate, eps=1e-5, fused=True
+            ours or [nn.Parameter(torch.zeros(1))], config.learning_rate, eps=1e-5, fused=True
         )
 
     def learn(self, batch: Sequence[tuple[Origin, Fragment]]) -> dict[str, float]:
@@ -131,7 +137,7 @@ class ValueTrainer:
         }
         errors = {origin.head: 0.0 for origin in data}
         for number in range(self.config.minibatches):
-            losses = []
+            losses, num_samples = [], 0
             for origin, (seen, wanted) in data.items():
                 if number >= len(orders[origin]):
                     continue  # fewer samples than minibatches
@@ -140,14 +146,18 @@ class ValueTrainer:
                 loss = (self.network.normalised(origin, seen[chosen]) - goal).square().mean()
                 errors[origin.head] += float(loss.detach()) / len(orders[origin])
                 losses.append(loss)
-            self._update(torch.stack(losses).mean())
+                num_samples += len(chosen)
+            self._update(torch.stack(losses).mean(), num_samples)
         return errors
 
-    def _update(self, loss: Tensor) -> None:
+    def _update(self, loss: Tensor, num_samples: int) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.network.parameters(), self.config.max_gradient_norm)
         self._optimizer.step()
+        if self.trunk is not None:
+            self.trunk.step(batch_size=num_samples)
+            self.trunk.zero_grad()
         self.num_updates += 1
 
 

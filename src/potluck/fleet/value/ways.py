@@ -1,7 +1,7 @@
 """Ways to a pooled value network: who trains it, and how a laptop gets at it.
 
 A way takes fragments and shows the newest version, both without waiting. `LearnerWay` goes through the queue to one
-learner. Another way (the machines train the trunk among themselves, in rounds) has only to do the same two things.
+learner; `TogetherWay` (together.py) trains the trunk with the other machines, in rounds.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class ValueWay(Protocol):
         """The newest version that has come; None before the first."""
         ...
 
+    def statistics(self) -> dict[str, float]:
+        """How it goes."""
+        ...
+
     def close(self) -> None:
         """Take part no more. Idempotent."""
         ...
@@ -64,6 +68,10 @@ class LearnerWay:
     def newest(self) -> ValueVersion | None:
         """The newest version that the hub told of."""
         return self._newest
+
+    def statistics(self) -> dict[str, float]:
+        """Fragments sent and dropped, versions that came."""
+        return {name: float(self.counts[name]) for name in ("sent", "dropped", "versions", "unreadable")}
 
     def close(self) -> None:
         """Follow the topic no more. Idempotent."""
@@ -105,6 +113,10 @@ class LocalWay:
         if learnt:
             self._version = self._learner.version()
         return learnt
+
+    def statistics(self) -> dict[str, float]:
+        """The learner's."""
+        return self._learner.statistics()
 
     def close(self) -> None:
         """Nothing is held."""

@@ -114,6 +114,7 @@ class QueueDesk:
             items=items.state.messages,
             bytes=items.state.bytes,
             parts_bytes=parts.state.bytes,
+            num_put=items.state.last_seq,
             oldest_at=_seconds(items.state.first_ts) if items.state.messages else 0.0,
             rights=rights_on(rights, definition.name),
         )

@@ -29,7 +29,7 @@ PAGES = (
     ("/preview", "Preview"),
     ("/name", "Name it"),
 )
-FLEET_PAGES = (("/fleet", "Fleet"),)  # where there are machines
+FLEET_PAGES = (("/fleet", "Fleet"), ("/queues", "Queues"), ("/value", "Value network"))
 PATHS_PAGES = (("/paths", "Paths"),)  # where the model has paths
 ORGANISER_PAGES = (("/members", "Members"), ("/control", "Control"))
 TOGGLE_THEME = f"""() => {{
@@ -98,7 +98,7 @@ def frame(dashboard: Dashboard, request: Request, here: str, title: str) -> Iter
                 ui.icon("contrast")
             theme.props('type=button aria-label="light or dark"').on("click", js_handler=TOGGLE_THEME)
         with box("nav", "nav"):
-            fleet = FLEET_PAGES if dashboard.follower.fleet.machines or here == "/fleet" else ()
+            fleet = FLEET_PAGES if dashboard.has_fleet or here in dict(FLEET_PAGES) else ()
             manifest = dashboard.follower.manifest
             paths = PATHS_PAGES if manifest is not None and manifest.paths is not None else ()
             for target, name in (*PAGES, *paths, *fleet, *(ORGANISER_PAGES if visitor is not None else ())):

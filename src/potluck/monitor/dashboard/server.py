@@ -32,6 +32,7 @@ from potluck.monitor.dashboard.frame import COOKIE, Page, frame
 from potluck.monitor.dashboard.login import SESSION_SECONDS, TooManyTriesError, is_same_origin
 from potluck.monitor.dashboard.pages.control import ControlPage
 from potluck.monitor.dashboard.pages.fleet import FleetPage
+from potluck.monitor.dashboard.pages.joblog import JobLogPage
 from potluck.monitor.dashboard.pages.leaderboard import LeaderboardPage
 from potluck.monitor.dashboard.pages.members import MembersPage
 from potluck.monitor.dashboard.pages.naming import NamingPage
@@ -39,6 +40,7 @@ from potluck.monitor.dashboard.pages.overview import OverviewPage
 from potluck.monitor.dashboard.pages.paths import PathsPage
 from potluck.monitor.dashboard.pages.peers import PeerPage, PeersPage
 from potluck.monitor.dashboard.pages.preview import PreviewPage
+from potluck.monitor.dashboard.pages.queues import QueuesPage, ValuePage
 from potluck.monitor.dashboard.pages.rounds import RoundsPage
 from potluck.monitor.dashboard.state import Dashboard
 
@@ -71,6 +73,8 @@ PAGES: tuple[tuple[str, str, Fill], ...] = (
     ("/name", "Name it", NamingPage),
     ("/fleet", "Fleet", FleetPage),
     ("/paths", "Paths", PathsPage),
+    ("/queues", "Queues", QueuesPage),
+    ("/value", "Value network", ValuePage),
 )
 ORGANISER_PAGES: tuple[tuple[str, str, Fill], ...] = (
     ("/members", "Members", MembersPage),
@@ -248,6 +252,14 @@ def _add_pages(dashboard: Dashboard) -> None:
     def show_peer(request: Request, peer: str) -> None:
         with frame(dashboard, request, "/peers", "Peer") as page:
             PeerPage(page, peer[:LONGEST_ID])
+
+    @ui.page("/fleet/log/{job}")
+    def show_log(request: Request, job: str) -> RedirectResponse | None:
+        if dashboard.visitor(request.cookies.get(COOKIE)) is None:
+            return RedirectResponse("/login")
+        with frame(dashboard, request, "/fleet", "Log") as page:
+            JobLogPage(page, job[:LONGEST_ID])
+        return None
 
 
 def _add_page(dashboard: Dashboard, path: str, title: str, fill: Fill, *, organisers: bool = False) -> None:

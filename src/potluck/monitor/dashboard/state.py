@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from potluck.errors import PermissionDeniedError, PotluckError
+from potluck.fleet.jobs.control import fleet_control
 from potluck.hub.access.organise import Organiser
 from potluck.hub.connection import Store
 from potluck.hub.joinlink import JoinLink
@@ -16,8 +17,10 @@ from potluck.hub.keys import Signer
 from potluck.monitor.alarms import Alarm
 from potluck.monitor.dashboard.actions import Action, ActionLog
 from potluck.monitor.dashboard.login import Login, Visitor
+from potluck.monitor.fleetqueues import FleetQueues
 from potluck.monitor.follower import RunFollower
 from potluck.monitor.view import Overview, PeerRow
+from potluck.run.hostrecord import HostRecord
 from potluck.training.manifest.manifest import Settings
 from potluck.training.manifest.steering import Steering
 
@@ -45,6 +48,7 @@ class Organising:
     """For invites; without one."""
     folder: Path
     """Of the run, on the machine that hosts it."""
+    record: HostRecord
     history: Store
     """Of the run, as the host may write it."""
 
@@ -59,11 +63,13 @@ class Dashboard:
         *,
         voter: Signer | None = None,
         previewer: Previewer | None = None,
+        queues: FleetQueues | None = None,
     ) -> None:
         self.follower = follower
         self.organising = organising
         self.voter = voter
         self.previewer = previewer
+        self.queues = queues
         self._at = -1.0
         self._rows: list[PeerRow] = []
         self._overview: Overview | None = None
@@ -76,6 +82,19 @@ class Dashboard:
     def run(self) -> str:
         """The run's name."""
         return self.follower.session.subjects.run
+
+    @property
+    def has_fleet(self) -> bool:
+        """Whether there are machines or queues to show."""
+        return bool(self.follower.fleet.machines) or (self.queues is not None and bool(self.queues.queues))
+
+    async def read_log(self, job: str, num_lines: int) -> AsyncIterator[bytes]:
+        """What a job of the fleet wrote, and goes on writing. In the organiser's name."""
+        if self.organising is None:
+            raise PermissionDeniedError("this dashboard has no organiser's rights: use the one of the fleet's host")
+        async with fleet_control(self.organising.folder, self.organising.record) as control:
+            async for data in control.read_log(job, num_lines=num_lines, follow=True):
+                yield data
 
     def now(self) -> float:
         """Hub time."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from urllib.parse import quote
 
 from nicegui import ui
 
@@ -27,6 +29,7 @@ class FleetPage:
         self._news = page.dashboard.follower.fleet
         self._machines: list[_Machine] = []
         self._jobs: list[_Job] = []
+        self._may_read = page.visitor is not None and page.dashboard.organising is not None
         self._charts: list[tuple[ui.element, ui.label, Chart]] = []
         with card("Machines"):
             self._machine_list = box("list")
@@ -48,7 +51,7 @@ class FleetPage:
                 self._machines.append(_Machine())
         with self._job_list:
             while len(self._jobs) < len(jobs):
-                self._jobs.append(_Job())
+                self._jobs.append(_Job(self._may_read))
         for index, machine in enumerate(self._machines):
             machine.sheet.set_visibility(index < len(heard))
             if index < len(heard):
@@ -74,7 +77,7 @@ class FleetPage:
             title.text = name
             jobs = sorted(job for job, figure in self._news.curves if figure == name)
             lines = [
-                charts.line(job, _points(list(self._news.curves[job, name])), COLOURS[index % len(COLOURS)])
+                charts.line(job, points_of(self._news.curves[job, name]), COLOURS[index % len(COLOURS)])
                 for index, job in enumerate(jobs)
             ]
             drawn.show(charts.chart(lines, by="at"), (name, self._news.version))
@@ -125,12 +128,14 @@ class _Machine:
 class _Job:
     """One job."""
 
-    def __init__(self) -> None:
+    def __init__(self, may_read: bool) -> None:
         with box("item") as self.sheet:
             with box("item-text"):
                 with box("item-head"):
                     self._name = words("", "item-title")
                     self._state = words("", "chip")
+                    self._log = ui.link("log", "").classes("nav-link")
+                    self._log.set_visibility(may_read)
                 self._note = words("", "item-note")
                 self._words = words("", "item-note")
             self._figures = words("", "bar-figure")
@@ -138,6 +143,7 @@ class _Job:
     def show(self, heard: Heard, job: JobReport, is_there: bool, now: float) -> None:
         state = job.state if is_there else "unknown"
         self._name.text = job.name
+        self._log.props["href"] = f"/fleet/log/{quote(job.name)}"
         self._state.text = state
         self._state.classes(replace=f"chip {TONES.get(job.state, '') if is_there else 'bad'}")
         times = f"{job.restarts} restart{'s' if job.restarts != 1 else ''}"
@@ -149,6 +155,6 @@ class _Job:
         self._figures.text = "  ".join(f"{name} {value:.4g}" for name, value in list(job.metrics.items())[:3])
 
 
-def _points(curve: list[tuple[float, float]]) -> list[list[float]]:
+def points_of(curve: Iterable[tuple[float, float]]) -> list[list[float]]:
     """As ECharts wants them."""
     return [[round(at * 1000), float(f"{value:.5g}")] for at, value in curve if math.isfinite(value)]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cli.fleetdemo.ending import as_json, conclude
 from potluck.cli.fleetdemo.promises import check
 from potluck.cli.fleetdemo.record import Incident, Record, read_curve
-from potluck.cli.fleetdemo.story import FOREVER, prepare
+from potluck.cli.fleetdemo.scenario import FOREVER, prepare
+from potluck.cli.fleetdemo.summary import as_json, conclude
 from potluck.fleet.jobs.fleetfile import read_fleet_file
 
 

@@ -12,7 +12,7 @@ import typer
 from potluck.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from potluck.cli.fleetdemo.ending import Outcome
+    from potluck.cli.fleetdemo.summary import FleetDemoResult
 
 
 def demo(
@@ -31,7 +31,7 @@ def demo(
     from potluck.cli import console
     from potluck.cli.demo.command import new_folder, run_play
     from potluck.cli.fleetdemo import ending
-    from potluck.cli.fleetdemo.story import prepare
+    from potluck.cli.fleetdemo.scenario import prepare
 
     console.set_up_logging(verbose=False)
     where = new_folder(folder, prepare)
@@ -43,17 +43,17 @@ def demo(
     raise typer.Exit(0 if outcome.ok else 1)
 
 
-async def _perform(folder: Path, *, quiet: bool) -> Outcome:
-    from potluck.cli.demo.stage import Stage
+async def _perform(folder: Path, *, quiet: bool) -> FleetDemoResult:
+    from potluck.cli.demo.display import Display
     from potluck.cli.fleetdemo import ending
     from potluck.cli.fleetdemo.record import Record
-    from potluck.cli.fleetdemo.story import Play
+    from potluck.cli.fleetdemo.scenario import Play
     from potluck.errors import PotluckError
 
     record = Record()
     began = time.monotonic()
     try:
-        await Play(folder, Stage(quiet), record).perform()
+        await Play(folder, Display(quiet), record).perform()
     except PotluckError as error:
         record.problem = str(error)
     return ending.conclude(record, folder, time.monotonic() - began)
@@ -68,7 +68,7 @@ def init(
     Example: [bold]potluck fleet init my-fleet[/bold]
     """
     from potluck.cli import console
-    from potluck.cli.fleetdemo.story import example_folder
+    from potluck.cli.fleetdemo.scenario import example_folder
     from potluck.errors import ConfigurationError
 
     if folder.exists():

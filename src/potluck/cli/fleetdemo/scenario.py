@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from potluck.cli.demo.display import Display
 from potluck.cli.demo.processes import PATIENCE_SECONDS
-from potluck.cli.demo.stage import Stage
 from potluck.cli.fleetdemo.processes import RUN, FleetProcesses
 from potluck.cli.fleetdemo.record import Curve, Incident, IncidentKind, Record, read_curve
 from potluck.errors import ConfigurationError, DeadlineExceededError
@@ -56,7 +56,7 @@ def prepare(folder: Path) -> None:
 class Play:
     """One performance."""
 
-    def __init__(self, folder: Path, stage: Stage, record: Record) -> None:
+    def __init__(self, folder: Path, stage: Display, record: Record) -> None:
         self._folder = folder
         self._stage = stage
         self._record = record

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from potluck.cli import console
-from potluck.cli.demo.ending import show_promises
 from potluck.cli.demo.promises import Promise
+from potluck.cli.demo.summary import show_promises
 from potluck.cli.fleetdemo.promises import check
 from potluck.cli.fleetdemo.record import Record
 from potluck.monitor.lossplot import Mark, plot_curves
@@ -17,7 +17,7 @@ PLOT_FILE = "returns.png"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class FleetDemoResult:
     """All that a demo came to."""
 
     record: Record
@@ -31,16 +31,16 @@ class Outcome:
         return all(promise.kept for promise in self.promises)
 
 
-def conclude(record: Record, folder: Path, seconds: float) -> Outcome:
+def conclude(record: Record, folder: Path, seconds: float) -> FleetDemoResult:
     """Judge, and draw the plot."""
     marks = [Mark(incident.at_seconds, f"{incident.who} killed") for incident in record.incidents]
     path = folder / PLOT_FILE
     title = "return of each laptop's policy, mean of 20 episodes"
     path.write_bytes(plot_curves(record.curves, marks, title=title, x_label="seconds"))
-    return Outcome(record=record, promises=check(record), plot=path, seconds=seconds)
+    return FleetDemoResult(record=record, promises=check(record), plot=path, seconds=seconds)
 
 
-def as_json(outcome: Outcome) -> dict[str, Any]:
+def as_json(outcome: FleetDemoResult) -> dict[str, Any]:
     """For a program."""
     return {
         "ok": outcome.ok,
@@ -53,7 +53,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def show(outcome: Outcome) -> None:
+def show(outcome: FleetDemoResult) -> None:
     """For a person."""
     show_promises(outcome.promises)
     console.out.print(f"It took {outcome.seconds:.0f} s. The curves are in {outcome.plot}", highlight=False)

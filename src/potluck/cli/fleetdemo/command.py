@@ -30,22 +30,22 @@ def demo(
     """
     from potluck.cli import console
     from potluck.cli.demo.command import new_folder, run_play
-    from potluck.cli.fleetdemo import ending
+    from potluck.cli.fleetdemo import summary
     from potluck.cli.fleetdemo.scenario import prepare
 
     console.set_up_logging(verbose=False)
     where = new_folder(folder, prepare)
     outcome = run_play(_perform(where, quiet=as_json))
     if as_json:
-        console.print_json(ending.as_json(outcome))
+        console.print_json(summary.as_json(outcome))
     else:
-        ending.show(outcome)
+        summary.show(outcome)
     raise typer.Exit(0 if outcome.ok else 1)
 
 
 async def _perform(folder: Path, *, quiet: bool) -> FleetDemoResult:
     from potluck.cli.demo.display import Display
-    from potluck.cli.fleetdemo import ending
+    from potluck.cli.fleetdemo import summary
     from potluck.cli.fleetdemo.record import Record
     from potluck.cli.fleetdemo.scenario import Play
     from potluck.errors import PotluckError
@@ -56,7 +56,7 @@ async def _perform(folder: Path, *, quiet: bool) -> FleetDemoResult:
         await Play(folder, Display(quiet), record).perform()
     except PotluckError as error:
         record.problem = str(error)
-    return ending.conclude(record, folder, time.monotonic() - began)
+    return summary.conclude(record, folder, time.monotonic() - began)
 
 
 def init(

@@ -34,11 +34,13 @@ def saved_epochs(organiser: Organiser) -> list[int]:
     return sorted(int(path.stem.removeprefix("epoch-")) for path in folder.glob("epoch-*.json"))
 
 
-def until_saved(organiser: Organiser, host: ManagedProcess, least: int) -> int:
+def until_saved(
+    organiser: Organiser, host: ManagedProcess, least: int, within_seconds: float = PATIENCE_SECONDS
+) -> int:
     """Wait for a backup of this epoch or a later one; the epoch of the newest."""
     poll_until_sync(
         lambda: max(saved_epochs(organiser), default=0) >= least,
-        PATIENCE_SECONDS,
+        within_seconds,
         lambda: f"a backup of epoch {least}, of {saved_epochs(organiser)}: {host.output()}",
     )
     return max(saved_epochs(organiser))
@@ -106,7 +108,7 @@ def test_a_language_model_as_it_comes_in_two_homes(terminal: Terminal) -> None:
     until_epoch(ada, 1)
     saved = 0
     while saved < 4 * EVERY_EPOCHS:
-        saved = until_saved(organiser, host, saved + 1)
+        saved = until_saved(organiser, host, saved + 1, 4 * PATIENCE_SECONDS)
         print(f"saved epoch {saved}, trainers at {newest_epoch(ada, grace)}")
         assert newest_epoch(ada, grace) - saved <= 3 * EVERY_EPOCHS
     began = time.monotonic()

@@ -23,6 +23,7 @@ from potluck.cli.join import aux, join, train
 from potluck.cli.leaderboard import leaderboard
 from potluck.cli.members import app as members
 from potluck.cli.monitor import monitor
+from potluck.cli.pipeline import pipeline
 from potluck.cli.plan import plan
 from potluck.cli.queue import app as queue
 from potluck.cli.receipts import receipts
@@ -55,6 +56,7 @@ app.command("receipts")(receipts)
 app.command("vote")(vote)
 app.command("doctor")(doctor)
 app.command("plan")(plan)
+app.command("pipeline")(pipeline)
 app.add_typer(members, name="members")
 app.add_typer(fleet, name="fleet")
 app.add_typer(queue, name="queue")

@@ -46,6 +46,11 @@ async def train(
             return
         await importing
         _tell_prepared("torch", as_json)
+        if manifest.pipeline is not None:
+            from potluck.cli.staged import take_stage
+
+            await take_stage(peer, board, manifest, options, stop, as_json)
+            return
         state = _state_config(backups, manifest.run, peer.peer_id)
         await _train(peer, board, manifest, options, state, stop, as_json)
     finally:

@@ -24,8 +24,10 @@ from potluck.training.manifest.method import (
     Exchange,
     OptimizerSpec,
     Patience,
+    PipelineSpec,
     ScheduleSpec,
     Sync,
+    check_staged,
     check_together,
 )
 
@@ -37,6 +39,7 @@ __all__ = [
     "Manifest",
     "OptimizerSpec",
     "Patience",
+    "PipelineSpec",
     "ScheduleSpec",
     "Settings",
     "Sync",
@@ -97,6 +100,7 @@ class Manifest(Message, frozen=True, kw_only=True):
     exchange: Exchange = Exchange()
     patience: Patience = Patience()
     evaluation: Evaluation = Evaluation()
+    pipeline: PipelineSpec | None = None  # the model is cut into stages
     files: Annotated[tuple[FileRef, ...], msgspec.Meta(max_length=MAX_FILES)] = ()  # that the host serves
     downloads: Annotated[tuple[DownloadRef, ...], msgspec.Meta(max_length=MAX_FILES)] = ()  # from elsewhere
     requirements: Annotated[tuple[Requirement, ...], msgspec.Meta(max_length=MAX_REQUIREMENTS)] = ()  # as pip has them
@@ -118,6 +122,8 @@ class Manifest(Message, frozen=True, kw_only=True):
                 "another run for that"
             )
         check_together(self.newest.training, self.newest.optimizer, self.exchange)
+        if self.pipeline is not None:
+            check_staged(self.newest.training, self.exchange, self.evaluation)
 
     @property
     def newest(self) -> Settings:

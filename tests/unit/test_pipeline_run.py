@@ -20,7 +20,8 @@ from potluck.pipeline.stepping import StepConfig
 from potluck.testing.polling import poll_until
 
 STEPS = [[2, 3, 2, 1, 2, 2], [3, 3, 1, 2], [2, 2, 2, 2, 2]]
-PATIENT = ConductorConfig(step=StepConfig(stall_seconds=60.0, fence_seconds=60.0))
+PATIENT = ConductorConfig(step=StepConfig(stall_seconds=60.0, fence_seconds=60.0), lost_seconds=30.0)
+QUICK = ConductorConfig(step=PATIENT.step, gather_seconds=0.0, lost_seconds=0.2)
 
 
 def flat(blocks: list) -> list:
@@ -183,7 +184,7 @@ def test_a_newcomer_loads_while_the_run_goes_on_and_then_serves() -> None:
             for _ in range(2):
                 await made.step(STEPS[0])
             newcomer = await made.join("s2", Part(serves=True))
-            for _ in range(30):
+            for _ in range(300):
                 await made.step(STEPS[0])
                 if newcomer.server.num_computed:
                     break
@@ -267,7 +268,7 @@ def test_a_conductor_is_replaced_in_the_middle_of_a_step() -> None:
 
 def test_a_stage_that_all_holders_left_comes_back_from_the_newest_cut(tmp_path: Path) -> None:
     async def case() -> None:
-        async with pipeline(2, lambda: build(tied=True), PATIENT) as made:
+        async with pipeline(2, lambda: build(tied=True), QUICK) as made:
             await made.serve("s0")
             await made.serve("s1")
             cuts = CutShelf(tmp_path)

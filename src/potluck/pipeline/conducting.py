@@ -75,6 +75,8 @@ class ConductorConfig:
     request_seconds: float = 15.0
     gather_seconds: float = 12.0
     """A new conductor waits so long for holders of blocks before it gives them up."""
+    lost_seconds: float = 5.0
+    """So long a block may have no holder before the run goes back to a cut."""
     look_seconds: float = 0.5
     """Between looks at what stands still."""
 
@@ -121,6 +123,8 @@ class Conductor:
         self._plan: Plan | None = None
         self._running_step: int | None = None
         self._restored_at: int | None = None
+        self._lost_since: float | None = None
+        self._has_stepped = False
         self._saving: asyncio.Task[None] | None = None
         self._cut_due: tuple[str, SaveCut] | None = None
         self._changed = asyncio.Event()
@@ -145,9 +149,10 @@ class Conductor:
 
     def _enlist(self, incoming: Incoming[Enlist]) -> Enlisted:
         offer, sender = incoming.message, incoming.sender
-        if any(stage >= self._blueprint.num_blocks for stage in offer.stages):
+        num_stages = self._staff.layout_for(max(1, len(self._staff.servers))).num_stages
+        if sender not in self._peers and any(stage >= num_stages for stage in offer.stages):
             raise ConfigurationError(
-                f"--stage {offer.stages[0]}: the model has {self._blueprint.num_blocks} blocks only"
+                f"--stage {offer.stages[0]}: there are stages 0 to {num_stages - 1}. Leave it out, and the run chooses"
             )
         known = self._peers.get(sender)
         if known is None:
@@ -181,13 +186,12 @@ class Conductor:
         return offer.rate * sum(costs) / len(costs)
 
     def _note_standing(self, known: _Peer, life: int, step: int, standing: tuple[int, ...]) -> None:
-        """It may say so a moment before or after a commit: one a step behind hears of it with the next fence."""
+        """What a peer says may be older than what we know: of an earlier step it says nothing about this one."""
         if life != self.record.life:
             known.standing = frozenset()
-        elif step == self.record.step:
+        elif step == self.record.step or (step == self.record.step - 1 and not self._has_stepped):
+            # A new conductor's peers may not have heard of the last commit: they do with its first fence.
             known.standing = frozenset(standing)
-        elif step != self.record.step - 1:
-            known.standing = frozenset()
 
     def _ready(self, incoming: Incoming[Ready]) -> None:
         ready = incoming.message
@@ -196,8 +200,8 @@ class Conductor:
             self._restaff()
 
     def _held(self, member: str, held: Held) -> None:
-        if (known := self._peers.get(member)) is not None and held.at_step == self.record.step:
-            known.standing = frozenset(held.standing)
+        if (known := self._peers.get(member)) is not None:
+            known.standing = frozenset(held.standing) if held.at_step == self.record.step else frozenset()
 
     def _roster_changed(self, event: RosterEvent) -> None:
         if event.presence.state in ("dead", "left") and event.peer in self._peers:
@@ -292,7 +296,6 @@ class Conductor:
         if is_same and not sources_matter:
             return
         known.assigned = assignment
-        known.blocks = frozenset(blocks)
         if known.asking is not None:
             known.asking.cancel()
         known.asking = self._spawn(self._tell_assignment(name, known, assignment))
@@ -307,6 +310,8 @@ class Conductor:
             if known.assigned is assignment:
                 known.assigned = None  # it is told again when it enlists again
             return
+        if known.assigned is assignment:
+            known.blocks = frozenset(assignment.blocks)  # from the next step on it hears their averages
         if assignment.life == self.record.life and assignment.step == self.record.step:
             known.standing = frozenset(answer.message.standing)
         self._changed.set()
@@ -358,12 +363,15 @@ class Conductor:
         lost = [block for block in range(self._blueprint.num_blocks) if block not in held]
         is_fresh = self.record.step == 0 or self._restored_at == self.record.step
         if lost and not is_fresh:
-            if self._clock.monotonic() < self._started_at + self._config.gather_seconds and self._saver() is None:
-                return f"nobody who is here yet has block {lost[0]}"
-            if self._clock.monotonic() < self._started_at + self._config.gather_seconds and len(self._peers) < 2:
-                return f"nobody who is here yet has block {lost[0]}"
+            now = self._clock.monotonic()
+            if self._lost_since is None:
+                self._lost_since = now
+            patience = max(self._started_at + self._config.gather_seconds, self._lost_since + self._config.lost_seconds)
+            if now < patience:  # a hub that was away takes everybody for dead, for a moment
+                return f"nobody who is here has block {', '.join(map(str, lost))}"
             await self._go_back(lost)
             return "the run went back: its peers load"
+        self._lost_since = None
         layout = self.layout
         if layout != plan.layout and is_ready(plan, standing):
             await self._morph(plan)
@@ -436,7 +444,7 @@ class Conductor:
         for name, peer in self._peers.items():
             held = [s for s, blocks in enumerate(layout.stages) if peer.standing.issuperset(blocks)]
             served = tuple(stage for stage in held if name in serving[stage])
-            heard = frozenset(self._blueprint.units_in(peer.blocks))
+            heard = frozenset(self._blueprint.units_in(peer.blocks | peer.standing))
             if served or heard:
                 members[name] = Member(served, units=heard, spare=tuple(stage for stage in held if stage not in served))
         units = tuple(
@@ -493,6 +501,7 @@ class Conductor:
         self.record = replace(
             self.record, loss=outcome.loss, losses=with_loss(self.record.losses, plan.step, outcome.loss)
         )
+        self._has_stepped = True
         reach("pipeline.conductor.committed", step=plan.step)
         notice = self.record.last
         assert notice is not None
@@ -500,7 +509,7 @@ class Conductor:
             self._spawn(self._tell(name, notice))
         for name in set(plan.members) - set(outcome.members):  # it must load again, if it lives
             if (peer := self._peers.get(name)) is not None:
-                peer.standing, peer.assigned = frozenset(), None
+                peer.standing, peer.assigned, peer.blocks = frozenset(), None, frozenset()
         self.on_event(
             "step",
             {

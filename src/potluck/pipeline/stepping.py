@@ -174,7 +174,8 @@ class StepRunner:
 
     def feeder_came(self, peer: str) -> None:
         """A step that nobody feeds goes on with this one."""
-        if (running := self._running) is None:
+        running = self._running
+        if running is None or peer in running.ledger.feeders:  # no event: those put off the look for a standstill
             return
 
         def event() -> list[Action]:

@@ -3,8 +3,8 @@
 python pipelinechild.py ARGUMENTS
 
 ARGUMENTS is JSON: servers, ca_pem, run, identity, invite, conductor, and stages (to serve) or none (to feed). Writes
-"enlisted PEER" when it counts. On standard input: "weights FILE" writes the parameters of its blocks, "arm FILE POINT
-ACTION" has a fault from then on, whose record goes to the file.
+"enlisted PEER" when it counts. On standard input: "weights FILE STEP" writes the parameters of its blocks at that step,
+"arm FILE POINT ACTION" has a fault from then on, whose record goes to the file.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ async def main(arguments: dict[str, Any]) -> None:
             faultpoints.install(FaultHook([Fault(point=fault[0], action=fault[1])], Path(path)))
             print(f"armed {path}", flush=True)
             continue
+        wanted = int(fault[0])
+        await poll_until(lambda: holding.step >= wanted, 60, "the last step to be taken")  # noqa: B023
         held = {
             f"{number}.{name}": parameter.detach()
             for number in holding.standing

@@ -120,7 +120,7 @@ class Company:
         alive = {self.names[peer] for peer in self.members}
         for name in sorted(alive):
             path = self._folder / f"{name}.weights"
-            self.processes[name].send_line(f"weights {path}")
+            self.processes[name].send_line(f"weights {path} {len(self.outcomes)}")
             await self.processes[name].until_line("saved", 60)
             for key, values in torch.load(path).items():
                 assert torch.equal(found.setdefault(key, values), values), f"{name} has another {key}"

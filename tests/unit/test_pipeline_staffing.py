@@ -1,4 +1,4 @@
-"""Who does what in a pipeline: every stage has a server where there are enough, and a second holder where one offers."""
+"""Who does what in a pipeline: every stage has a server where there are enough, and a second holder if one offers."""
 
 from __future__ import annotations
 

@@ -16,11 +16,14 @@ import pytest
 import torch
 from roundhouse import ANYTHING, RUN, RoundHouse, open_house
 
-from pipelinelab import assert_close, build, reference
+from pipelinelab import RUN_SEED, LabCourse, assert_close, build, reference
 from potluck.peer.identity import Identity
-from potluck.pipeline.blocks import ties_of, units_of
-from potluck.pipeline.conducting import Conductor, ConductorConfig, StepOutcome
+from potluck.pipeline.blueprint import Blueprint
+from potluck.pipeline.book import HubBook
+from potluck.pipeline.conducting import Conductor, ConductorConfig
 from potluck.pipeline.layout import Layout
+from potluck.pipeline.staffing import Staff
+from potluck.pipeline.stepping import StepConfig, StepOutcome
 from potluck.run.peer import Peer, PeerConfig
 from potluck.testing.faults import Faults
 from potluck.testing.processes import Children, ManagedProcess
@@ -49,19 +52,24 @@ class Company:
         own = PeerConfig(name="conductor", invite=self._invite, listen=("tcp://127.0.0.1:0",))
         self.peer = Peer(self._house.address, RUN, identity, own)
         await self.peer.start()
-        blocks = build(tied=True)
-        layout = Layout.even(len(blocks), NUM_STAGES)
-        self.layout = layout
+        blueprint = Blueprint.of(lambda: build(tied=True), RUN_SEED)
+        self.layout = Layout.even(blueprint.num_blocks, NUM_STAGES)
+        staff = Staff([1.0] * blueprint.num_blocks, [1] * blueprint.num_blocks, lambda _num_servers: self.layout)
+        self.course = LabCourse()
         self.conductor = Conductor(
             self.peer.links,
             self.peer.session.roster,
-            num_stages=NUM_STAGES,
-            units=units_of(layout.stages, ties_of(blocks)),
+            self.peer.clock,
+            blueprint=blueprint,
+            staff=staff,
+            course=self.course,
+            book=HubBook(self.peer.session.hub.store("groups")),
             config=config,
         )
+        self.members: tuple[str, ...] = ()
 
     async def close(self) -> None:
-        self.conductor.close()
+        await self.conductor.close()
         await self.peer.close()
 
     def spawn(self, name: str, *stages: int) -> None:
@@ -93,8 +101,12 @@ class Company:
         raise AssertionError(f"{name} never came to {point}")
 
     async def step(self) -> StepOutcome:
-        outcome = await asyncio.wait_for(self.conductor.run_step(len(self.outcomes), SAMPLES), 120)
+        self.course.steps.append(SAMPLES)
+        async with asyncio.timeout(120):
+            await self.conductor.until_ready()
+            outcome = await self.conductor.take_step()
         self.outcomes.append(outcome)
+        self.members = outcome.members
         return outcome
 
     async def all_enlisted(self) -> None:
@@ -105,10 +117,10 @@ class Company:
     async def weights(self) -> dict[str, torch.Tensor]:
         """Of all that live; replicas must agree to the bit."""
         found: dict[str, torch.Tensor] = {}
-        alive = {self.names[peer] for peer in self.conductor.members}
+        alive = {self.names[peer] for peer in self.members}
         for name in sorted(alive):
             path = self._folder / f"{name}.weights"
-            self.processes[name].send_line(f"weights {path}")
+            self.processes[name].send_line(f"weights {path} {len(self.outcomes)}")
             await self.processes[name].until_line("saved", 60)
             for key, values in torch.load(path).items():
                 assert torch.equal(found.setdefault(key, values), values), f"{name} has another {key}"
@@ -120,7 +132,7 @@ async def test_a_process_dies_at_each_phase_and_the_weights_are_those_of_one(
 ) -> None:
     async with open_house(tmp_path / "hub") as house:
         company = Company(house, tmp_path, children, await house.invite(ANYTHING))
-        await company.open(ConductorConfig(stall_seconds=6.0, fence_seconds=6.0))
+        await company.open(ConductorConfig(step=StepConfig(stall_seconds=6.0, fence_seconds=6.0)))
         try:
             await run(company)
         finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,9 +13,11 @@ from torch.nn import functional
 
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.pipeline.blocks import State, check_blocks, cut, run_blocks, ties_of, unit_parameters, units_of
+from potluck.pipeline.blueprint import Blueprint
 from potluck.pipeline.compute import Recompute, StageCompute
 from potluck.pipeline.layout import Layout
-from potluck.pipeline.wire import ACTIVATION_CODECS, TensorSpec, decode_tensors, encode_tensors
+from potluck.pipeline.unitstate import Optimizing, UnitState
+from potluck.pipeline.wire import ACTIVATION_CODECS, TensorSpec, decode_tensors, encode_tensors, pack, unpack
 
 CPU = torch.device("cpu")
 
@@ -72,12 +76,47 @@ def test_parameters_that_stages_share_are_a_unit_of_their_own() -> None:
     assert [tie.blocks for tie in ties] == [(0, 2)]
     three = Layout.even(3, 3).stages
     assert units_of(three, ties) == ((0,), (1,), (2,), (0, 2))
-    assert units_of([range(3)], ties) == ((0,),), "within one stage it is a parameter like others"
+    assert units_of([range(3)], ties) == ((0,), (0,), (0,), (0,)), "the same units, whatever the layout"
     numbered = dict(enumerate(blocks))
-    assert unit_parameters(numbered, three, ties, 0) == {3: [first.weight], 0: [first.bias]}
-    assert unit_parameters(numbered, three, ties, 2) == {3: [first.weight], 2: [last.bias]}
-    whole = unit_parameters(numbered, [range(3)], ties, 0)
-    assert len(whole[0]) == 5
+    assert unit_parameters(numbered, ties, [0], 3) == {3: {"0.weight": first.weight}, 0: {"0.bias": first.bias}}
+    assert unit_parameters(numbered, ties, [2], 3) == {3: {"0.weight": first.weight}, 2: {"2.bias": last.bias}}
+    whole = unit_parameters(numbered, ties, range(3), 3)
+    assert [len(whole[unit]) for unit in sorted(whole)] == [1, 2, 1, 1]
+
+
+def test_a_blueprint_makes_only_the_blocks_that_are_wanted() -> None:
+    made: list[torch.device] = []
+
+    def build() -> Iterator[nn.Module]:
+        for _ in range(4):
+            block = nn.Linear(3, 3)
+            made.append(block.weight.device)
+            yield block
+
+    blueprint = Blueprint.of(build, seed=5)
+    assert {device.type for device in made} == {"meta"}
+    assert blueprint.num_values == (12, 12, 12, 12)
+    made.clear()
+    (second,) = blueprint.make([1]).values()
+    assert [device.type for device in made] == ["meta", "cpu", "meta", "meta"]
+    again = blueprint.make(range(4))[1]
+    assert torch.equal(second.weight, again.weight), "the same wherever it is made"  # type: ignore[arg-type]
+
+
+def test_a_unit_is_what_it_was_on_another_machine() -> None:
+    first, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    optimizing = Optimizing(lambda named: torch.optim.AdamW(named.values(), lr=0.1))
+    one, two = (UnitState(dict(model.named_parameters()), optimizing) for model in (first, other))
+    one.apply(torch.arange(12.0), 0.5, 0)
+    specs, whole = pack(one.tensors())
+    two.load(unpack(specs, whole))
+    for state in (one, two):
+        state.apply(torch.ones(12), 1.0, 1)
+    assert torch.equal(first.weight, other.weight)
+    with pytest.raises(ProtocolError, match="another model"):
+        two.load({"parameter/weight": torch.zeros(2)})
+    with pytest.raises(ProtocolError, match="too soon"):
+        unpack(specs, whole[:-1])
 
 
 def computes(blocks: list[nn.Module], num_stages: int, recompute: Recompute = "auto") -> list[StageCompute]:
@@ -88,7 +127,7 @@ def computes(blocks: list[nn.Module], num_stages: int, recompute: Recompute = "a
             stages=stages,
             blocks=dict(enumerate(blocks)),
             ties=ties,
-            make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            num_blocks=len(blocks),
             run_seed=3,
             recompute=recompute,
         )
@@ -126,9 +165,9 @@ def test_stages_sum_to_the_gradient_of_the_large_batch(num_stages: int, recomput
     through(stages, 1, tuple(tensor[3:6] for tensor in data))  # a replay: computed, not added
     through(stages, 5, tuple(tensor[3:6] for tensor in data), adds=False)
     expected = torch.autograd.grad(loss(model, data), list(model.parameters()))
-    sums = [stage.contribution(unit)[0] / 7 for stage in stages for unit in stage.units]
+    sums = [stage.contribution(unit)[0] / 7 for stage in stages for unit in sorted(stage.units)]
     assert torch.allclose(torch.cat(sums), torch.cat([g.reshape(-1) for g in expected]), rtol=1e-5, atol=1e-7)
-    assert all(stage.contribution(stage.stage)[1] == (0, 1, 2) for stage in stages if stage.units)
+    assert all(stage.contribution(unit)[1] == (0, 1, 2) for stage in stages for unit in stage.units)
     if recompute == "always" and num_stages > 1:
         assert stages[0].num_recomputed == 5
     assert all(stage.num_kept == 0 for stage in stages)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from pipelinelab import assert_close, build, pipeline, reference
 from potluck import faultpoints
 from potluck.errors import RoundFailedError
-from potluck.pipeline.conducting import ConductorConfig, StageLostError
+from potluck.pipeline.compute import StageCompute
+from potluck.pipeline.conducting import ConductorConfig
+from potluck.pipeline.cuts import CutShelf
+from potluck.pipeline.member import Part
 from potluck.pipeline.serving import ServerConfig
+from potluck.pipeline.stepping import StepConfig
+from potluck.testing.polling import poll_until
 
 STEPS = [[2, 3, 2, 1, 2, 2], [3, 3, 1, 2], [2, 2, 2, 2, 2]]
-PATIENT = ConductorConfig(stall_seconds=60.0, fence_seconds=60.0)
+PATIENT = ConductorConfig(step=StepConfig(stall_seconds=60.0, fence_seconds=60.0), lost_seconds=30.0)
+QUICK = ConductorConfig(step=PATIENT.step, gather_seconds=0.0, lost_seconds=0.2)
 
 
 def flat(blocks: list) -> list:
@@ -27,16 +34,16 @@ def flat(blocks: list) -> list:
 )
 def test_steps_equal_one_process(num_stages: int, replicas: int, tied: bool, dropout: float, max_norm: float) -> None:
     async def case() -> None:
-        config = ConductorConfig(max_norm=max_norm)
-        async with pipeline(num_stages, lambda: build(tied=tied, dropout=dropout), config) as made:
+        async with pipeline(num_stages, lambda: build(tied=tied, dropout=dropout), max_norm=max_norm) as made:
             for stage in range(num_stages):
                 for replica in range(replicas):
                     await made.serve(f"s{stage}.{replica}", stage)
             await made.feed("f0")
             await made.feed("f1")
-            outcomes = [await made.conductor.run_step(step, samples) for step, samples in enumerate(STEPS)]
+            outcomes = [await made.step(samples) for samples in STEPS]
             expected = build(tied=tied, dropout=dropout)
             losses = reference(expected, STEPS, max_norm=max_norm)
+            await made.settled()
             assert_close(made.weights(), flat(expected))
             assert [outcome.loss for outcome in outcomes] == pytest.approx(losses, rel=1e-5)
             assert all(outcome.attempts == 1 for outcome in outcomes)
@@ -51,10 +58,11 @@ def test_one_machine_may_serve_several_consecutive_stages() -> None:
             await made.serve("small", 3)
             await made.serve("other", 2, 3)
             await made.feed("f")
-            for step, samples in enumerate(STEPS):
-                await made.conductor.run_step(step, samples)
+            for samples in STEPS:
+                await made.step(samples)
             expected = build()
             reference(expected, STEPS)
+            await made.settled()
             assert_close(made.weights(), flat(expected))
 
     asyncio.run(case())
@@ -67,7 +75,7 @@ def test_activations_may_travel_by_a_codec(codec: str) -> None:
             for stage in range(3):
                 await made.serve(f"s{stage}", stage, config=ServerConfig(codec=codec))
             await made.feed("f")
-            outcomes = [await made.conductor.run_step(step, samples) for step, samples in enumerate(STEPS)]
+            outcomes = [await made.step(samples) for samples in STEPS]
             losses = reference(build(), STEPS)
             assert [outcome.loss for outcome in outcomes] == pytest.approx(losses, rel=0.02)
             assert [outcome.loss for outcome in outcomes] != losses
@@ -89,7 +97,7 @@ def test_a_server_that_dies_at_any_point_changes_nothing(point: str) -> None:
                     await made.serve(f"s{stage}.{replica}", stage)
             await made.feed("f0")
             await made.feed("f1")
-            await made.conductor.run_step(0, STEPS[0])
+            await made.step(STEPS[0])
             fired: list[str] = []
 
             def hook(name: str, labels: Mapping[str, object]) -> None:
@@ -100,16 +108,17 @@ def test_a_server_that_dies_at_any_point_changes_nothing(point: str) -> None:
             victims: asyncio.Queue[str] = asyncio.Queue()
             before = faultpoints.install(hook)
             try:
-                running = asyncio.create_task(made.conductor.run_step(1, STEPS[1]))
+                running = asyncio.create_task(made.step(STEPS[1]))
                 await made.kill(await asyncio.wait_for(victims.get(), 60))
                 outcome = await asyncio.wait_for(running, 60)
             finally:
                 faultpoints.install(before)
             assert fired
             assert outcome.attempts >= 1
-            await made.conductor.run_step(2, STEPS[2])
+            await made.step(STEPS[2])
             expected = build(tied=True, dropout=0.1)
             reference(expected, STEPS)
+            await made.settled()
             assert_close(made.weights(), flat(expected))
 
     asyncio.run(case())
@@ -130,7 +139,7 @@ def test_a_feeder_that_dies_is_replaced_by_another() -> None:
 
             before = faultpoints.install(hook)
             try:
-                running = asyncio.create_task(made.conductor.run_step(0, STEPS[0]))
+                running = asyncio.create_task(made.step(STEPS[0]))
                 await asyncio.wait_for(died.wait(), 60)
                 await made.kill("f0")
                 await asyncio.wait_for(running, 60)
@@ -138,6 +147,7 @@ def test_a_feeder_that_dies_is_replaced_by_another() -> None:
                 faultpoints.install(before)
             expected = build()
             reference(expected, STEPS[:1])
+            await made.settled()
             assert_close(made.weights(), flat(expected))
 
     asyncio.run(case())
@@ -148,45 +158,153 @@ def test_a_stage_with_one_server_and_a_listener_loses_the_server_and_goes_on() -
         async with pipeline(2, config=PATIENT) as made:
             await made.serve("s0", 0)
             await made.serve("s1", 1)
-            await made.serve("listener", 1, listens=True)
-            await made.feed("f")
-            await made.conductor.run_step(0, STEPS[0])
-            assert made.servers["listener"].num_computed == 0
-            assert made.servers["listener"].at_step == 1
+            listener = await made.join("listener", Part(listens=True, feeds=True))
+            await poll_until(lambda: len(listener.holding.standing) == 6, 30, "the listener to hold both stages")
+            await made.step(STEPS[0])
+            await made.settled()
+            assert listener.server.num_computed == 0
+            assert listener.server.at_step == 1
             await made.kill("s1")
-            await made.conductor.run_step(1, STEPS[1])
-            assert made.servers["listener"].num_computed == len(STEPS[1])
+            await made.step(STEPS[1])
+            assert listener.server.num_computed > 0
             expected = build()
             reference(expected, STEPS[:2])
+            await made.settled()
             assert_close(made.weights(), flat(expected))
 
     asyncio.run(case())
 
 
-def test_a_stage_without_anybody_stops_the_step_and_says_so() -> None:
+def test_a_newcomer_loads_while_the_run_goes_on_and_then_serves() -> None:
     async def case() -> None:
-        async with pipeline(2, config=PATIENT) as made:
-            await made.serve("s0", 0)
+        async with pipeline(2, lambda: build(tied=True), PATIENT) as made:
+            await made.serve("s0")
+            await made.serve("s1")
             await made.feed("f")
-            with pytest.raises(StageLostError, match="nobody is left who holds stage 1"):
-                await made.conductor.run_step(0, STEPS[0])
+            for _ in range(2):
+                await made.step(STEPS[0])
+            newcomer = await made.join("s2", Part(serves=True))
+            for _ in range(300):
+                await made.step(STEPS[0])
+                if newcomer.server.num_computed:
+                    break
+            assert newcomer.server.num_computed
+            assert newcomer.bytes_loaded
+            assert len(newcomer.holding.blocks) == 3, "one stage of two"
+            expected = build(tied=True)
+            reference(expected, [STEPS[0]] * made.conductor.record.step)
+            await made.settled()
+            assert_close(made.weights(), flat(expected))
 
     asyncio.run(case())
 
 
-def test_a_model_that_fails_everywhere_is_given_up_with_its_error() -> None:
+SHAPES = [(1, 1), (2, 2), (4, 1), (1, 3), (3, 2)]
+
+
+def test_morphs_lose_no_sample_and_train_none_twice() -> None:
+    """1×1 → 2×2 → 4×1 → 1×3 → 3×2, at boundaries while it trains; the weights are those of one process."""
+
     async def case() -> None:
-        config = ConductorConfig(max_attempts=3)
+        async with pipeline(1, lambda: build(tied=True, dropout=0.1), PATIENT) as made:
+            await made.feed("f")
+            num_servers = 0
+            for num_stages, replicas in SHAPES:
+                made.num_stages = num_stages
+                wanted = num_stages * replicas
+                while num_servers < wanted:
+                    await made.join(f"s{num_servers}", Part(serves=True))
+                    num_servers += 1
+                while num_servers > wanted:
+                    num_servers -= 1
+                    assert await made.leave(f"s{num_servers}", STEPS[0])
+                for _ in range(60):
+                    await made.step(STEPS[0])
+                    if made.shape() == (num_stages, replicas):
+                        break
+                assert made.shape() == (num_stages, replicas)
+                await made.step(STEPS[1])
+            steps = made.course.steps
+            assert made.conductor.record.step == len(steps)
+            expected = build(tied=True, dropout=0.1)
+            reference(expected, steps)
+            await made.settled()
+            assert_close(made.weights(), flat(expected), relative=2e-5 * len(steps) ** 0.5)
+
+    asyncio.run(case())
+
+
+def test_a_conductor_is_replaced_in_the_middle_of_a_step() -> None:
+    async def case() -> None:
+        async with pipeline(2, lambda: build(dropout=0.1), PATIENT) as made:
+            await made.serve("s0")
+            await made.serve("s1")
+            await made.feed("f")
+            await made.step(STEPS[0])
+            reached = asyncio.Event()
+
+            def hook(name: str, labels: Mapping[str, object]) -> None:
+                if name == "pipeline.added":
+                    reached.set()
+
+            before = faultpoints.install(hook)
+            try:
+                running = asyncio.create_task(made.step(STEPS[1]))
+                await asyncio.wait_for(reached.wait(), 60)
+                running.cancel()
+                await made.conductor.close()
+                await made.open(PATIENT)
+                await made.step(STEPS[1])
+            finally:
+                faultpoints.install(before)
+            await made.step(STEPS[2])
+            expected = build(dropout=0.1)
+            reference(expected, STEPS)
+            await made.settled()
+            assert_close(made.weights(), flat(expected))
+
+    asyncio.run(case())
+
+
+def test_a_stage_that_all_holders_left_comes_back_from_the_newest_cut(tmp_path: Path) -> None:
+    async def case() -> None:
+        async with pipeline(2, lambda: build(tied=True), QUICK) as made:
+            await made.serve("s0")
+            await made.serve("s1")
+            cuts = CutShelf(tmp_path)
+            await made.join("saver", Part(feeds=True, saves_every=2), cuts=cuts)
+            for _ in range(3):
+                await made.step(STEPS[0])
+            await made.step(STEPS[1])
+            await poll_until(lambda: cuts.cuts and cuts.cuts[-1].step == 3, 30, "the second cut on disk")
+            await made.kill("s1")
+            await made.join("s2", Part(serves=True))
+            for _ in range(4):
+                await made.step(STEPS[0])
+            restored = [about for event, about in made.events if event == "restored"]
+            assert [about["to"] for about in restored] == [3], "of the cuts at steps 1 and 3"
+            steps = made.course.steps[: made.conductor.record.step]
+            expected = build(tied=True)
+            reference(expected, steps)
+            await made.settled()
+            assert_close(made.weights(), flat(expected))
+
+    asyncio.run(case())
+
+
+def test_a_model_that_fails_everywhere_is_given_up_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case() -> None:
+        config = ConductorConfig(step=StepConfig(max_attempts=3))
         async with pipeline(2, config=config) as made:
-            for stage in range(2):
-                await made.serve(f"s{stage}", stage)
+            await made.serve("s0")
+            await made.serve("s1")
             await made.feed("f")
 
             def fail(*_: object) -> None:
                 raise RuntimeError("shapes do not fit")
 
-            made.computes["s1"][1].forward = fail  # type: ignore[method-assign,assignment]
+            monkeypatch.setattr(StageCompute, "forward", fail)
             with pytest.raises(RoundFailedError, match=r"failed 3 times.*shapes do not fit"):
-                await made.conductor.run_step(0, STEPS[0])
+                await made.step(STEPS[0])
 
     asyncio.run(case())

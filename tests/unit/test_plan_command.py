@@ -78,9 +78,16 @@ def test_what_cannot_be_says_why(tmp_path: Path, pipeline: str, options: list[st
     assert words in str(result.exception)
 
 
-def test_a_pipeline_is_not_hosted_in_this_version(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="not hosted in this version"):
-        manifest_of(read_run_file(write(tmp_path)), tmp_path)
+def test_a_pipeline_is_hosted_where_the_rest_of_the_run_fits(tmp_path: Path) -> None:
+    manifest = manifest_of(read_run_file(write(tmp_path)), tmp_path)
+    assert manifest.pipeline is not None
+    diloco = RUN.replace('algorithm = "sync"', 'algorithm = "diloco"') + '[exchange]\ncompression = "sparseloco"\n'
+    with pytest.raises(ConfigurationError, match=r"one large batch|whole sums"):
+        manifest_of(read_run_file(write(tmp_path, text=diloco)), tmp_path)
+    with pytest.raises(ConfigurationError, match="1000 stages for a model of"):
+        manifest_of(
+            read_run_file(write(tmp_path, text=RUN.replace("[pipeline]", "[pipeline]\nstages = 1000"))), tmp_path
+        )
 
 
 @pytest.mark.parametrize("name", ["digits", "stdlib-lm"])
@@ -88,8 +95,10 @@ def test_a_recipes_blocks_give_the_loss_of_its_model(name: str, tmp_path: Path) 
     recipe = configured(recipe_class(name, tmp_path), {})
     torch.manual_seed(0)
     model = recipe.model()
-    torch.manual_seed(0)
-    blocks = recipe.blocks()
+    blocks = list(recipe.blocks())
+    with torch.no_grad():  # in the same order
+        for own, given in zip((p for b in blocks for p in b.parameters()), model.parameters(), strict=True):
+            own.copy_(given)
     samples = iter(recipe.samples(0, torch.Generator().manual_seed(0)))
     batch = recipe.collate([next(samples) for _ in range(3)])
     (found,) = run_blocks(dict(enumerate(blocks)), range(len(blocks)), batch, (0, 0, 0))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from potluck.state.config import StateConfig
     from potluck.training.books.history import Preview
     from potluck.training.manifest.noticeboard import NoticeBoard
+    from potluck.training.staged.hosting import StagedWork
     from potluck.training.trainer.auxiliarywork import AuxiliaryWork
 
 
@@ -329,25 +330,57 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
         recipe = await _persist(lambda: _put_up(run_file, host))
         is_tried = work.is_tried or await _persist(lambda: _try_later(run_file, host))
         host.note(recipe_file=recipe, is_tried=is_tried)
-    peer, states = host.peer, _state_config(host, _often_enough(work))
-    helper: AuxiliaryWork = await _persist(lambda: module.AuxiliaryWork.start(peer, states))
+    helper = await _start_helping(host, work, module, recipe, as_json)
     parts.push_async_callback(helper.close)
     host.serve(offer_of(helper.board))
     keep_manifest(host.config.hub.folder, helper.board)
     helper.board.listen(lambda _newest: keep_manifest(host.config.hub.folder, helper.board))
     if work.run_file is not None:
         _check_data(helper.board, recipe)
-    alarms = asyncio.create_task(_tell_alarms(host.peer, as_json), name="alarms")
+    is_staged = helper.board.manifest is not None and helper.board.manifest.pipeline is not None
+    alarms = asyncio.create_task(
+        _tell_alarms(host.peer, as_json, but=("standstill",) if is_staged else ()), name="alarms"
+    )
     alarms.add_done_callback(lambda task: tasks.log_failures([task]))  # at once: a host may go on for months
     parts.push_async_callback(tasks.end, alarms)
     if work.dashboard is not None:
         parts.push_async_callback(DashboardChild(replace(work.dashboard, recipe=recipe), as_json).close)
-    if work.dashboard is None or _evaluates(helper.board):  # monitors elsewhere show what the model says, too
+    if not is_staged and (
+        work.dashboard is None or _evaluates(helper.board)
+    ):  # monitors elsewhere show what the model says, too
         previews = await console.import_slowly("potluck.monitor.previews")
         previewer = _previewer(previews, host, helper.board, recipe)
         previewer.start()
         parts.push_async_callback(previewer.close)
     await asyncio.Event().wait()
+
+
+async def _start_helping(
+    host: Host, work: Work, module: Any, recipe: Path | None, as_json: bool
+) -> AuxiliaryWork | StagedWork:
+    """What the host's own peer does: reduces and coordinates, or conducts a pipeline."""
+    assert host.peer is not None
+    peer = host.peer
+    if work.run_file is not None:
+        from potluck.training.manifest.runfile import read_run_file
+
+        if read_run_file(work.run_file).pipeline is not None:
+            from potluck.cli.staged import tell
+            from potluck.training.staged.hosting import StagedWork
+
+            return await _persist(
+                lambda: StagedWork.start(
+                    peer,
+                    host.config.hub.folder,
+                    every_steps=work.backups.every_epochs,
+                    keep_last=work.backups.keep_last,
+                    recipe_file=recipe,
+                    tell=lambda event, about: tell(event, about, as_json),
+                )
+            )
+    states = _state_config(host, _often_enough(work))
+    helper: AuxiliaryWork = await _persist(lambda: module.AuxiliaryWork.start(peer, states))
+    return helper
 
 
 def _evaluates(board: NoticeBoard) -> bool:
@@ -478,7 +511,7 @@ def _state_config(host: Host, backups: Backing) -> StateConfig:
     return StateConfig(folder=host.config.hub.folder / "states", backups=config, upload_to=backups.upload_to or None)
 
 
-async def _tell_alarms(peer: Peer, as_json: bool) -> None:
+async def _tell_alarms(peer: Peer, as_json: bool, *, but: tuple[str, ...] = ()) -> None:
     """Say what is wrong with the run, when it begins and when it is over."""
     from potluck.cli import console
     from potluck.monitor.watcher import Watcher
@@ -488,7 +521,7 @@ async def _tell_alarms(peer: Peer, as_json: bool) -> None:
     try:
         while True:
             await asyncio.sleep(ALARMS_EVERY_SECONDS)
-            now = {alarm.key: alarm for alarm in watcher.alarms()}
+            now = {alarm.key: alarm for alarm in watcher.alarms() if alarm.kind not in but}
             for key, alarm in now.items():
                 if key not in told:
                     console.tell_alarm(alarm.kind, alarm.text, alarm.peer, as_json)

@@ -25,6 +25,7 @@ from potluck.cli.leaderboard import leaderboard
 from potluck.cli.members import app as members
 from potluck.cli.monitor import monitor
 from potluck.cli.paths import app as paths
+from potluck.cli.pipeline import pipeline
 from potluck.cli.plan import plan
 from potluck.cli.queue import app as queue
 from potluck.cli.receipts import receipts
@@ -59,6 +60,7 @@ app.command("receipts")(receipts)
 app.command("vote")(vote)
 app.command("doctor")(doctor)
 app.command("plan")(plan)
+app.command("pipeline")(pipeline)
 app.command("tune", cls=KnownElsewhere)(tune)
 app.command("tokenize")(tokenize)
 app.add_typer(members, name="members")

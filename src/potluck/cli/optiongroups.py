@@ -105,6 +105,9 @@ class TrainOptions:
     max_steps: o.MaxSteps = None
     schedule: o.Schedule = ""
     hand_in_seconds: o.HandInSeconds = 2.5
+    stage: o.Stage = None
+    feed: o.FeedData = False
+    notice: o.Notice = None
 
     def __post_init__(self) -> None:
         if self.precision not in ("", *PRECISIONS):

@@ -77,6 +77,16 @@ StatePath = Annotated[Path | None, typer.Option(help="Where backups go; unless g
 HandInSeconds = Annotated[
     float, typer.Option(min=0, help="On leaving, wait so long for the next epoch, to hand in what you have done.")
 ]
+Stage = Annotated[
+    int | None, typer.Option(min=0, help="In a pipeline, serve this stage; unless given, the one that needs it most.")
+]
+FeedData = Annotated[
+    bool, typer.Option("--feed", help="In a pipeline, feed data and hold spare copies instead of serving a stage.")
+]
+Notice = Annotated[
+    float | None,
+    typer.Option(min=0, help="In a pipeline, seconds to hand over in when this machine is stopped; unless given, 2.5."),
+]
 
 SyncArgs = Annotated[
     bool, typer.Option("--sync-args", help="Take all settings from the run: it is what Potluck always does.")

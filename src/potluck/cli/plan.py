@@ -34,7 +34,8 @@ def plan(
     """
     from potluck.cli import console
     from potluck.errors import ConfigurationError
-    from potluck.training.manifest.runfile import PipelineSpec, read_run_file
+    from potluck.training.manifest.method import PipelineSpec
+    from potluck.training.manifest.runfile import read_run_file
 
     console.set_up_logging(verbose=False)
     if machines < 1 or latency_ms < 0 or batch < 0:
@@ -89,7 +90,7 @@ def _profile(found: RunFile, run_file: Path, kept: Path | None) -> Profile:
     recipe.data = data_of(recipe, found.data)
     require_downloads(recipe)
     torch.manual_seed(found.seed)
-    blocks = recipe.blocks()
+    blocks = list(recipe.blocks())
     samples = []
     for sample in recipe.samples(0, torch.Generator().manual_seed(found.seed)):
         samples.append(sample)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from potluck.state.config import StateConfig
     from potluck.training import participant as participants
     from potluck.training.manifest.manifest import Manifest
+    from potluck.training.manifest.noticeboard import NoticeBoard
     from potluck.training.trainer.auxiliarywork import AuxiliaryWork
     from potluck.training.trainer.trainer import TrainConfig, TrainProgress
 
@@ -42,6 +43,12 @@ async def train(
         if peer.config.link is not None:  # mostly seen to before we got in
             see_to(manifest, peer.config.link, yes=options.yes, as_json=as_json, own_copy=options.recipe is not None)
 
+    async def serve(board: NoticeBoard, manifest: Manifest) -> None:
+        from potluck.cli.staged import take_stage
+
+        await importing
+        await take_stage(peer, board, manifest, options, stop, as_json)
+
     def work() -> TrainProgress | None:
         with Joined(started, loop) as run, Presenter(as_json) as presenter:
             participant = Participant(
@@ -51,6 +58,7 @@ async def train(
                 prepare=prepare,
                 recipe_file=options.recipe,
                 hand_in_seconds=options.hand_in_seconds,
+                take_stage=serve,
             )
             return participant.take_part(end)
 

@@ -2,14 +2,18 @@
 
 Pure, no I/O:
     layout.py       blocks to stages; the stages that a machine serves
+    staffing.py     who does what: the layout for the machines that are there, servers, listeners
     routing.py      which server of the next stage gets a task
     stepledger.py   one step: each micro-batch counts once in each stage, the step commits once
     rebalancing.py  where newcomers go, and who moves to the bottleneck
     planning.py     the best shape for each number of machines, by simulation
 
-What is computed:
+What is computed and held:
     blocks.py       a model as blocks: cut, ties, seeded dropout
+    blueprint.py    the model before it has values; any of its blocks with values
     compute.py      one stage on one server: forward, backward, the sum of gradients
+    unitstate.py    one unit: parameters and their optimizer       holding.py   all that a peer holds, or loads
+    cuts.py         the whole state on a disk, unit by unit        tensorfile.py   in safetensors files
     profiling.py    what each block costs on this machine
 
 Who does it, on links:
@@ -17,6 +21,10 @@ Who does it, on links:
     pushing.py      handing a micro-batch to whichever server has room
     serving.py      a stage's server
     feeding.py      a feeder
-    averaging.py    StageGroup: the average of a stage, all or nothing
-    conducting.py   the conductor: carries out the ledger, commits by a StepBook
+    averaging.py    StageGroup: the average of a unit, all or nothing
+    transfer.py     a unit's state from one peer to another
+    stepping.py     one step: carries out the ledger
+    conducting.py   the conductor: one step after the other; who does what; goes back to a cut
+    book.py         the run's record: one compare-and-set for each commit
+    member.py       one peer's part, whole                         following.py   who conducts
 """

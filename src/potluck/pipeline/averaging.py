@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -47,6 +47,7 @@ class AverageTask:
     attempt: int
     unit: int
     contributors: tuple[Contributor, ...]
+    listeners: tuple[str, ...]
     divisor: float
     """Samples of the step, times the loss scale."""
 
@@ -79,14 +80,19 @@ class _Gathered:
 class LinkedGroup:
     """Every member sends to every other."""
 
-    def __init__(self, links: Links, self_id: str, sizes: Mapping[int, int]) -> None:
-        """`sizes`: how many values each unit has that this server holds a part of."""
+    def __init__(self, links: Links, self_id: str, sizes: Sequence[int]) -> None:
+        """`sizes`: how many values each unit has."""
         self._links = links
         self._self_id = self_id
-        self._sizes = dict(sizes)
+        self._sizes = tuple(sizes)
         self._gathered: dict[Key, _Gathered] = {}
         self._current = (0, 0)
         links.handle(Part, self._part_came)
+
+    def close(self) -> None:
+        """Take nothing more. Idempotent."""
+        self._links.unhandle(Part)
+        self._gathered.clear()
 
     def forget(self, step: int, attempt: int) -> None:
         """Attempts before this one are over."""
@@ -98,7 +104,7 @@ class LinkedGroup:
         part, frames = incoming.message, incoming.frames
         if (part.step, part.attempt) < self._current:
             return
-        if part.num_values != self._sizes.get(part.unit) or len(frames) != 1:
+        if part.unit >= len(self._sizes) or part.num_values != self._sizes[part.unit] or len(frames) != 1:
             raise ProtocolError(f"a part of {part.num_values} values of unit {part.unit} does not fit here: dropped")
         # A member that is faster may be one attempt ahead of what we have heard, not more.
         if (part.step, part.attempt) > (self._current[0] + 1, 0) and part.step != self._current[0]:
@@ -126,7 +132,7 @@ class LinkedGroup:
         for share in shares:
             name = (self._self_id, share.stage)
             gathered.totals[name], gathered.ids[name], gathered.missing[name] = share.total, share.ids, 0
-        others = sorted({contributor.server for contributor in task.contributors} - {self._self_id})
+        others = sorted({c.server for c in task.contributors}.union(task.listeners) - {self._self_id})
         async with asyncio.timeout(timeout_seconds):
             async with asyncio.TaskGroup() as sending:
                 for peer in others:
@@ -143,7 +149,7 @@ class LinkedGroup:
         return average, UnitAverage(unit=task.unit, digest=digest, squared_norm=squared, contributions=contributions)
 
     async def _send(self, peer: str, task: AverageTask, share: Share, timeout_seconds: float) -> None:
-        values = share.total if share.ids else share.total[:0]  # a listener has nothing to say but that
+        values = share.total if share.ids else share.total[:0]  # who added nothing says so
         for offset in range(0, max(len(values), 1), PART_VALUES):
             piece = values[offset : offset + PART_VALUES]
             part = Part(

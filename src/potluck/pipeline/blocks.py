@@ -136,36 +136,32 @@ def ties_of(blocks: Sequence[nn.Module]) -> tuple[Tie, ...]:
 
 
 def units_of(stages: Sequence[range], ties: Iterable[Tie]) -> tuple[tuple[int, ...], ...]:
-    """What is averaged together: each stage, then each parameter that several stages share."""
-    units: list[tuple[int, ...]] = [(stage,) for stage in range(len(stages))]
-    for tie in ties:
-        shared = tuple(stage for stage, blocks in enumerate(stages) if any(block in blocks for block in tie.blocks))
-        if len(shared) > 1:
-            units.append(shared)
+    """The stages of each unit. A unit is what is averaged, saved and moved together: each block, then each tie.
+
+    Units do not depend on the layout; which stages they belong to does.
+    """
+    units: list[tuple[int, ...]] = [(stage,) for stage, blocks in enumerate(stages) for _ in blocks]
+    units += [tuple(s for s, blocks in enumerate(stages) if any(b in blocks for b in tie.blocks)) for tie in ties]
     return tuple(units)
 
 
 def unit_parameters(
-    blocks: Mapping[int, nn.Module], stages: Sequence[range], ties: Sequence[Tie], stage: int
-) -> dict[int, list[nn.Parameter]]:
-    """The parameters that a server of this stage has, by unit; each parameter is in one unit.
+    blocks: Mapping[int, nn.Module], ties: Sequence[Tie], numbers: Iterable[int], num_blocks: int
+) -> dict[int, dict[str, nn.Parameter]]:
+    """The trainable parameters of these blocks by unit, and by name; each parameter is in one unit.
 
-    A parameter that several stages share is in its own unit; one that several blocks of one stage share, once in the
-    stage's.
+    A parameter that several blocks share is in a unit of its own, under the name of its first place.
     """
-    shared: dict[tuple[int, str], int] = {}
-    next_unit = len(stages)
-    for tie in ties:
-        if len({number for number, found in enumerate(stages) if any(block in found for block in tie.blocks)}) > 1:
-            shared |= dict.fromkeys(tie.names, next_unit)
-            next_unit += 1
-    units: dict[int, list[nn.Parameter]] = {stage: []}  # also where all are shared, or there are none
+    shared = {place: (num_blocks + index, tie.names[0]) for index, tie in enumerate(ties) for place in tie.names}
+    units: dict[int, dict[str, nn.Parameter]] = {number: {} for number in numbers}
     seen: set[int] = set()
-    for number in stages[stage]:
+    for number in list(units):
         for name, parameter in blocks[number].named_parameters():
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                units.setdefault(shared.get((number, name), stage), []).append(parameter)
+            if not parameter.requires_grad or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            unit, (block, own) = shared.get((number, name), (number, (number, name)))
+            units.setdefault(unit, {})[f"{block}.{own}"] = parameter
     return units
 
 

@@ -8,7 +8,7 @@ behind it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,7 +20,6 @@ from potluck.pipeline.blocks import State, Tie, run_blocks, unit_parameters
 Recompute = Literal["auto", "always", "never"]
 Key = tuple[int, int]
 """(attempt, micro-batch)."""
-OptimizerFactory = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass
@@ -41,7 +40,7 @@ class StageCompute:
     stages: Sequence[range]
     blocks: Mapping[int, nn.Module]
     ties: Sequence[Tie]
-    make_optimizer: OptimizerFactory
+    num_blocks: int
     run_seed: int = 0
     recompute: Recompute = "auto"
     keep_bytes: int = 1 << 30
@@ -54,10 +53,10 @@ class StageCompute:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.units = unit_parameters(self.blocks, self.stages, self.ties, self.stage)
+        named = unit_parameters(self.blocks, self.ties, self.stages[self.stage], self.num_blocks)
+        self.units = {unit: list(parameters.values()) for unit, parameters in named.items()}
         self.parameters = [parameter for unit in sorted(self.units) for parameter in self.units[unit]]
         self._sums = [torch.zeros_like(parameter) for parameter in self.parameters]
-        self.optimizer = self.make_optimizer(self.parameters) if self.parameters else None
         self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
 
     @property
@@ -163,20 +162,6 @@ class StageCompute:
             sums = [self._sums[place] for place in self._places(unit)]
             values = [total.reshape(-1).to("cpu", torch.float32) for total in sums]
             return torch.cat([torch.zeros(0), *values]), tuple(sorted(self._added))
-
-    def apply(self, averages: Mapping[int, Tensor], scale: float) -> None:
-        """Take the step with these averages, by unit, each times `scale`."""
-        if self.optimizer is None:
-            return
-        for unit, average in averages.items():
-            offset = 0
-            for place in self._places(unit):
-                parameter = self.parameters[place]
-                values = average[offset : offset + parameter.numel()].reshape(parameter.shape)
-                parameter.grad = (values * scale).to(parameter.device, parameter.dtype)
-                offset += parameter.numel()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
 
     def _places(self, unit: int) -> list[int]:
         ids = [id(parameter) for parameter in self.parameters]

@@ -1,381 +1,648 @@
-"""The conductor: carries out a step's ledger among feeders and servers, and commits the step.
+"""The conductor: one step after the other, with the peers that are there; it decides who does what.
 
-There is one at a time, on a peer that may coordinate. It moves no tensors. `StepBook` is the seam to the record that
-makes a commit happen once: a compare-and-set from one step to the next.
+There is one at a time: the coordinator of `main`, by its lease. All that a successor needs stands in the run's record
+(book.py), and peers enlist anew with whoever conducts. So a conductor may die at any moment.
+
+    enlisted peers ─▶ staffing ─▶ assignments        they load while the run trains on
+    at each boundary: who can serve now? a new layout counts once its servers are ready
+    a block that nobody has: the run goes back to its newest cut
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from potluck import tasks
-from potluck.errors import ConfigurationError, FatalError, PeerError, PotluckError, RetryableError, RoundFailedError
+from potluck.clock import Clock
+from potluck.errors import ConfigurationError, PeerError, PotluckError, RetryableError, RoundFailedError
 from potluck.faultpoints import reach
 from potluck.link.dispatch import Incoming
 from potluck.link.links import Links
 from potluck.peer.roster import Roster, RosterEvent
+from potluck.pipeline.blocks import units_of
+from potluck.pipeline.blueprint import Blueprint
+from potluck.pipeline.book import Book, RunRecord, with_loss
+from potluck.pipeline.layout import Layout
 from potluck.pipeline.messages import (
+    Accepted,
     Applied,
-    AverageOrder,
-    Averages,
-    Begin,
+    Assignment,
     CommitNotice,
-    Contributor,
+    Cut,
     Enlist,
     Enlisted,
-    Fed,
-    Feed,
-    FeedItem,
     Held,
-    Lost,
+    Locate,
+    Located,
+    Place,
+    Ready,
+    SaveCut,
+    Saved,
 )
-from potluck.pipeline.stepledger import (
-    Action,
-    Average,
-    Commit,
-    Exclude,
-    Fence,
-    LossScale,
-    Member,
-    Phase,
-    StageLost,
-    StepLedger,
-)
-from potluck.pipeline.stepledger import Feed as FeedAction
+from potluck.pipeline.staffing import Offer, Plan, Staff, is_ready, servers_now
+from potluck.pipeline.stepledger import Commit, LossScale, Member
+from potluck.pipeline.stepping import StageLostError, StepConfig, StepOutcome, StepPlan, StepRunner
 
 logger = logging.getLogger(__name__)
 
-
-class StepBook(Protocol):
-    """Where commits are recorded, once each."""
-
-    async def commit(self, commit: Commit) -> bool:
-        """Record it as the commit of its step; False where that step has another one already."""
+SAVE_SECONDS = 3600.0
 
 
-class MemoryBook:
-    """A book in the conductor's own memory."""
+class Course(Protocol):
+    """What the run's organiser says about its steps."""
 
-    def __init__(self) -> None:
-        self.commits: dict[int, Commit] = {}
+    def sizes(self, step: int, num_stages: int) -> tuple[int, ...]:
+        """Samples of each micro-batch of this step."""
 
-    async def commit(self, commit: Commit) -> bool:
-        """As in StepBook."""
-        return self.commits.setdefault(commit.step, commit) == commit
+    def max_norm(self, step: int) -> float:
+        """Gradients are clipped to this total norm over all stages; 0: not clipped."""
+
+    def stands_still(self, step: int) -> str:
+        """Why this step is not taken now: paused, or over; empty: it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConductorConfig:
-    """Patience, and what a step does with its gradient."""
+    """Patience."""
 
-    max_norm: float = 0.0
-    """Gradients are clipped to this total norm over all stages; 0: not clipped."""
-
-    fence_seconds: float = 15.0
-    """A member that does not answer a fence for so long is given up for this step."""
-
-    stall_seconds: float = 30.0
-    """Nothing came through for so long: a fence finds out who is frozen."""
-
-    average_seconds: float = 600.0
-    max_attempts: int = 50
-    """Of one step; a model that fails everywhere must not be tried for ever."""
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What became of a step."""
-
-    step: int
-    commit: Commit
-    loss: float
-    attempts: int
-    replayed: int
-    excluded: tuple[str, ...]
-
-
-class StageLostError(FatalError):
-    """All holders of a stage are gone."""
+    step: StepConfig = field(default_factory=StepConfig)
+    request_seconds: float = 15.0
+    gather_seconds: float = 12.0
+    """A new conductor waits so long for holders of blocks before it gives them up."""
+    lost_seconds: float = 5.0
+    """So long a block may have no holder before the run goes back to a cut."""
+    look_seconds: float = 0.5
+    """Between looks at what stands still."""
 
 
 @dataclass
-class _Running:
-    """A step under way."""
-
-    ledger: StepLedger
-    events: asyncio.Queue[Callable[[], list[Action]]] = field(default_factory=asyncio.Queue)
-    losses: dict[int, float] = field(default_factory=dict)
-    excluded: list[str] = field(default_factory=list)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    commit: Commit | None = None
-    why: str = ""
+class _Peer:
+    offer: Enlist
+    standing: frozenset[int] = frozenset()
+    assigned: Assignment | None = None
+    blocks: frozenset[int] = frozenset()
+    """Assigned: what it holds or loads; it hears the averages of their units."""
+    asking: asyncio.Task[None] | None = None
 
 
 class Conductor:
-    """Runs one step after the other."""
+    """Runs the pipeline while this peer has the lease."""
 
     def __init__(
         self,
         links: Links,
         roster: Roster,
+        clock: Clock,
         *,
-        num_stages: int,
-        units: Sequence[tuple[int, ...]] = (),
-        book: StepBook | None = None,
-        loss_scale: LossScale | None = None,
+        blueprint: Blueprint,
+        staff: Staff,
+        course: Course,
+        book: Book,
+        term: int = 0,
         config: ConductorConfig | None = None,
     ) -> None:
         self._links = links
-        self._num_stages = num_stages
-        self._units = tuple(units)
-        self._book = book or MemoryBook()
-        self._scale = loss_scale or LossScale(grow_after=0)
+        self._clock = clock
+        self._blueprint = blueprint
+        self._staff = staff
+        self._course = course
+        self._book = book
+        self._term = term
         self._config = config or ConductorConfig()
-        self.members: dict[str, Member] = {}
-        self.feeders: list[str] = []
-        self._last: CommitNotice | None = None
-        self._running: _Running | None = None
-        self._next_step = 0
+        self._runner = StepRunner(links, self._config.step)
+        self._runner.on_held = self._held
+        self._runner.on_fenced = self._fenced
+        self._peers: dict[str, _Peer] = {}
+        self.record = RunRecord()
+        self._plan: Plan | None = None
+        self._running_step: int | None = None
+        self._restored_at: int | None = None
+        self._lost_since: float | None = None
+        self._has_stepped = False
+        self._saving: asyncio.Task[None] | None = None
+        self._cut_due: tuple[str, SaveCut] | None = None
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._started_at = clock.monotonic()
+        self._told = ""
+        self.on_event: Callable[[str, Mapping[str, Any]], None] = lambda event, about: None
+        """For people: waiting, step, morph, move, lost, restored, saved."""
         self._unlisten = roster.listen(self._roster_changed)
         links.handle(Enlist, self._enlist)
-        links.handle(Fed, self._fed)
-        links.handle(Lost, self._lost)
+        links.handle(Ready, self._ready)
 
-    def close(self) -> None:
-        """Hear no more of the roster. Idempotent."""
+    async def close(self) -> None:
+        """Conduct no more. Idempotent."""
         self._unlisten()
+        self._runner.close()
+        self._links.unhandle(Enlist)
+        self._links.unhandle(Ready)
+        await tasks.end(*self._tasks, self._saving)
 
-    # What peers say
+    # Who is there
 
     def _enlist(self, incoming: Incoming[Enlist]) -> Enlisted:
-        offer = incoming.message
-        if any(stage >= self._num_stages for stage in offer.stages):
-            raise ConfigurationError(f"stages {list(offer.stages)}: there are stages 0 to {self._num_stages - 1}")
-        if offer.stages:
-            self.members[incoming.sender] = Member(offer.stages, offer.listens)
-        if offer.feeds and incoming.sender not in self.feeders:
-            self.feeders.append(incoming.sender)
-        return Enlisted(step=self._next_step)
+        offer, sender = incoming.message, incoming.sender
+        num_stages = self._staff.layout_for(max(1, len(self._staff.servers))).num_stages
+        if sender not in self._peers and any(stage >= num_stages for stage in offer.stages):
+            raise ConfigurationError(
+                f"--stage {offer.stages[0]}: there are stages 0 to {num_stages - 1}. Leave it out, and the run chooses"
+            )
+        known = self._peers.get(sender)
+        if known is None:
+            known = self._peers[sender] = _Peer(offer)
+        known.offer = offer
+        self._note_standing(known, offer.life, offer.at_step, offer.standing)
+        self._staff.offer(
+            sender,
+            Offer(
+                serves=offer.serves,
+                stages=offer.stages,
+                feeds=offer.feeds,
+                listens=offer.listens,
+                room_bytes=offer.room_bytes,
+                rate=self._rate_of(sender, offer),
+                is_leaving=offer.is_leaving,
+                standing=known.standing,
+            ),
+        )
+        self._offer_feeders()
+        self._restaff()
+        return Enlisted(step=self.record.step)
 
-    def _fed(self, incoming: Incoming[Fed]) -> None:
-        fed, running = incoming.message, self._running
-        if running is not None and fed.step == running.ledger.step:
-            running.losses[fed.id] = fed.loss
-            running.events.put_nowait(lambda: running.ledger.fed(fed.id, fed.attempt))
+    def _rate_of(self, peer: str, offer: Enlist) -> float:
+        """Compared with a machine that takes a block's cost in seconds; 0 until it is measured."""
+        layout = self.layout
+        stages = self._plan.serves.get(peer, ()) if self._plan is not None else ()
+        if offer.rate <= 0 or layout is None or not stages or max(stages) >= layout.num_stages:
+            return self._staff.offers[peer].rate if peer in self._staff.offers else 0.0
+        costs = [sum(self._staff.costs[block] for block in layout.blocks_of(stage)) for stage in stages]
+        return offer.rate * sum(costs) / len(costs)
 
-    def _lost(self, incoming: Incoming[Lost]) -> None:
-        lost, running = incoming.message, self._running
-        if running is None or lost.step != running.ledger.step:
-            return
+    def _note_standing(self, known: _Peer, life: int, step: int, standing: tuple[int, ...]) -> None:
+        """What a peer says may be older than what we know: of an earlier step it says nothing about this one."""
+        if life != self.record.life:
+            known.standing = frozenset()
+        elif step == self.record.step or (step == self.record.step - 1 and not self._has_stepped):
+            # A new conductor's peers may not have heard of the last commit: they do with its first fence.
+            known.standing = frozenset(standing)
 
-        def event() -> list[Action]:
-            if lost.attempt != running.ledger.attempt:
-                return []
-            running.why = f"{incoming.sender} says of {lost.peer or 'itself'}: {lost.reason}"
-            logger.warning("step %d, attempt %d: %s", lost.step, lost.attempt, running.why)
-            return running.ledger.stalled()
+    def _ready(self, incoming: Incoming[Ready]) -> None:
+        ready = incoming.message
+        if (known := self._peers.get(incoming.sender)) is not None:
+            self._note_standing(known, ready.life, ready.step, ready.standing)
+            self._restaff()
 
-        running.events.put_nowait(event)
+    def _held(self, member: str, held: Held) -> None:
+        if (known := self._peers.get(member)) is not None:
+            known.standing = frozenset(held.standing) if held.at_step == self.record.step else frozenset()
 
     def _roster_changed(self, event: RosterEvent) -> None:
-        if event.presence.state in ("dead", "left"):
+        if event.presence.state in ("dead", "left") and event.peer in self._peers:
             self._gone(event.peer, event.presence.reason or event.presence.state)
 
     def _gone(self, peer: str, reason: str) -> None:
-        self.members.pop(peer, None)
-        if peer in self.feeders:
-            self.feeders.remove(peer)
-        if (running := self._running) is not None:
-            running.events.put_nowait(lambda: running.ledger.gone(peer, reason))
+        known = self._peers.pop(peer, None)
+        self._staff.gone(peer)
+        self._runner.gone(peer, reason)
+        self._offer_feeders()
+        if known is not None and known.offer.serves:
+            self.on_event("gone", {"peer": peer, "reason": reason})
+        self._restaff()
+
+    # Who does what
+
+    @property
+    def layout(self) -> Layout | None:
+        """The one that counts."""
+        return Layout(self._blueprint.num_blocks, self.record.starts) if self.record.starts else None
+
+    def _standing(self) -> dict[str, frozenset[int]]:
+        return {name: known.standing for name, known in self._peers.items() if known.standing}
+
+    def _restaff(self) -> None:
+        """Something has changed: plan anew, and tell those whose part is another one now."""
+        plan = self._staff.plan(self._clock.monotonic())
+        if plan is not None:
+            for move in plan.moves:
+                self.on_event("move", {"peer": move.server, "stage": move.target, "reason": move.reason})
+            self._plan = plan
+            now = self._serving()
+            for name in list(self._peers):
+                self._assign(name, plan, now)
+        self._changed.set()
+
+    def _serving(self) -> dict[str, set[int]]:
+        """Blocks that peers are needed for now, whatever the plan says: until the plan's servers have them."""
+        needed: dict[str, set[int]] = {}
+        standing = self._standing()
+        if (layout := self.layout) is None or self._plan is None:
+            return needed
+        for blocks in layout.stages:
+            able = [name for name, held in standing.items() if held.issuperset(blocks)]
+            staying = [name for name in able if self._plan.blocks_of(name).issuperset(blocks)]
+            leaves_plan = layout != self._plan.layout
+            for name in able if not staying or leaves_plan else ():
+                needed.setdefault(name, set()).update(blocks)
+        for block in range(layout.num_blocks):  # the last who has a block keeps it until another one does
+            able = [name for name, held in standing.items() if block in held]
+            if able and not any(block in self._plan.blocks_of(name) for name in able):
+                needed.setdefault(able[0], set()).add(block)
+        return needed
+
+    def _assign(self, name: str, plan: Plan, serving: Mapping[str, set[int]]) -> None:
+        known = self._peers[name]
+        blocks = plan.blocks_of(name) | serving.get(name, set())
+        if not blocks and known.assigned is None:
+            return
+        step = self.record.step + (self._running_step is not None and not blocks <= known.blocks)
+        units = self._blueprint.units_in(blocks)
+        holders = [
+            tuple(
+                other
+                for other, peer in self._peers.items()
+                if other != name and unit in set(self._blueprint.units_in(peer.standing))
+            )
+            if unit in units and not blocks <= known.standing
+            else ()
+            for unit in range(self._blueprint.num_units)
+        ]
+        is_cut = False
+        lacking = [unit for unit in units if not holders[unit]] if not blocks <= known.standing else []
+        if lacking and self._restored_at == self.record.step:
+            savers = tuple(other for other, peer in self._peers.items() if peer.offer.saves)
+            holders = [savers if unit in units else () for unit in range(self._blueprint.num_units)]
+            is_cut = True
+        assignment = Assignment(
+            life=self.record.life,
+            step=step,
+            stages=plan.serves.get(name, ()),
+            blocks=tuple(sorted(blocks)),
+            holders=tuple(holders),
+            cut=is_cut,
+            starts=plan.layout.starts,
+            why=plan.why.get(name, "")[:500],
+        )
+        old = known.assigned
+        # Where to load from is told only where something is to be loaded.
+        sources_matter = not blocks <= known.standing and old is not None and old.holders != assignment.holders
+        is_same = old is not None and replace(old, step=0, holders=()) == replace(assignment, step=0, holders=())
+        if is_same and not sources_matter:
+            return
+        known.assigned = assignment
+        if known.asking is not None:
+            known.asking.cancel()
+        known.asking = self._spawn(self._tell_assignment(name, known, assignment))
+
+    async def _tell_assignment(self, name: str, known: _Peer, assignment: Assignment) -> None:
+        try:
+            answer = await self._links.request(
+                name, assignment, reply=Accepted, timeout_seconds=self._config.request_seconds
+            )
+        except PotluckError as error:
+            logger.warning("%s did not take its part: %s", name, error)
+            if known.assigned is assignment:
+                known.assigned = None  # it is told again when it enlists again
+            return
+        if known.assigned is assignment:
+            known.blocks = frozenset(assignment.blocks)  # from the next step on it hears their averages
+        if assignment.life == self.record.life and assignment.step == self.record.step:
+            known.standing = frozenset(answer.message.standing)
+        self._changed.set()
+
+    # The run
+
+    async def run(self) -> None:
+        """Take steps until cancelled, or until another conductor has gone on."""
+        record = await self._persist(self._book.read)
+        if record is not None:
+            self.record = record
+        self._started_at = self._clock.monotonic()
+        while True:
+            await self.until_ready()
+            try:
+                await self.take_step()
+            except StageLostError as error:
+                logger.warning("step %d: %s", self.record.step, error)
+                self.on_event("lost", {"step": self.record.step, "stages": list(error.stages)})
+            except RoundFailedError as error:
+                self.on_event("failed", {"step": self.record.step, "reason": str(error)})
+                await asyncio.sleep(1.0)
+
+    async def until_ready(self) -> None:
+        """Return once a step can be taken."""
+        while True:
+            self._changed.clear()
+            self._restaff()
+            self._changed.clear()
+            reason = self._course.stands_still(self.record.step) or await self._obstacle()
+            if not reason:
+                self._told = ""
+                return
+            if reason != self._told:
+                self._told = reason
+                self.on_event("waiting", {"step": self.record.step, "reason": reason})
+            try:
+                async with asyncio.timeout(self._config.look_seconds):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    async def _obstacle(self) -> str:
+        """Why no step can be taken now; empty: it can. Changes the layout, or goes back to a cut, where that helps."""
+        plan, standing = self._plan, self._standing()
+        if plan is None:
+            return "nobody serves: potluck join on another machine"
+        held = frozenset().union(*standing.values())
+        lost = [block for block in range(self._blueprint.num_blocks) if block not in held]
+        is_fresh = self.record.step == 0 or self._restored_at == self.record.step
+        if lost and not is_fresh:
+            now = self._clock.monotonic()
+            if self._lost_since is None:
+                self._lost_since = now
+            patience = max(self._started_at + self._config.gather_seconds, self._lost_since + self._config.lost_seconds)
+            if now < patience:  # a hub that was away takes everybody for dead, for a moment
+                return f"nobody who is here has block {', '.join(map(str, lost))}"
+            await self._go_back(lost)
+            return "the run went back: its peers load"
+        self._lost_since = None
+        layout = self.layout
+        if layout != plan.layout and is_ready(plan, standing):
+            await self._morph(plan)
+            layout = plan.layout
+        if layout is None:
+            return f"{len(self._staff.servers)} servers load their first blocks"
+        if servers_now(layout, plan, standing, frozenset(self._staff.servers)) is None:
+            stages = [
+                s for s, blocks in enumerate(layout.stages) if not any(h.issuperset(blocks) for h in standing.values())
+            ]
+            return f"stage {', '.join(map(str, stages))} is being loaded"
+        if not self._feeders():
+            return "nobody feeds data: potluck join --feed on another machine"
+        return ""
+
+    def _feeders(self) -> tuple[str, ...]:
+        there = {name: peer.offer for name, peer in self._peers.items() if not peer.offer.is_leaving}
+        feeders = tuple(name for name, offer in there.items() if offer.feeds)
+        return feeders or tuple(name for name, offer in there.items() if offer.may_feed)[:1]
+
+    def _offer_feeders(self) -> None:
+        for name in self._feeders():
+            self._runner.feeder_came(name)
+
+    async def _morph(self, plan: Plan) -> None:
+        old = self.layout
+        words = f"step {self.record.step}: {plan.layout.num_stages} stages for {len(plan.serves)} servers" + (
+            f", {old.num_stages} before" if old is not None else ""
+        )
+        morphs = (*self.record.morphs, words)[-16:]
+        await self._write(replace(self.record, starts=plan.layout.starts, morphs=morphs))
+        reach("pipeline.conductor.morphed", step=self.record.step)
+        self.on_event(
+            "morph", {"step": self.record.step, "stages": plan.layout.num_stages, "servers": len(plan.serves)}
+        )
+
+    async def _go_back(self, lost: list[int]) -> None:
+        """Nobody has these blocks: the whole run goes on from its newest cut."""
+        cuts = [cut for peer in self._peers.values() for cut in peer.offer.cuts if cut.step <= self.record.step]
+        cut = max(cuts, key=lambda each: each.step, default=Cut(step=0, place=Place()))
+        steps = self.record.step - cut.step
+        self.on_event("restored", {"from": self.record.step, "to": cut.step, "lost_steps": steps, "blocks": lost})
+        logger.warning("nobody has block %s: the run goes back from step %d to %d", lost, self.record.step, cut.step)
+        await self._write(
+            replace(
+                self.record,
+                step=cut.step,
+                life=self.record.life + 1,
+                place=cut.place,
+                loss_scale=cut.loss_scale,
+                last=None,
+                losses=tuple(each for each in self.record.losses if each[0] < cut.step),
+            )
+        )
+        self._restored_at = cut.step
+        for peer in self._peers.values():
+            peer.standing, peer.assigned, peer.blocks = frozenset(), None, frozenset()
+        self._restaff()
 
     # A step
 
-    async def run_step(self, step: int, samples: Sequence[int]) -> StepOutcome:
-        """Feed, average and commit one step; StageLostError where a stage has nobody left."""
-        if not self.feeders:
-            raise ConfigurationError("nobody feeds this pipeline: start a feeder")
-        ledger = StepLedger(
-            step=step,
-            num_stages=self._num_stages,
-            samples=list(samples),
-            members=self.members,
-            feeders=self.feeders,
-            units=self._units,
+    def _step_plan(self) -> StepPlan:
+        layout, plan, record = self.layout, self._plan, self.record
+        assert layout is not None, "looked at before"
+        assert plan is not None, "looked at before"
+        standing = self._standing()
+        serving = servers_now(layout, plan, standing, frozenset(self._staff.servers))
+        assert serving is not None, "looked at before"
+        members = {}
+        for name, peer in self._peers.items():
+            held = [s for s, blocks in enumerate(layout.stages) if peer.standing.issuperset(blocks)]
+            served = tuple(stage for stage in held if name in serving[stage])
+            heard = frozenset(self._blueprint.units_in(peer.blocks | peer.standing))
+            if served or heard:
+                members[name] = Member(served, units=heard, spare=tuple(stage for stage in held if stage not in served))
+        units = tuple(
+            stages if self._blueprint.num_values[unit] else ()
+            for unit, stages in enumerate(units_of(layout.stages, self._blueprint.ties))
         )
-        running = self._running = _Running(ledger)
-        self._next_step = step
+        return StepPlan(
+            step=record.step,
+            life=record.life,
+            term=self._term,
+            samples=self._course.sizes(record.step, layout.num_stages),
+            place=record.place,
+            layout=layout,
+            units=units,
+            members=members,
+            feeders=self._feeders(),
+            loss_scale=record.loss_scale,
+            last=record.last,
+            loss=record.loss,
+            pins=self._pins(standing),
+        )
+
+    async def take_step(self) -> StepOutcome:
+        """One step, with whoever is ready."""
+        plan = self._step_plan()
+        self._running_step = plan.step
+        locating = self._spawn(self._locate(plan))
+        started = self._clock.monotonic()
+
+        async def book(commit: Commit) -> None:
+            place = await locating
+            factor, most = 1.0, self._course.max_norm(plan.step)
+            if most and commit.is_applied and commit.total_norm > most:
+                factor = most / (commit.total_norm + 1e-6)
+            scale = LossScale(self.record.loss_scale, grow_after=0)
+            scale.update(is_finite=commit.is_applied)
+            notice = CommitNotice(
+                step=commit.step,
+                attempt=commit.attempt,
+                digests=commit.digests,
+                factor=factor,
+                is_applied=commit.is_applied,
+            )
+            await self._write(
+                replace(self.record, step=plan.step + 1, place=place, loss_scale=scale.scale, last=notice)
+            )
+
         try:
-            await self._carry_out(running, ledger.begin())
-            while running.commit is None:
-                await self._next_event(running)
-            await self._announce(running, running.commit)
+            outcome = await self._runner.run(plan, book)
         finally:
-            self._running = None
-            await tasks.end(*running.tasks)
-        self._next_step = step + 1
-        total = sum(samples)
-        loss = sum(running.losses.get(micro, float("nan")) * size for micro, size in enumerate(samples)) / total
-        return StepOutcome(step, running.commit, loss, ledger.attempt, ledger.num_replayed, tuple(running.excluded))
-
-    async def _next_event(self, running: _Running) -> None:
-        ledger = running.ledger
-        try:
-            async with asyncio.timeout(self._config.stall_seconds):
-                event = await running.events.get()
-        except TimeoutError:
-            if ledger.phase is not Phase.FEEDING:
-                return  # requests have deadlines of their own
-            running.why = f"nothing came through for {self._config.stall_seconds:.0f} s"
-            await self._carry_out(running, ledger.stalled())
-            return
-        await self._carry_out(running, event())
-
-    async def _carry_out(self, running: _Running, actions: Sequence[Action]) -> None:
-        ledger = running.ledger
-        for action in actions:
-            if isinstance(action, Fence):
-                if action.attempt > self._config.max_attempts:
-                    raise RoundFailedError(f"step {ledger.step} failed {action.attempt - 1} times. Last: {running.why}")
-                for task in running.tasks:
-                    task.cancel()
-                for member in action.members:
-                    self._spawn(running, self._fence(running, member, action))
-            elif isinstance(action, FeedAction):
-                self._spawn(running, self._feed(running, action))
-            elif isinstance(action, Average):
-                reach("pipeline.conductor.averaging", step=ledger.step)
-                order = self._order(ledger, action)
-                for member in sorted(ledger.members):
-                    self._spawn(running, self._average(running, member, order))
-            elif isinstance(action, Commit):
-                reach("pipeline.conductor.committing", step=ledger.step)
-                if not await self._book.commit(action):
-                    raise FatalError(f"step {action.step} was committed by another conductor: this one must stop")
-                running.commit = action
-            elif isinstance(action, Exclude):
-                running.excluded.append(action.member)
-                running.why = f"{action.member}: {action.reason}"
-                self.members.pop(action.member, None)
-                logger.warning("step %d goes on without %s: %s", ledger.step, action.member, action.reason)
-            elif isinstance(action, StageLost):
-                raise StageLostError(
-                    f"nobody is left who holds stage {', '.join(map(str, action.stages))}: the run must go back to its "
-                    "newest checkpoint"
-                )
-
-    # What is asked of the others
-
-    async def _fence(self, running: _Running, member: str, fence: Fence) -> None:
-        ledger = running.ledger
-        begin = Begin(
-            step=ledger.step,
-            attempt=fence.attempt,
-            total_samples=sum(ledger.samples),
-            loss_scale=self._scale.scale,
-            servers=fence.servers,
-            last=self._last,
+            self._running_step = None
+            locating.cancel()
+        # Written with the next commit: what people look at need not be exact.
+        self.record = replace(
+            self.record, loss=outcome.loss, losses=with_loss(self.record.losses, plan.step, outcome.loss)
         )
-        try:
-            answer = await self._links.request(member, begin, reply=Held, timeout_seconds=self._config.fence_seconds)
-        except (PeerError, RetryableError) as error:
-            reason = f"it does not answer: {error}"
-            running.events.put_nowait(lambda: self._give_up(running, fence.attempt, member, reason))
-            return
-        if answer.message.at_step != ledger.step:
-            behind = f"it stands at step {answer.message.at_step}"
-            running.events.put_nowait(lambda: self._give_up(running, fence.attempt, member, behind))
-            return
-        held = {each.stage: frozenset(each.ids) for each in answer.message.held}
-        for each in answer.message.held:  # whose micro-batch came through, but not the news of it
-            running.losses |= dict(zip(each.ids, each.losses, strict=False))
-        running.events.put_nowait(lambda: ledger.held(member, fence.attempt, held))
-
-    @staticmethod
-    def _give_up(running: _Running, attempt: int, member: str, reason: str) -> list[Action]:
-        return running.ledger.gone(member, reason) if attempt == running.ledger.attempt else []
-
-    async def _feed(self, running: _Running, action: FeedAction) -> None:
-        ledger = running.ledger
-        feed = Feed(
-            step=ledger.step,
-            attempt=action.attempt,
-            items=tuple(FeedItem(id=i.id, samples=i.samples, held_by=i.held_by) for i in action.items),
-            servers=ledger.servers[0],
+        self._has_stepped = True
+        reach("pipeline.conductor.committed", step=plan.step)
+        notice = self.record.last
+        assert notice is not None
+        for name in outcome.members:
+            self._spawn(self._tell(name, notice))
+        for name in set(plan.members) - set(outcome.members):  # it must load again, if it lives
+            if (peer := self._peers.get(name)) is not None:
+                peer.standing, peer.assigned, peer.blocks = frozenset(), None, frozenset()
+        self.on_event(
+            "step",
+            {
+                "step": plan.step,
+                "loss": outcome.loss,
+                "samples": sum(plan.samples),
+                "seconds": self._clock.monotonic() - started,
+                "attempts": outcome.attempts,
+                "replayed": outcome.replayed,
+                "excluded": list(outcome.excluded),
+            },
         )
-        try:
-            await self._links.send(action.feeder, feed, timeout_seconds=self._config.fence_seconds)
-        except (PeerError, RetryableError) as error:
-            reason = str(error)
-            running.events.put_nowait(lambda: ledger.gone(action.feeder, reason))
+        return outcome
 
-    @staticmethod
-    def _order(ledger: StepLedger, action: Average) -> AverageOrder:
-        units = []
-        for stages, members in zip(ledger.units, action.members, strict=True):
-            units.append(
-                tuple(
-                    Contributor(server=member, stage=stage)
-                    for member in members
-                    for stage in stages
-                    if stage in ledger.members[member].stages
-                )
-            )
-        return AverageOrder(step=ledger.step, attempt=action.attempt, units=tuple(units))
-
-    async def _average(self, running: _Running, member: str, order: AverageOrder) -> None:
-        ledger = running.ledger
-        try:
-            answer = await self._links.request(
-                member, order, reply=Averages, timeout_seconds=self._config.average_seconds
-            )
-        except PotluckError as error:
-            running.why = f"{member} has no average: {error}"
-            attempt = order.attempt
-            running.events.put_nowait(lambda: ledger.stalled() if ledger.attempt == attempt else [])
-            return
-        for each in answer.message.units:
-            contributions = {(c.server, c.stage): c.ids for c in each.contributions}
-            running.events.put_nowait(
-                partial(
-                    ledger.averaged,
-                    member,
-                    order.attempt,
-                    each.unit,
-                    digest=each.digest,
-                    squared_norm=each.squared_norm,
-                    contributions=contributions,
-                )
-            )
-
-    async def _announce(self, running: _Running, commit: Commit) -> None:
-        factor, most = 1.0, self._config.max_norm
-        if most and commit.total_norm > most:
-            factor = most / (commit.total_norm + 1e-6)
-        self._scale.update(is_finite=commit.is_applied)
-        self._last = notice = CommitNotice(
-            step=commit.step,
-            attempt=commit.attempt,
-            digests=commit.digests,
-            factor=factor,
-            is_applied=commit.is_applied,
-        )
-        reach("pipeline.conductor.committed", step=commit.step)
-        await asyncio.gather(*(self._tell(member, notice) for member in running.ledger.members))
+    async def _locate(self, plan: StepPlan) -> Place:
+        """Where the next step's data begin, asked of a feeder."""
+        while True:
+            for name in self._feeders():
+                try:
+                    answer = await self._links.request(
+                        name,
+                        Locate(step=plan.step, place=plan.place, samples=sum(plan.samples)),
+                        reply=Located,
+                        timeout_seconds=self._config.step.average_seconds,
+                    )
+                except (PeerError, RetryableError) as error:
+                    logger.info("%s cannot say where the data go on: %s", name, error)
+                else:
+                    return answer.message.place
+            await asyncio.sleep(self._config.look_seconds)
 
     async def _tell(self, member: str, notice: CommitNotice) -> None:
         """Whoever does not hear it now hears it with the next step's fence."""
         try:
-            await self._links.request(member, notice, reply=Applied, timeout_seconds=self._config.fence_seconds)
-        except (PeerError, RetryableError) as error:
-            logger.warning("%s did not hear of the commit of step %d: %s", member, notice.step, error)
+            await self._links.request(member, notice, reply=Applied, timeout_seconds=self._config.request_seconds)
+        except PotluckError as error:
+            logger.info("%s did not hear of the commit of step %d: %s", member, notice.step, error)
 
-    @staticmethod
-    def _spawn(running: _Running, work: Coroutine[Any, Any, None]) -> None:
+    # Cuts
+
+    def _saver(self) -> str | None:
+        return next((name for name, peer in self._peers.items() if peer.offer.saves), None)
+
+    def _pins(self, standing: Mapping[str, frozenset[int]]) -> dict[str, tuple[int, ...]]:
+        """For a cut at this step: which member keeps which unit as it is now, until it is on disk."""
+        self._cut_due = None
+        saver = self._saver()
+        every = self._peers[saver].offer.saves_every if saver is not None else 0
+        record = self.record
+        is_busy = self._saving is not None and not self._saving.done()
+        if saver is None or not every or is_busy or record.step == 0 or record.step < record.cut_step + every:
+            return {}
+        keepers: list[tuple[str, ...]] = []
+        pins: dict[str, list[int]] = {}
+        for unit in range(self._blueprint.num_units):
+            able = [n for n, held in sorted(standing.items()) if unit in self._blueprint.units_in(held)]
+            keepers.append(tuple(able[:1]))
+            if able:
+                pins.setdefault(able[0], []).append(unit)
+        cut = Cut(step=record.step, place=record.place, loss_scale=record.loss_scale)
+        self._cut_due = (saver, SaveCut(life=record.life, cut=cut, holders=tuple(keepers)))
+        return {name: tuple(units) for name, units in pins.items()}
+
+    def _fenced(self) -> None:
+        """All have heard the step begin, so the pins are made: the saver may fetch them."""
+        if self._cut_due is not None:
+            saver, order = self._cut_due
+            self._cut_due = None
+            self._saving = asyncio.create_task(self._save(saver, order), name="pipeline-save")
+
+    async def _save(self, saver: str, order: SaveCut) -> None:
+        try:
+            saved = await self._links.request(saver, order, reply=Saved, timeout_seconds=SAVE_SECONDS)
+        except PotluckError as error:
+            logger.warning("step %d is not saved: %s", order.cut.step, error)
+            self.on_event("not saved", {"step": order.cut.step, "reason": str(error)})
+            return
+        self.record = replace(self.record, cut_step=order.cut.step)  # written with the next commit
+        if (peer := self._peers.get(saver)) is not None:
+            peer.offer = replace(peer.offer, cuts=(*peer.offer.cuts, order.cut)[-64:])
+        self.on_event("saved", {"step": order.cut.step, "bytes": saved.message.num_bytes})
+
+    # Writing
+
+    async def _write(self, record: RunRecord) -> None:
+        await self._persist(lambda: self._book.write(record))
+        self.record = record
+
+    async def _persist(self, work: Callable[[], Any]) -> Any:
+        """While the hub is away, again and again; a lease that passes on meanwhile ends us."""
+        while True:
+            try:
+                return await work()
+            except RetryableError as error:
+                logger.info("the hub does not answer: %s", error)
+                await asyncio.sleep(self._config.look_seconds)
+
+    def _spawn(self, work: Any) -> Any:
         task = asyncio.create_task(work)
-        running.tasks.add(task)
-        task.add_done_callback(running.tasks.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # For people
+
+    def overview(self) -> dict[str, Any]:
+        """Who does what now."""
+        layout, plan = self.layout, self._plan
+        return {
+            "step": self.record.step,
+            "life": self.record.life,
+            "loss": self.record.loss,
+            "phase": self._runner.phase,
+            "waits": self._told,
+            "first_blocks": list(self.record.starts),
+            "target_first_blocks": list(plan.layout.starts) if plan is not None else [],
+            "peers": {
+                name: {
+                    "serves": list(plan.serves.get(name, ())) if plan is not None else [],
+                    "listens": list(plan.listens.get(name, ())) if plan is not None else [],
+                    "feeds": peer.offer.feeds,
+                    "saves": peer.offer.saves,
+                    "standing": sorted(peer.standing),
+                    "loading": sorted(peer.blocks - peer.standing),
+                    "rate": peer.offer.rate,
+                    "why": plan.why.get(name, "") if plan is not None else "",
+                }
+                for name, peer in self._peers.items()
+            },
+            "stages": layout.num_stages if layout is not None else 0,
+            "cut_step": self.record.cut_step,
+            "morphs": list(self.record.morphs),
+            "moves": [
+                {"peer": m.server, "from": m.source, "to": m.target, "reason": m.reason} for m in self._staff.moves
+            ],
+        }

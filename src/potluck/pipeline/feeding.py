@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from potluck import tasks
 from potluck.clock import Clock
@@ -18,15 +18,23 @@ from potluck.faultpoints import reach
 from potluck.link.dispatch import Incoming
 from potluck.link.links import Links
 from potluck.pipeline.blocks import State
-from potluck.pipeline.messages import Fed, Feed, FeedItem, Forward, Lost, Returned
+from potluck.pipeline.following import Following
+from potluck.pipeline.messages import Fed, Feed, FeedItem, Forward, Locate, Located, Lost, Place, Returned
 from potluck.pipeline.pushing import HandOverError, Pusher
 from potluck.pipeline.routing import RouterConfig
 from potluck.pipeline.wire import RAW, encode_tensors
 
 logger = logging.getLogger(__name__)
 
-Source = Callable[[int, int, int], State]
-"""(step, id, samples) to a micro-batch."""
+
+class Source(Protocol):
+    """The run's data. Called in threads, several at a time."""
+
+    def batch(self, step: int, place: Place, first: int, samples: int) -> State:
+        """A micro-batch: so many samples, from the `first` on of those that the step has from this place on."""
+
+    def after(self, step: int, place: Place, samples: int) -> Place:
+        """Where the data go on after so many samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +56,7 @@ class Feeder:
     """One peer's data."""
 
     def __init__(
-        self, links: Links, clock: Clock, conductor: str, source: Source, config: FeederConfig | None = None
+        self, links: Links, clock: Clock, conductor: Following, source: Source, config: FeederConfig | None = None
     ) -> None:
         self._links = links
         self._conductor = conductor
@@ -58,26 +66,38 @@ class Feeder:
         self._feed: Feed | None = None
         self._task: asyncio.Task[None] | None = None
         self._returned: dict[int, asyncio.Future[float]] = {}
-        self._kept: dict[int, State] = {}
+        self._kept: dict[tuple[int, int], State] = {}  # (first, samples)
         self._kept_step = -1
         self.num_sent = 0
         links.handle(Feed, self._feed_came)
         links.handle(Returned, self._came_back)
+        links.handle(Locate, self._locate)
 
     async def close(self) -> None:
         """Stop. Idempotent."""
+        for kind in (Feed, Returned, Locate):
+            self._links.unhandle(kind)
         await tasks.end(self._task)
+
+    async def _locate(self, incoming: Incoming[Locate]) -> Located:
+        ask = incoming.message
+        place = await asyncio.to_thread(self._source.after, ask.step, ask.place, ask.samples)
+        return Located(place=place)
 
     def statistics(self) -> dict[str, int]:
         """Counters."""
         return {"sent": self.num_sent, "in_flight": len(self._returned), "kept": len(self._kept)}
 
-    def _feed_came(self, incoming: Incoming[Feed]) -> None:
+    async def _feed_came(self, incoming: Incoming[Feed]) -> None:
         feed = incoming.message
-        current = self._feed
-        if incoming.sender != self._conductor:
+        if not await self._conductor.accepts(incoming.sender):
             return
-        if current is not None and (feed.step, feed.attempt) <= (current.step, current.attempt):
+        current = self._feed
+        if (
+            current is not None
+            and feed.life == current.life
+            and (feed.step, feed.attempt) <= (current.step, current.attempt)
+        ):
             return
         self._feed = feed
         if self._task is not None:
@@ -85,7 +105,7 @@ class Feeder:
         self._returned.clear()
         self._pusher.forget_tasks()
         self._pusher.set_servers(feed.servers)
-        if feed.step != self._kept_step:
+        if feed.step != self._kept_step or (current is not None and feed.life != current.life):
             self._kept_step, self._kept = feed.step, {}
         self._task = asyncio.create_task(self._send_all(feed), name="pipeline-feed")
 
@@ -98,10 +118,11 @@ class Feeder:
 
     async def _send(self, feed: Feed, item: FeedItem, room: asyncio.Semaphore) -> None:
         try:
-            batch = self._kept.get(item.id)
+            key = (item.first, item.samples)
+            batch = self._kept.get(key)
             if batch is None:
-                batch = await asyncio.to_thread(self._source, feed.step, item.id, item.samples)
-                self._kept[item.id] = batch
+                batch = await asyncio.to_thread(self._source.batch, feed.step, feed.place, item.first, item.samples)
+                self._kept[key] = batch
             returned = self._returned[item.id] = asyncio.get_running_loop().create_future()
             specs, frames = encode_tensors(batch, RAW)
             message = Forward(
@@ -119,15 +140,21 @@ class Feeder:
             reach("pipeline.fed", step=feed.step, micro=item.id)
             loss = await returned
             fed = Fed(step=feed.step, attempt=feed.attempt, id=item.id, loss=loss)
-            await self._links.send(self._conductor, fed, timeout_seconds=self._config.timeout_seconds)
+            await self._links.send(self._conductor.peer, fed, timeout_seconds=self._config.timeout_seconds)
         except HandOverError as error:
-            lost = Lost(step=feed.step, attempt=feed.attempt, peer=error.peer, reason=error.reason[:500])
-            await self._links.send(self._conductor, lost, timeout_seconds=self._config.timeout_seconds)
+            await self._tell_lost(feed, error)
         except (PeerError, RetryableError) as error:
             logger.warning("the conductor cannot be told of micro-batch %d: %s", item.id, error)
         finally:
             self._returned.pop(item.id, None)
             room.release()
+
+    async def _tell_lost(self, feed: Feed, error: HandOverError) -> None:
+        lost = Lost(step=feed.step, attempt=feed.attempt, peer=error.peer, reason=error.reason[:500])
+        try:
+            await self._links.send(self._conductor.peer, lost, timeout_seconds=self._config.timeout_seconds)
+        except (PeerError, RetryableError) as failure:
+            logger.warning("the conductor cannot be told that %s is lost: %s", error.peer, failure)
 
     def _came_back(self, incoming: Incoming[Returned]) -> None:
         message, feed = incoming.message, self._feed

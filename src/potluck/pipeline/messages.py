@@ -1,5 +1,8 @@
 """What conductor, feeders and servers say to each other.
 
+anybody ─ Enlist ─▶ conductor       offers itself; again when the conductor changes
+conductor ─ Assignment ─▶ anybody   which blocks to hold, and to serve; answered by Accepted, later by Ready
+anybody ─ FetchUnit ─▶ a holder     a unit's state, piece by piece
 conductor ─ Begin ─▶ servers        the fence: a step's attempt; answered by Held
           ─ Feed ─▶ feeders         micro-batches to send; each is reported by Fed
 feeder ─ Forward ─▶ stage 0 ─ Forward ─▶ … last stage      answered by Pushed: done, busy or stale
@@ -16,9 +19,10 @@ from typing import Annotated, Literal
 import msgspec
 
 from potluck.messages import Message
-from potluck.pipeline.wire import TensorSpec
+from potluck.pipeline.wire import NamedSpec, TensorSpec
 
 MAX_STAGES = 1024
+MAX_UNITS = 4096
 MAX_MICRO_BATCHES = 1 << 16
 MAX_SERVERS = 4096
 
@@ -30,15 +34,52 @@ Words = Annotated[str, msgspec.Meta(max_length=500)]
 Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_SERVERS)]
 Micros = Annotated[tuple[Micro, ...], msgspec.Meta(max_length=MAX_MICRO_BATCHES)]
 Stages = Annotated[tuple[Stage, ...], msgspec.Meta(max_length=MAX_STAGES)]
+Blocks = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_UNITS)]
+ByUnit = Annotated[tuple[Names, ...], msgspec.Meta(max_length=MAX_UNITS)]
 ByStage = Annotated[tuple[Names, ...], msgspec.Meta(max_length=MAX_STAGES)]
 
 
-class Enlist(Message, frozen=True, kw_only=True, tag="pipeline.enlist"):
-    """A peer offers to serve these stages, or to feed."""
+class Place(Message, frozen=True, kw_only=True):
+    """Where a step's data begin: so many samples into a pass over a shard. Passes are numbered without end."""
 
+    number: Count = 0
+    skip: Count = 0
+
+
+class Cut(Message, frozen=True, kw_only=True):
+    """A state of the whole model on somebody's disk."""
+
+    step: Count
+    place: Place
+    loss_scale: float = 1.0
+
+
+class Enlist(Message, frozen=True, kw_only=True, tag="pipeline.enlist"):
+    """A peer says what it would do, and what it holds already."""
+
+    serves: bool = False
     stages: Stages = ()
-    listens: bool = False
+    """It insists on these; empty: where the run needs it."""
     feeds: bool = False
+    may_feed: bool = False
+    """It has the data, and feeds where nobody does who offers to."""
+    listens: bool = False
+    """It would hold a stage without computing."""
+    saves: bool = False
+    """It has a disk for cuts."""
+    room_bytes: Count = 0
+    """For blocks with all that training adds; 0: as much as it takes."""
+    rate: float = 0.0
+    """Samples per second of computing, in the stages that it serves; 0: not measured yet."""
+    life: Count = 0
+    at_step: Count = 0
+    standing: Blocks = ()
+    """Blocks that it holds, at that step of that life."""
+    cuts: Annotated[tuple[Cut, ...], msgspec.Meta(max_length=64)] = ()
+    saves_every: Count = 0
+    """Steps between cuts, where it saves."""
+    is_leaving: bool = False
+    """It is about to be gone: others take over, then it leaves."""
 
 
 class Enlisted(Message, frozen=True, kw_only=True, tag="pipeline.enlisted"):
@@ -47,12 +88,97 @@ class Enlisted(Message, frozen=True, kw_only=True, tag="pipeline.enlisted"):
     step: Count
 
 
+class Assignment(Message, frozen=True, kw_only=True, tag="pipeline.assignment"):
+    """What a peer is to hold. What it has beyond that it may forget."""
+
+    life: Count
+    step: Count
+    """The first step whose averages it will hear: a state as old as this, or newer, is what it needs."""
+    stages: Stages
+    """It serves them once it has their blocks."""
+    blocks: Blocks
+    holders: ByUnit
+    """Who has the state of each unit; nobody: it comes from the seed."""
+    cut: bool = False
+    """The state is that of a cut, on the disks of these holders."""
+    starts: Blocks = ()
+    """Of the layout that this is for."""
+    why: Words = ""
+
+
+class Accepted(Message, frozen=True, kw_only=True, tag="pipeline.accepted"):
+    """It holds, or loads, what it was assigned."""
+
+    standing: Blocks
+
+
+class Ready(Message, frozen=True, kw_only=True, tag="pipeline.ready"):
+    """These blocks stand at the run's step here."""
+
+    life: Count
+    step: Count
+    standing: Blocks
+
+
+class FetchUnit(Message, frozen=True, kw_only=True, tag="pipeline.fetch-unit"):
+    """A piece of a unit's state, please."""
+
+    unit: Count
+    life: Count
+    step: Count
+    """At least this step; with `is_exact` this one."""
+    is_exact: bool = False
+    is_cut: bool = False
+    offset: Count = 0
+
+
+class UnitPiece(Message, frozen=True, kw_only=True, tag="pipeline.unit-piece"):
+    """Bytes of a unit's state from an offset on; the frame has them."""
+
+    step: Count
+    num_bytes: Count
+    """Of the whole."""
+    digest: Name
+    """Of the whole: SHA-256."""
+    specs: Annotated[tuple[NamedSpec, ...], msgspec.Meta(max_length=1 << 16)] = ()
+    """With the first piece: what is in it."""
+
+
+class SaveCut(Message, frozen=True, kw_only=True, tag="pipeline.save-cut"):
+    """Write this step's state to disk, from these holders of each unit."""
+
+    life: Count
+    cut: Cut
+    holders: ByUnit
+
+
+class Saved(Message, frozen=True, kw_only=True, tag="pipeline.saved"):
+    """The cut is on disk."""
+
+    step: Count
+    num_bytes: Count
+
+
+class Locate(Message, frozen=True, kw_only=True, tag="pipeline.locate"):
+    """Where do the data of the next step begin?"""
+
+    step: Count
+    place: Place
+    samples: Count
+
+
+class Located(Message, frozen=True, kw_only=True, tag="pipeline.located"):
+    """There."""
+
+    place: Place
+
+
 class CommitNotice(Message, frozen=True, kw_only=True, tag="pipeline.commit-notice"):
     """A step that is committed: apply these averages, times the factor."""
 
     step: Count
     attempt: Count
-    digests: Annotated[tuple[Name, ...], msgspec.Meta(max_length=2 * MAX_STAGES)]
+    digests: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_UNITS)]
     factor: float
     is_applied: bool
 
@@ -71,7 +197,15 @@ class Begin(Message, frozen=True, kw_only=True, tag="pipeline.begin"):
     total_samples: Count
     loss_scale: float
     servers: ByStage
+    starts: Blocks
+    """The first block of each stage."""
+    life: Count = 0
+    """Counts how often the run went back to a cut."""
+    loss: float = 0.0
+    """Of the step before."""
     last: CommitNotice | None = None
+    pins: Blocks = ()
+    """Units whose state of this step is to be kept until it is fetched: a cut is made of them."""
 
 
 class StageIds(Message, frozen=True, kw_only=True):
@@ -87,6 +221,8 @@ class Held(Message, frozen=True, kw_only=True, tag="pipeline.held"):
     """The answer to Begin."""
 
     at_step: Count
+    standing: Blocks
+    """Blocks that it holds at that step."""
     held: Annotated[tuple[StageIds, ...], msgspec.Meta(max_length=MAX_STAGES)]
 
 
@@ -94,6 +230,8 @@ class FeedItem(Message, frozen=True, kw_only=True):
     """A micro-batch to send."""
 
     id: Micro
+    first: Count
+    """Of the step's samples, where this one begins."""
     samples: Count
     held_by: Stages = ()
 
@@ -105,6 +243,9 @@ class Feed(Message, frozen=True, kw_only=True, tag="pipeline.feed"):
     attempt: Count
     items: Annotated[tuple[FeedItem, ...], msgspec.Meta(max_length=MAX_MICRO_BATCHES)]
     servers: Names
+    place: Place
+    total_samples: Count
+    life: Count = 0
 
 
 class Fed(Message, frozen=True, kw_only=True, tag="pipeline.fed"):
@@ -170,15 +311,21 @@ class Contributor(Message, frozen=True, kw_only=True):
     stage: Stage
 
 
+class UnitOrder(Message, frozen=True, kw_only=True):
+    """Who averages one unit."""
+
+    unit: Count
+    contributors: Annotated[tuple[Contributor, ...], msgspec.Meta(max_length=MAX_SERVERS)]
+    listeners: Names = ()
+    """They hear all contributions and have none."""
+
+
 class AverageOrder(Message, frozen=True, kw_only=True, tag="pipeline.average-order"):
-    """Average each unit that you hold a part of, out of these contributions."""
+    """Average each of these units."""
 
     step: Count
     attempt: Count
-    units: Annotated[
-        tuple[Annotated[tuple[Contributor, ...], msgspec.Meta(max_length=MAX_SERVERS)], ...],
-        msgspec.Meta(max_length=2 * MAX_STAGES),
-    ]
+    units: Annotated[tuple[UnitOrder, ...], msgspec.Meta(max_length=MAX_UNITS)]
 
 
 class Part(Message, frozen=True, kw_only=True, tag="pipeline.part"):
@@ -213,4 +360,4 @@ class UnitAverage(Message, frozen=True, kw_only=True):
 class Averages(Message, frozen=True, kw_only=True, tag="pipeline.averages"):
     """The answer to an AverageOrder."""
 
-    units: Annotated[tuple[UnitAverage, ...], msgspec.Meta(max_length=2 * MAX_STAGES)]
+    units: Annotated[tuple[UnitAverage, ...], msgspec.Meta(max_length=MAX_UNITS)]

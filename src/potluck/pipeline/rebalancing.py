@@ -14,6 +14,7 @@ most once in `rest_seconds`, unless a stage is empty.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from potluck.errors import ConfigurationError
@@ -103,14 +104,14 @@ class Balancer:
         """Its rate is another one than was thought."""
         self._servers[server].rate = rate
 
-    def rebalance(self, now: float) -> tuple[Move, ...]:
-        """The moves to make now; they are made when this returns."""
+    def rebalance(self, now: float, *, fixed: AbstractSet[str] = frozenset()) -> tuple[Move, ...]:
+        """The moves to make now; they are made when this returns. Those that are `fixed` stay where they are."""
         before = self.rate
         planned = {name: server.stage for name, server in self._servers.items()}
         moves: list[tuple[str, int, int]] = []
         best_rate, best_length = before, 0
         for _ in range(len(self._servers)):
-            step = self._best_move(planned, {server for server, _, _ in moves}, now)
+            step = self._best_move(planned, fixed | {server for server, _, _ in moves}, now)
             if step is None:
                 break
             server, target = step
@@ -136,7 +137,7 @@ class Balancer:
             made.append(Move(server, source, target, reason))
         return tuple(made)
 
-    def _best_move(self, planned: Mapping[str, int], moved: set[str], now: float) -> tuple[str, int] | None:
+    def _best_move(self, planned: Mapping[str, int], moved: AbstractSet[str], now: float) -> tuple[str, int] | None:
         """The move to the slowest stage after which the slower of the two stages is fastest; None where none helps."""
         rates = self._rates(planned)
         target = min(range(len(rates)), key=lambda stage: (rates[stage], stage))

@@ -3,18 +3,19 @@
     Forward ─▶ queue ─▶ compute thread ─▶ pusher ─▶ a server of the next stage
     Backward ─▶ queue (before forwards) ─▶ compute thread ─▶ the server that the forward came from
 
-A machine that serves several consecutive stages has one `StageCompute` for each, and one thread for all of them. It
-takes no more forwards than it has room for: what waits and what could not be handed on yet counts.
+Which stages it serves, each attempt's Begin says. A machine that serves several consecutive ones has a `StageCompute`
+for each, and one thread for all. It takes no more forwards than it has room for: what waits and what could not be
+handed on yet counts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import math
+import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -29,7 +30,10 @@ from potluck.link.dispatch import Incoming
 from potluck.link.links import Links
 from potluck.pipeline.averaging import AverageTask, Share, StageGroup
 from potluck.pipeline.blocks import State
-from potluck.pipeline.compute import StageCompute
+from potluck.pipeline.compute import Recompute, StageCompute
+from potluck.pipeline.following import Following
+from potluck.pipeline.holding import Holding
+from potluck.pipeline.layout import Layout
 from potluck.pipeline.messages import (
     Applied,
     AverageOrder,
@@ -43,6 +47,8 @@ from potluck.pipeline.messages import (
     Pushed,
     Returned,
     StageIds,
+    UnitAverage,
+    UnitOrder,
 )
 from potluck.pipeline.pushing import HandOverError, Pusher
 from potluck.pipeline.routing import RouterConfig
@@ -50,6 +56,7 @@ from potluck.pipeline.wire import check_codec, decode_tensors, encode_tensors
 
 logger = logging.getLogger(__name__)
 
+RATE_SAMPLES, RATE_SECONDS = 32, 2.0  # of work behind a measured rate
 FIRST, SECOND = 0, 1  # backward frees memory and lets others go on: it comes before forward
 
 
@@ -62,6 +69,10 @@ class ServerConfig:
 
     codec: str = "raw"
     """Of activations and their gradients."""
+
+    recompute: Recompute = "auto"
+    keep_bytes: int = 1 << 30
+    """What graphs may take, where recomputation is automatic."""
 
     router: RouterConfig = field(default_factory=RouterConfig)
     """How many may be under way at a server of the next stage."""
@@ -84,6 +95,10 @@ class _Passing:
     adds: bool
 
 
+async def _nothing(begin: Begin) -> None:
+    """Nobody wants to know."""
+
+
 class StageServer:
     """One peer's stages."""
 
@@ -91,27 +106,29 @@ class StageServer:
         self,
         links: Links,
         clock: Clock,
-        conductor: str,
-        computes: Mapping[int, StageCompute],
+        self_id: str,
+        conductor: Following,
+        holding: Holding,
         group: StageGroup,
         config: ServerConfig | None = None,
+        run_seed: int = 0,
     ) -> None:
         self._links = links
+        self._clock = clock
+        self._self_id = self_id
         self._conductor = conductor
-        self._computes = dict(computes)
+        self._holding = holding
+        self._run_seed = run_seed
+        self._computes: dict[int, StageCompute] = {}
+        self._starts: tuple[int, ...] = ()
         self._group = group
         self._config = config or ServerConfig()
-        self._pushers = {
-            stage + 1: Pusher(links, clock, self._config.router, timeout_seconds=self._config.timeout_seconds)
-            for stage, compute in self._computes.items()
-            if not compute.is_last
-        }
+        self._pushers: dict[int, Pusher] = {}
         self._begun: Begin | None = None
         self._passing: dict[tuple[int, int], _Passing] = {}  # (stage, micro-batch) of this attempt
         self._unreachable: set[str] = set()
         self._averages: dict[int, Tensor] = {}
         self._digests: dict[int, str] = {}
-        self._at_step = 0
         self._jobs: asyncio.PriorityQueue[tuple[int, int, Callable[[], Coroutine[Any, Any, None]]]] = (
             asyncio.PriorityQueue()
         )
@@ -119,8 +136,12 @@ class StageServer:
         self._waiting: set[tuple[int, int]] = set()  # (stage, micro-batch): not computed, or not handed on
         self._attempt_tasks: set[asyncio.Task[None]] = set()
         self._worker: asyncio.Task[None] | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="potluck-stage")
         self.num_computed = 0
+        self.busy_seconds = 0.0
+        self.samples_done = 0
+        self._rate = 0.0
+        self.begun_at = -math.inf
+        self.on_begin: Callable[[Begin], Coroutine[Any, Any, None]] = _nothing
         links.handle(Begin, self._begin)
         links.handle(Forward, self._forward)
         links.handle(Backward, self._backward)
@@ -133,31 +154,51 @@ class StageServer:
 
     async def close(self) -> None:
         """Stop. Idempotent."""
+        for kind in (Begin, Forward, Backward, AverageOrder, CommitNotice):
+            self._links.unhandle(kind)
         await tasks.end(self._worker, *self._attempt_tasks)
-        self._pool.shutdown(wait=True, cancel_futures=True)
 
     @property
     def at_step(self) -> int:
         """How many steps are behind the state that this server holds."""
-        return self._at_step
+        return self._holding.step
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Those that it serves in this attempt."""
+        return tuple(self._computes)
+
+    def rate(self) -> float:
+        """Samples per second of computing in one stage, lately; 0: too few to tell."""
+        if self.samples_done >= RATE_SAMPLES and self.busy_seconds > RATE_SECONDS:
+            self._rate = self.samples_done / self.busy_seconds
+            self.samples_done, self.busy_seconds = 0, 0.0
+        return self._rate
 
     def statistics(self) -> dict[str, int]:
         """Counters."""
-        return {"computed": self.num_computed, "waiting": len(self._waiting), "at_step": self._at_step}
+        return {"computed": self.num_computed, "waiting": len(self._waiting), "at_step": self.at_step}
 
     # The fence
 
     async def _begin(self, incoming: Incoming[Begin]) -> Held | None:
         begin = incoming.message
-        if incoming.sender != self._conductor:
+        if not await self._conductor.accepts(incoming.sender):
             raise ProtocolError("only the conductor begins a step")
         current = self._begun
-        if current is not None and (begin.step, begin.attempt) <= (current.step, current.attempt):
+        if (
+            current is not None
+            and current.life == begin.life
+            and (begin.step, begin.attempt) <= (current.step, current.attempt)
+        ):
             raise ProtocolError(f"attempt {begin.attempt} of step {begin.step} is over")
-        if begin.last is not None and begin.last.step == self._at_step:
+        if begin.last is not None and begin.last.step == self.at_step and begin.life == self._holding.life:
             await self._take_step(begin.last)  # the notice was lost: this server was frozen, or the conductor new
-        is_new_step = current is None or begin.step != current.step
+        if begin.life == self._holding.life:
+            await self._holding.advance(begin.step)
+        is_new_step = current is None or begin.step != current.step or begin.life != current.life
         self._begun = begin
+        self.begun_at = self._clock.monotonic()
         self._group.forget(begin.step, begin.attempt)
         self._averages.clear()
         self._digests.clear()
@@ -167,6 +208,7 @@ class StageServer:
             self._unreachable.clear()
         for task in self._attempt_tasks:
             task.cancel()
+        self._serve(begin)
         for stage, pusher in self._pushers.items():
             pusher.forget_tasks()
             pusher.set_servers(begin.servers[stage], unreachable=frozenset(self._unreachable))
@@ -175,7 +217,41 @@ class StageServer:
             for stage, compute in self._computes.items()
             for added in [compute.fence(begin.step, begin.attempt)]
         ]
-        return Held(at_step=self._at_step, held=tuple(held))
+        await self.on_begin(begin)
+        standing = self._holding.standing if begin.life == self._holding.life else ()
+        return Held(at_step=self.at_step, standing=standing, held=tuple(held))
+
+    def _serve(self, begin: Begin) -> None:
+        """Be ready for the stages that the conductor counts on us for, as far as their blocks stand here."""
+        if begin.starts != self._starts:
+            self._starts, self._computes, self._pushers = begin.starts, {}, {}
+        blueprint, blocks = self._holding.blueprint, self._holding.blocks
+        stages = Layout(blueprint.num_blocks, begin.starts).stages
+        served = [stage for stage, names in enumerate(begin.servers) if self._self_id in names]
+        old = self._computes
+        self._computes = {}
+        for stage in served:
+            if begin.step != self.at_step or not self._holding.stands(stages[stage]):
+                continue
+            known = old.get(stage)
+            if known is not None and all(known.blocks[number] is blocks[number] for number in stages[stage]):
+                self._computes[stage] = known
+                continue
+            self._computes[stage] = StageCompute(
+                stage=stage,
+                stages=stages,
+                blocks={number: blocks[number] for number in stages[stage]},
+                ties=blueprint.ties,
+                num_blocks=blueprint.num_blocks,
+                run_seed=self._run_seed,
+                recompute=self._config.recompute,
+                keep_bytes=self._config.keep_bytes,
+            )
+        wanted = [stage + 1 for stage, compute in self._computes.items() if not compute.is_last]
+        self._pushers = {stage: self._pushers.get(stage) or self._pusher() for stage in wanted}
+
+    def _pusher(self) -> Pusher:
+        return Pusher(self._links, self._clock, self._config.router, timeout_seconds=self._config.timeout_seconds)
 
     def _is_current(self, step: int, attempt: int) -> bool:
         begun = self._begun
@@ -226,6 +302,8 @@ class StageServer:
         if outputs is None:
             return
         reach("pipeline.forwarded", step=message.step, stage=message.stage, micro=message.id)
+        if not self._is_current(message.step, message.attempt):
+            return
         if compute.is_last:
             self._waiting.discard((message.stage, message.id))
             assert self._begun is not None
@@ -286,6 +364,7 @@ class StageServer:
         )
         if found is None:
             return
+        self.samples_done += passing.samples
         reach("pipeline.added", step=step, stage=compute.stage, micro=micro)
         self._spawn(self._hand_back(compute.stage, step, attempt, micro, passing.sender, found, loss))
 
@@ -310,7 +389,7 @@ class StageServer:
             self._unreachable.add(peer)
         lost = Lost(step=step, attempt=attempt, peer=peer, reason=reason[:500])
         try:
-            await self._links.send(self._conductor, lost, timeout_seconds=self._config.timeout_seconds)
+            await self._links.send(self._conductor.peer, lost, timeout_seconds=self._config.timeout_seconds)
         except (PeerError, RetryableError) as error:
             logger.warning("the conductor cannot be told that %s is lost: %s", peer, error)
 
@@ -319,48 +398,40 @@ class StageServer:
     async def _average(self, incoming: Incoming[AverageOrder]) -> Averages:
         order = incoming.message
         begun = self._begun
-        if incoming.sender != self._conductor or begun is None or not self._is_current(order.step, order.attempt):
+        if begun is None or not self._is_current(order.step, order.attempt):
             raise ProtocolError(f"attempt {order.attempt} of step {order.step} is not the one under way here")
-        reach("pipeline.averaging", step=order.step, stage=min(self._computes))
+        first = min(self._computes, default=-1)
+        reach("pipeline.averaging", step=order.step, stage=first)
         divisor = begun.total_samples * begun.loss_scale
-        units = sorted({unit for compute in self._computes.values() for unit in compute.units})
-        reports = []
-        for unit in units:
-            shares = [
-                Share(stage, *compute.contribution(unit))
-                for stage, compute in self._computes.items()
-                if unit in compute.units
-            ]
-            task = AverageTask(order.step, order.attempt, unit, order.units[unit], divisor)
-            average, report = await self._group.average(task, shares, timeout_seconds=self._config.timeout_seconds)
-            if not self._is_current(order.step, order.attempt):
-                raise ProtocolError(f"attempt {order.attempt} of step {order.step} is over")
-            self._averages[unit], self._digests[unit] = average, report.digest
-            reports.append(report)
-        reach("pipeline.averaged", step=order.step, stage=min(self._computes))
+        running = [asyncio.create_task(self._average_unit(order, each, divisor)) for each in order.units]
+        try:
+            reports = await asyncio.gather(*running)
+        finally:
+            await tasks.end(*running)
+        reach("pipeline.averaged", step=order.step, stage=first)
         return Averages(units=tuple(reports))
 
+    async def _average_unit(self, order: AverageOrder, each: UnitOrder, divisor: float) -> UnitAverage:
+        stages = {c.stage for c in each.contributors if c.server == self._self_id}
+        shares = [Share(stage, *self._computes[stage].contribution(each.unit)) for stage in sorted(stages)]
+        task = AverageTask(order.step, order.attempt, each.unit, each.contributors, each.listeners, divisor)
+        average, report = await self._group.average(task, shares, timeout_seconds=self._config.timeout_seconds)
+        if not self._is_current(order.step, order.attempt):
+            raise ProtocolError(f"attempt {order.attempt} of step {order.step} is over")
+        self._averages[each.unit], self._digests[each.unit] = average, report.digest
+        return report
+
     async def _commit(self, incoming: Incoming[CommitNotice]) -> Applied:
-        if incoming.sender != self._conductor:
+        if not await self._conductor.accepts(incoming.sender):
             raise ProtocolError("only the conductor tells of commits")
-        if incoming.message.step == self._at_step:
-            await self._take_step(incoming.message)
-        return Applied(step=self._at_step)
+        await self._take_step(incoming.message)
+        return Applied(step=self.at_step)
 
     async def _take_step(self, commit: CommitNotice) -> None:
-        """Apply the averages, if they are those that were committed; otherwise this server stays behind."""
-        if any(commit.digests[unit] != digest for unit, digest in self._digests.items()):
-            logger.warning("step %d was committed with other averages than those here", commit.step)
-            return
-        held = {unit for compute in self._computes.values() for unit in compute.units}
-        if held - self._averages.keys():
-            return
-        if commit.is_applied:
-            for compute in self._computes.values():
-                averages = {unit: self._averages[unit] for unit in compute.units}
-                await self._in_thread(partial(compute.apply, averages, commit.factor))
-        self._at_step = commit.step + 1
-        reach("pipeline.applied", step=commit.step, stage=min(self._computes))
+        """Apply the averages where they are those that were committed; what lacks them is loaded again."""
+        stages = self.stages
+        if await self._holding.committed(commit, dict(self._averages), dict(self._digests)):
+            reach("pipeline.applied", step=commit.step, stage=min(stages, default=-1))
 
     # Work
 
@@ -378,7 +449,14 @@ class StageServer:
                     self._spawn(self._tell_lost(self._begun.step, self._begun.attempt, "", reason))
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        def timed() -> Any:
+            started = time.perf_counter()
+            try:
+                return work()
+            finally:
+                self.busy_seconds += time.perf_counter() - started
+
+        return await self._holding.in_thread(timed)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

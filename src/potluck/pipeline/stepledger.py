@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 
@@ -118,7 +118,12 @@ class Member:
     """A server, or one that only listens until it is needed."""
 
     stages: tuple[int, ...]
+    """Whose blocks it holds."""
     listens: bool = False
+    units: frozenset[int] | None = None
+    """Whose averages it hears; None: those of its stages. One that is still loading hears more than it holds."""
+    spare: tuple[int, ...] = ()
+    """Stages that it holds beside those that it serves, and serves when nobody else does."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +155,9 @@ class StepLedger:
     members: dict[str, Member]
     feeders: list[str]
     units: tuple[tuple[int, ...], ...] = ()
-    """The stages of each unit; one unit per stage when empty."""
+    """The stages of each unit, none where it has no parameters; one unit per stage when empty."""
     attempt: int = 0
+    """Of a conductor's term: later terms begin at larger numbers."""
     phase: Phase = Phase.FENCING
     _held: dict[str, dict[int, frozenset[int]]] = field(default_factory=dict)
     _waiting: dict[int, str] = field(default_factory=dict)  # id -> its feeder
@@ -161,7 +167,13 @@ class StepLedger:
 
     def __post_init__(self) -> None:
         self.members, self.feeders = dict(self.members), list(self.feeders)
+        self._before = self.attempt
         self.units = self.units or tuple((stage,) for stage in range(self.num_stages))
+
+    @property
+    def num_attempts(self) -> int:
+        """How often this term has tried."""
+        return self.attempt - self._before
 
     @property
     def ids(self) -> range:
@@ -198,7 +210,7 @@ class StepLedger:
         """A member answers the fence: what it has added, by stage."""
         if attempt != self.attempt or self.phase is not Phase.FENCING or member not in self.members:
             return []
-        stages = self.members[member].stages
+        stages = (*self.members[member].stages, *self.members[member].spare)
         if any(stage not in stages or any(micro not in self.ids for micro in ids) for stage, ids in held.items()):
             return self.gone(member, "it claims what is not its own")
         self._held[member] = {stage: frozenset(ids) for stage, ids in held.items() if ids}
@@ -287,7 +299,7 @@ class StepLedger:
         if not self.feeders:
             return []  # until one joins, and the step is begun again
         self.phase = Phase.FEEDING
-        if self.attempt > 1:
+        if self.num_attempts > 1:
             self.num_replayed += len(items)
         shares: dict[str, list[Item]] = {}
         for place, item in enumerate(items):
@@ -303,6 +315,9 @@ class StepLedger:
     def _commit(self) -> list[Action]:
         digests, squared, excluded = [], 0.0, []
         for unit in range(len(self.units)):
+            if not self.units[unit]:  # it has no parameters
+                digests.append("")
+                continue
             reports = {member: self._reports[unit, member] for member in self._holders(unit)}
             counts = Counter(report.digest for report in reports.values())
             most = max(counts.values())
@@ -324,8 +339,14 @@ class StepLedger:
     # Who holds what
 
     def _holders(self, unit: int) -> tuple[str, ...]:
-        stages = set(self.units[unit])
-        return tuple(sorted(name for name, member in self.members.items() if stages & set(member.stages)))
+        return tuple(sorted(name for name in self.members if self.hears(name, unit)))
+
+    def hears(self, name: str, unit: int) -> bool:
+        """Whether a member gets the average of this unit."""
+        member, stages = self.members[name], self.units[unit]
+        if not stages:
+            return False
+        return unit in member.units if member.units is not None else bool(set(stages) & set(member.stages))
 
     @property
     def servers(self) -> tuple[tuple[str, ...], ...]:
@@ -339,13 +360,14 @@ class StepLedger:
         """A stage without servers takes the first of its listeners."""
         for stage, servers in enumerate(self.servers):
             if not servers:
-                for name in sorted(self.members):
-                    if stage in self.members[name].stages:
-                        self.members[name] = Member(self.members[name].stages)
+                for name, member in sorted(self.members.items()):
+                    if stage in member.stages or stage in member.spare:
+                        stages = tuple(sorted({*(() if member.listens else member.stages), stage}))
+                        self.members[name] = replace(member, listens=False, stages=stages)
                         break
 
     def _lost(self) -> list[Action]:
-        held = {stage for member in self.members.values() for stage in member.stages}
+        held = {stage for member in self.members.values() for stage in (*member.stages, *member.spare)}
         lost = tuple(stage for stage in range(self.num_stages) if stage not in held)
         if lost:
             self.phase = Phase.LOST

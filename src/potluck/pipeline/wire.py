@@ -8,7 +8,7 @@ all stages alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -49,6 +49,46 @@ class TensorSpec(Message, frozen=True, kw_only=True):
     codec: Annotated[str, msgspec.Meta(max_length=16)] = RAW
     needs_grad: bool = False
     """Its gradient is wanted back."""
+
+
+class NamedSpec(Message, frozen=True, kw_only=True):
+    """A tensor among the bytes of a unit's state."""
+
+    name: Annotated[str, msgspec.Meta(max_length=512)]
+    dtype: Annotated[str, msgspec.Meta(max_length=16)]
+    shape: Annotated[tuple[Extent, ...], msgspec.Meta(max_length=8)]
+
+
+def pack(tensors: Mapping[str, Tensor]) -> tuple[tuple[NamedSpec, ...], Tensor]:
+    """Named tensors as one run of bytes, in memory of its own."""
+    specs = tuple(NamedSpec(name=n, dtype=NAMES[t.dtype], shape=tuple(t.shape)) for n, t in tensors.items())
+    whole = torch.empty(sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
+    offset = 0
+    for tensor in tensors.values():
+        if tensor.nbytes:
+            values = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+            whole[offset : offset + tensor.nbytes] = values
+        offset += tensor.nbytes
+    return specs, whole
+
+
+def unpack(specs: Sequence[NamedSpec], whole: Tensor) -> dict[str, Tensor]:
+    """What `pack` made; ProtocolError where the bytes are not what the specs say."""
+    found, offset = {}, 0
+    for spec in specs:
+        dtype = DTYPES.get(spec.dtype)
+        count = math.prod(spec.shape)
+        if dtype is None or count > MAX_VALUES:
+            raise ProtocolError(f"a tensor of {spec.dtype} {spec.shape} is unknown here: dropped")
+        num_bytes = count * dtype.itemsize
+        if offset + num_bytes > len(whole):
+            raise ProtocolError("a state that ends too soon: dropped")
+        piece = whole[offset : offset + num_bytes].clone()  # of its own, so that it is aligned
+        found[spec.name] = (piece.view(dtype) if num_bytes else torch.empty(0, dtype=dtype)).reshape(spec.shape)
+        offset += num_bytes
+    if offset != len(whole):
+        raise ProtocolError("a state with more bytes than tensors: dropped")
+    return found
 
 
 def check_codec(name: str) -> None:

@@ -122,10 +122,11 @@ class Recipe(ABC, Generic[C]):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The mean loss of a batch."""
 
-    def blocks(self) -> list[nn.Module]:
-        """The model as a list of modules for a pipeline: the first takes the batch, the last returns the mean loss.
+    def blocks(self) -> Iterable[nn.Module]:
+        """The model as modules for a pipeline: the first takes the batch, the last returns the mean loss.
 
-        What a block returns is what the next one takes; labels travel along. An `nn.Sequential` is cut by itself.
+        What a block returns is what the next one takes; labels travel along. An `nn.Sequential` is cut by itself. Where
+        this is a generator, a machine makes only the blocks that it serves.
         """
         from potluck.pipeline.blocks import cut
 

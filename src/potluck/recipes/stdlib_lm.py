@@ -65,10 +65,12 @@ class StdlibLM(Recipe[Config]):
         """A small decoder-only transformer."""
         return Transformer(self.config)
 
-    def blocks(self) -> list[nn.Module]:
-        """One block per layer, between the embeddings and the loss."""
-        model = Transformer(self.config)
-        return [Embeddings(model), *(Layer(block, None) for block in model.blocks), NextByte(model)]
+    def blocks(self) -> Iterator[nn.Module]:
+        """One block per layer, between the embeddings and the loss; each is made by itself."""
+        yield Embeddings(self.config)
+        for _ in range(self.config.layers):
+            yield Layer(with_small_values(Block(self.config)), None)
+        yield NextByte(self.config)
 
     def check_data(self, data: Any) -> None:
         """The model has places for its context, and no more."""
@@ -162,6 +164,14 @@ def _read(files: Iterable[Path]) -> Tensor:
     return torch.frombuffer(bytearray(b"\n".join(path.read_bytes() for path in files)), dtype=torch.uint8)
 
 
+def with_small_values(model: nn.Module) -> nn.Module:
+    """The same, with first values of its matrices as GPT-2 has them."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+    return model
+
+
 class Block(nn.Module):
     """Attention over what came before, and a layer of neurons."""
 
@@ -190,9 +200,11 @@ class Block(nn.Module):
 class Embeddings(nn.Module):
     """A pipeline's first block: bytes to vectors, and the bytes to guess."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        self.bytes, self.places = model.bytes, model.places
+        self.bytes = nn.Embedding(NUM_BYTES, config.width)
+        self.places = nn.Embedding(config.context, config.width)
+        with_small_values(self)
 
     def forward(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """Vectors of all bytes but the last; all but the first."""
@@ -204,9 +216,11 @@ class Embeddings(nn.Module):
 class NextByte(nn.Module):
     """A pipeline's last block: the loss."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        self.norm, self.head = model.norm, model.head
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, NUM_BYTES, bias=False)
+        with_small_values(self)
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy of the next byte."""
@@ -224,9 +238,7 @@ class Transformer(nn.Module):
         self.blocks = nn.Sequential(*(Block(config) for _ in range(config.layers)))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, NUM_BYTES, bias=False)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
+        with_small_values(self)
 
     def forward(self, text: Tensor) -> Tensor:
         """Logits for each place."""

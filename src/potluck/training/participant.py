@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from potluck import tasks
-from potluck.errors import StoppedError
+from potluck.errors import ConfigurationError, StoppedError
 from potluck.peer.session import Session
 from potluck.run.joined import Joined
 from potluck.training.manifest.manifest import Manifest
@@ -140,6 +140,8 @@ Event = (
     | NotHandedIn
 )
 
+TakeStage = Callable[[NoticeBoard, Manifest], Coroutine[Any, Any, None]]
+
 
 class Participant:
     """One peer that trains what the manifest says. Lives in a thread of its own."""
@@ -153,11 +155,12 @@ class Participant:
         prepare: Callable[[Manifest], None] = lambda _manifest: None,
         recipe_file: Path | None = None,
         hand_in_seconds: float = HAND_IN_SECONDS,
+        take_stage: TakeStage | None = None,
     ) -> None:
         """`configure` says how this machine trains; `prepare` sees to packages, consent and files.
 
         `recipe_file` is this machine's copy of a recipe that is not built in. On leaving, the next epoch is waited for
-        up to `hand_in_seconds`.
+        up to `hand_in_seconds`. `take_stage` is what this peer does in a pipeline, on the event loop, until it leaves.
         """
         self._run = run
         self._configure = configure
@@ -165,6 +168,7 @@ class Participant:
         self._prepare = prepare
         self._recipe_file = recipe_file
         self._hand_in_seconds = hand_in_seconds
+        self._take_stage = take_stage
         self._trainer: Trainer | None = None
         self._is_paused = False
 
@@ -188,6 +192,9 @@ class Participant:
         check_ready(manifest, self._recipe_file)
         if (epoch := run.call(last_epoch(run.peer.session, manifest))) is not None:
             self._tell(RunIsOver(epoch))
+            return None
+        if manifest.pipeline is not None:
+            self._serve_stage(board, manifest)
             return None
         return (self._train if manifest.paths is None else self._train_paths)(board, manifest, stop)
 
@@ -231,6 +238,12 @@ class Participant:
             on_handing_in=lambda samples: tell(HandingIn(samples)),
             on_failure=lambda why: tell(NotHandedIn(why)),
         )
+
+    def _serve_stage(self, board: NoticeBoard, manifest: Manifest) -> None:
+        if self._take_stage is None:
+            raise ConfigurationError("this run is a pipeline: take part in it with `potluck join`")
+        self._tell(Prepared("torch"))
+        self._run.call(self._take_stage(board, manifest))
 
     def _train_paths(self, board: NoticeBoard, first: Manifest, stop: threading.Event) -> TrainProgress:
         from potluck.recipes.catalogue import open_recipe

@@ -24,8 +24,10 @@ from potluck.training.manifest.method import (
     ExchangeSettings,
     OptimizerSpec,
     Patience,
+    PipelineSpec,
     ScheduleSpec,
     SyncSettings,
+    check_staged,
     check_together,
 )
 from potluck.training.manifest.pathspec import PathSpec, Route
@@ -39,6 +41,7 @@ __all__ = [
     "OptimizerSpec",
     "PathSpec",
     "Patience",
+    "PipelineSpec",
     "Route",
     "ScheduleSpec",
     "Settings",
@@ -101,6 +104,7 @@ class Manifest(Message, frozen=True, kw_only=True):
     exchange: ExchangeSettings = ExchangeSettings()
     patience: Patience = Patience()
     evaluation: Evaluation = Evaluation()
+    pipeline: PipelineSpec | None = None  # the model is cut into stages
     files: Annotated[tuple[FileRef, ...], msgspec.Meta(max_length=MAX_FILES)] = ()  # that the host serves
     downloads: Annotated[tuple[DownloadRef, ...], msgspec.Meta(max_length=MAX_FILES)] = ()  # from elsewhere
     requirements: Annotated[tuple[Requirement, ...], msgspec.Meta(max_length=MAX_REQUIREMENTS)] = ()  # as pip has them
@@ -130,6 +134,8 @@ class Manifest(Message, frozen=True, kw_only=True):
             training = self.newest.training
             if training.asynchronous or training.num_fragments > 1 or training.overlap_steps:
                 raise ConfigurationError("[paths] has no asynchronous, num_fragments or overlap_steps: leave them out")
+        if self.pipeline is not None:
+            check_staged(self.newest.training, self.exchange, self.evaluation)
 
     @property
     def newest(self) -> Settings:

@@ -201,3 +201,33 @@ class Patience(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     load_seconds: Positive = 600.0  # while the run's state is loaded, and nothing comes
     slowest_line: Annotated[float, msgspec.Meta(ge=1024.0)] = 32 * 1024.0  # bytes per second: deadlines have room for
     most_round_minutes: Positive = 60.0  # a round that takes longer is given up, whatever moves
+
+
+class PipelineSpec(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a model that no machine holds is cut."""
+
+    stages: Literal["auto"] | Annotated[int, msgspec.Meta(ge=1, le=1024)] = "auto"
+    micro_batch: Literal["auto"] | Annotated[int, msgspec.Meta(ge=1)] = "auto"
+    recompute: Literal["auto", "always", "never"] = "auto"
+    codec: Literal["raw", "float16", "bfloat16", "blockwise8"] = "raw"
+
+
+def check_staged(training: SyncSettings | DiLoCoSettings, exchange: ExchangeSettings, evaluation: Evaluation) -> None:
+    """ConfigurationError where a pipeline cannot do what the rest of the run asks for."""
+    if not isinstance(training, SyncSettings):
+        raise ConfigurationError(
+            'a pipeline trains with algorithm = "sync": its step is one large batch. DiLoCo between whole pipelines is '
+            "not there yet: leave out [pipeline], or set the algorithm"
+        )
+    if training.local_updates or training.delay_averaging or training.average_state_every:
+        raise ConfigurationError(
+            "a pipeline's step is exactly the large batch: leave out local_updates, delay_averaging and "
+            "average_state_every"
+        )
+    if exchange.compression != "none" or exchange.aggregator != "mean":
+        raise ConfigurationError(
+            'a pipeline averages whole sums: set compression = "none" and aggregator = "mean" under [exchange]. How '
+            "activations travel is the codec under [pipeline]"
+        )
+    if evaluation.every_epochs:
+        raise ConfigurationError("every_epochs under [evaluation] does not work with [pipeline] yet: leave it out")

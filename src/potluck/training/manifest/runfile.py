@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -27,6 +27,7 @@ from potluck.training.manifest.manifest import (
     Options,
     PathSpec,
     Patience,
+    PipelineSpec,
     Route,
     ScheduleSpec,
     Seed,
@@ -42,15 +43,6 @@ FILE_NAME = "run.toml"
 MAX_FILE_BYTES = 64 * 1024
 _FIELDS = {"sync": frozenset(SyncSettings.__struct_fields__), "diloco": frozenset(DiLoCoSettings.__struct_fields__)}
 _told: set[tuple[Path | str, ...]] = set()  # a file is read several times, and told of once
-
-
-class PipelineSpec(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a model that no machine holds is cut."""
-
-    stages: Literal["auto"] | Annotated[int, msgspec.Meta(ge=1, le=1024)] = "auto"
-    micro_batch: Literal["auto"] | Annotated[int, msgspec.Meta(ge=1)] = "auto"
-    recompute: Literal["auto", "always", "never"] = "auto"
-    codec: Literal["raw", "float16", "bfloat16", "blockwise8"] = "raw"
 
 
 class RunFile(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,7 +67,7 @@ class RunFile(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     patience: Patience = Patience()
     evaluation: Evaluation = Evaluation()
     pipeline: PipelineSpec | None = None
-    """For `potluck plan`."""
+    """For a model that no machine holds."""
     paths: PathSpec | None = None
     """For a sparse model of many paths."""
     curriculum: tuple[dict[str, Any], ...] = ()
@@ -130,14 +122,12 @@ def manifest_of(found: RunFile, folder: Path) -> Manifest:
 
 
 def _manifest_of(found: RunFile, folder: Path) -> Manifest:
+    from potluck.pipeline.blueprint import Blueprint
+    from potluck.pipeline.layout import check_num_stages
     from potluck.recipes.catalogue import open_recipe, refer_to  # needs torch, which reading a run.toml does not
     from potluck.recipes.recipe import data_of
     from potluck.training.manifest.shipping import downloads_of, files_of, requirements_of
 
-    if found.pipeline is not None:
-        raise ConfigurationError(
-            "[pipeline] can be planned (`potluck plan`), but not hosted in this version: leave it out to host the run"
-        )
     ref = refer_to(found.recipe, folder)
     own = folder / found.recipe
     recipe = open_recipe(ref, found.model, own, folder_files(folder))
@@ -150,6 +140,9 @@ def _manifest_of(found: RunFile, folder: Path) -> Manifest:
         data=msgspec.to_builtins(recipe.data),
         end_epoch=found.end_epoch,
     )
+    if found.pipeline is not None:
+        blueprint = Blueprint.of(recipe.blocks, found.seed)
+        check_num_stages(blueprint.num_blocks, 1 if found.pipeline.stages == "auto" else found.pipeline.stages)
     settings = _planned(first, found.curriculum)
     for entry in settings:
         data_of(recipe, entry.data)
@@ -174,6 +167,7 @@ def _manifest_of(found: RunFile, folder: Path) -> Manifest:
         paths=found.paths,
         routes=routes,
         requirements=requirements_of(recipe, found.requirements),
+        pipeline=found.pipeline,
     )
 
 

@@ -30,7 +30,14 @@ STATE_TENSORS = {"adam": 3, "adamw": 3, "sgd": 2, "lamb": 3, "larc": 2, "muon": 
 
 def inner_optimizer(spec: OptimizerSpec, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer over a model's parameters, by the model's own names: a checkpoint says what is in it."""
-    groups = parameter_groups(spec, dict(model.named_parameters()), _embedding_shapes(model))
+    return optimizer_of(spec, dict(model.named_parameters()), _embedding_shapes(model))
+
+
+def optimizer_of(
+    spec: OptimizerSpec, named: Mapping[str, torch.Tensor], embeddings: frozenset[tuple[int, ...]] = frozenset()
+) -> torch.optim.Optimizer:
+    """The same over parameters that have no model around them."""
+    groups = parameter_groups(spec, named, embeddings)
     options: dict[str, Any] = {"lr": spec.learning_rate, "weight_decay": spec.weight_decay}
     if spec.name in ("sgd", "larc", "muon"):
         options["momentum"] = spec.beta1

@@ -1,0 +1,61 @@
+"""One server of bench_pipeline.py. It ends with its input.
+
+python pipeline_member.py '{"link": …, "size": …, "conductor": …, "stage": …, "recompute": …}'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+import torch
+import uvloop
+
+from pipelinetoy import SEED, SIZES
+from potluck.hub.joinlink import JoinLink, fetch_address
+from potluck.peer.identity import Identity
+from potluck.pipeline.blueprint import Blueprint
+from potluck.pipeline.following import Following
+from potluck.pipeline.holding import Holding
+from potluck.pipeline.member import MemberConfig, Part, PipelineMember
+from potluck.pipeline.serving import ServerConfig
+from potluck.pipeline.unitstate import Optimizing
+from potluck.run.peer import Peer, PeerConfig
+from potluck.testing.polling import poll_until
+
+
+async def main() -> None:
+    arguments = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    link = JoinLink.parse(arguments["link"])
+    identity = Identity.temporary()
+    peer = Peer(
+        await fetch_address(link),
+        link.run,
+        identity,
+        PeerConfig(name="server", link=link, listen=("tcp://127.0.0.1:0",), trusted_lan=True),
+    )
+    await peer.start()
+    toy = SIZES[arguments["size"]]
+    holding = Holding(
+        Blueprint.of(toy.blocks, SEED), Optimizing(lambda named: torch.optim.SGD(named.values(), lr=1e-3))
+    )
+    await poll_until(lambda: peer.session.roster.get(arguments["conductor"]), 60, "the conductor")
+    member = PipelineMember(
+        peer.links,
+        peer.clock,
+        peer.peer_id,
+        Following(arguments["conductor"]),
+        holding,
+        Part(serves=True, stages=(arguments["stage"],)),
+        config=MemberConfig(server=ServerConfig(recompute=arguments["recompute"])),
+    )
+    await member.start()
+    await asyncio.to_thread(sys.stdin.read)
+    await member.close()
+    await peer.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

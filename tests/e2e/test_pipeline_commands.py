@@ -1,0 +1,110 @@
+"""A pipeline with the real commands: `potluck host`, `join`, `join --feed`, `pipeline`; a server is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commandline import PATIENCE_SECONDS, Terminal, until_event
+from safetensors.torch import load_file
+
+from potluck.testing.polling import poll_until_sync
+from potluck.testing.processes import ManagedProcess
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+RUN = """\
+name = "bakery"
+recipe = "stdlib-lm"
+
+[model]
+width = 16
+layers = 2
+heads = 2
+context = 16
+
+[training]
+algorithm = "sync"
+target_batch_size = 16
+
+[optimizer]
+learning_rate = 1e-2
+
+[schedule]
+warmup_epochs = 0
+
+[pipeline]
+stages = 2
+"""
+
+
+def steps(process: ManagedProcess) -> list[dict[str, Any]]:
+    lines = [line for line in process.output().splitlines() if line.startswith('{"event":"pipeline step"')]
+    return [json.loads(line) for line in lines]
+
+
+def until_steps(process: ManagedProcess, count: int) -> None:
+    poll_until_sync(lambda: len(steps(process)) >= count, PATIENCE_SECONDS, f"{count} steps")
+
+
+@pytest.mark.timeout(500)
+def test_two_stages_train_lose_a_server_and_go_on(terminal: Terminal) -> None:
+    folder = terminal.folder / "bakery"
+    folder.mkdir()
+    (folder / "run.toml").write_text(RUN)
+    hub = terminal.folder / "hub"
+    host = terminal.start(
+        "host", folder, "--folder", hub, "--listen", "127.0.0.1", "--no-dashboard", "--backup-every", "4", "--json",
+        **ONE_THREAD,
+    )  # fmt: skip
+    link = until_event(host, "ready")["link"]
+    until_event(host, "pipeline conducting")
+
+    def join(name: str, *options: str) -> ManagedProcess:
+        place = ("--identity-path", terminal.folder / f"{name}.key")
+        return terminal.start(
+            "join", link, "--json", "--yes", "--name", name, *options, *place, name=name, **ONE_THREAD
+        )
+
+    ada, bob, feeder = join("ada"), join("bob"), join("carl", "--feed")
+    stages = [until_event(process, "stage") for process in (ada, bob)]
+    assert all(event["why"] for event in stages)
+    until_event(feeder, "feeding")
+    until_steps(host, 12)
+    shown = terminal.ask("pipeline", link)
+    served = sorted(stage for peer in shown["peers"].values() for stage in peer["serves"])
+    assert served == [0, 1]
+    assert shown["stages"] == 2
+
+    os.kill(bob.pid, signal.SIGKILL)
+    bob.wait(PATIENCE_SECONDS)
+    until_event(host, "pipeline gone")
+    before = len(steps(host))
+    until_steps(host, before + 4)
+    dora = join("dora")
+    until_event(dora, "stage")
+    until_steps(host, len(steps(host)) + 8)
+    losses = [step["loss"] for step in steps(host)]
+    numbers = [step["step"] for step in steps(host)]
+    assert numbers == list(range(len(numbers))), "no step is lost, and none is taken twice"
+    assert losses[-1] < losses[0] - 0.5
+
+    for process in (ada, feeder, dora):
+        os.kill(process.pid, signal.SIGINT)
+    for process in (ada, feeder, dora):
+        assert process.wait(PATIENCE_SECONDS) == 0, process.output()
+    os.kill(host.pid, signal.SIGINT)
+    assert host.wait(PATIENCE_SECONDS) == 0, host.output()
+    look_at_the_whole_model(terminal, folder, hub)
+
+
+def look_at_the_whole_model(terminal: Terminal, folder: Path, hub: Path) -> None:
+    said = terminal.ask("pipeline", "generate", folder, "--folder", hub, **ONE_THREAD)
+    assert said["step"] >= 4
+    assert said["evaluation_loss"] > 0
+    file = terminal.folder / "model.safetensors"
+    terminal.run("pipeline", "export", folder, "--folder", hub, "--to", file)
+    assert load_file(file)["bytes.weight"].shape == (256, 16)

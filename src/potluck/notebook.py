@@ -68,7 +68,6 @@ def take_part(
     config = TrainConfig(batch_size=batch_size, device=device, precision=precision, max_steps=max_steps)
     find_devices(device)  # before anybody is looked for
     copy = None if recipe is None else Path(recipe)
-    config = replace(config, recipe_file=copy)
     if copy is not None:
         compile_source(read_source(copy), copy)
     _make_ready(link, yes, copy, screen)

@@ -402,7 +402,8 @@ async def _try_out(run_file: Path) -> bool:
     False where it cannot be tried, since its data are not here.
     """
     from potluck.cli import console
-    from potluck.training.manifest.runfile import manifest_of, read_run_file
+    from potluck.errors import ConfigurationError
+    from potluck.training.manifest.runfile import manifest_of, read_run_file, with_line
 
     trial = await console.import_slowly("potluck.training.trainer.trial")
     from potluck.recipes.catalogue import open_recipe
@@ -414,7 +415,10 @@ async def _try_out(run_file: Path) -> bool:
         recipe = open_recipe(
             manifest.recipe, manifest.model, run_file.parent / found.recipe, folder_files(run_file.parent)
         )
-        return bool(trial.try_out(recipe, manifest))
+        try:
+            return bool(trial.try_out(recipe, manifest))
+        except ConfigurationError as error:
+            raise with_line(error, run_file) from error
 
     return await asyncio.to_thread(work)
 

@@ -11,21 +11,33 @@ import typer
 def init(
     folder: Annotated[Path, typer.Argument(help="The folder to make; its name becomes the run's.")],
     recipe: Annotated[
-        str, typer.Option(help="What to train: stdlib-lm, digits, or own for a recipe to change as you like.")
+        str,
+        typer.Option(
+            help="What to train: stdlib-lm, digits, hf-causal-lm, hf-masked-lm, image-classifier, or own for a recipe "
+            "to change as you like."
+        ),
     ] = "own",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Your texts (.txt, .jsonl, .parquet) or your folder of pictures: copied beside run.toml."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
     """Write a run.toml that explains itself, and a recipe to start from. Both work as they are.
 
-    Example: [bold]potluck init my-run && potluck host my-run[/bold]
+    Examples: [bold]potluck init my-run && potluck host my-run[/bold]
+
+    [bold]potluck init bread --recipe hf-causal-lm --data texts.jsonl[/bold]
     """
     from potluck.errors import ConfigurationError
     from potluck.hub.subjects import check_run_name
-    from potluck.training.manifest.skeleton import RECIPE_FILE, files_of_a_run
+    from potluck.training.manifest.skeleton import RECIPE_FILE, data_of_recipe, files_of_a_run
 
     name = check_run_name(folder.resolve().name)
-    files = files_of_a_run(name, recipe)
+    if data is not None and not data.exists():
+        raise ConfigurationError(f"--data {data}: there is no such file or folder")
+    files = files_of_a_run(name, recipe, data.name if data is not None else "")
     there = [file for file in files if (folder / file).exists()]
     if there and not force:
         raise ConfigurationError(f"{folder} has {' and '.join(there)} already: choose another folder, or --force")
@@ -33,6 +45,8 @@ def init(
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
             (folder / file).write_text(text, encoding="utf-8")
+        if data is not None:
+            _copy(data, folder / data.name)
     except OSError as error:
         raise ConfigurationError(f"{folder} cannot be written ({error.strerror}): choose another folder") from error
     if as_json:
@@ -42,5 +56,18 @@ def init(
         return
     typer.echo(f"Wrote {', '.join(str(folder / file) for file in files)}.")
     if RECIPE_FILE in files:
-        typer.echo(f"Change {folder / RECIPE_FILE} as you like; whoever joins needs the same file, by --recipe.")
+        typer.echo(f"Change {folder / RECIPE_FILE} as you like; the host serves it to whoever joins.")
+    if data is None and (needed := data_of_recipe(recipe)):
+        typer.echo(f"Put your own data into {folder / needed}, or name them in {folder / 'run.toml'}.")
     typer.echo(f"Start the run:  potluck host {folder}")
+
+
+def _copy(source: Path, target: Path) -> None:
+    import shutil
+
+    if target.exists() and source.samefile(target):
+        return
+    if source.is_dir():
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    else:
+        shutil.copyfile(source, target)

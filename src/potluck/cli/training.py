@@ -134,9 +134,9 @@ async def _train(
     config = TrainConfig(
         batch_size=options.batch_size,
         device=options.device,
-        recipe_file=options.recipe,
         precision=options.precision,
         compile=options.compile,
+        shard=options.shard,
         max_steps=options.max_steps,
         receipts=receipts_path(receipts_folder(), first.run),
         num_readers=options.n_workers,

@@ -49,6 +49,11 @@ class Config(RecipeConfig, frozen=True, kw_only=True):
             raise ConfigurationError(f"held_out={self.held_out}: take a share above 0 and below 1, as 0.01")
         if self.pretrained and not self.base:
             raise ConfigurationError("pretrained=true needs a base: the name of a checkpoint")
+        if self.pretrained and self.tokenizer == TRAIN:
+            raise ConfigurationError(
+                f"tokenizer={TRAIN!r} makes tokens that the weights of {self.base!r} do not know: with pretrained=true "
+                f"take tokenizer = {self.base!r}"
+            )
 
 
 class Data(RecipeConfig, frozen=True, kw_only=True):
@@ -100,6 +105,7 @@ class LanguageModel(Recipe[Config]):
     def prepare(self, folder: Path) -> Sequence[str]:
         """The tokenizer, trained unless it is there; and the files with the texts."""
         needed = [] if self.data.dataset else [self.data.files]
+        num_texts = 0 if self.data.dataset else rows.check_files(self._local_files(), self.data.column)
         if self.config.tokenizer == TRAIN:
             path = folder / tokenizing.TRAINED_FILE
             if not path.exists():
@@ -113,9 +119,28 @@ class LanguageModel(Recipe[Config]):
                 )
         if self._tokenizer_file_name:
             needed.append(self._tokenizer_file_name)
+        if num_texts:
+            self._check_split(num_texts)
         needs_datasets = bool(self.data.dataset) or self.data.files.endswith(".parquet")
         self.requirements = ("transformers>=5", *(["datasets>=3.2"] if needs_datasets else []))
         return needed
+
+    def _check_split(self, num_texts: int) -> None:
+        """ConfigurationError where local texts make no sample to train on, or none to evaluate by."""
+        held_out = sum(1 for shard in range(self.num_shards) for _ in self._texts(shard, held_out=True))
+        about = (
+            f"held_out={self.config.held_out}: of {num_texts} texts, {held_out} are held out, and the others make no "
+            if held_out == num_texts
+            else f"held_out={self.config.held_out}: of {num_texts} texts, {held_out} are held out, which make no "
+        )
+        advice = (
+            f"sample of {self.length} tokens. Take another share, a shorter context, more data, or cut long texts into "
+            "several"
+        )
+        generator = torch.Generator().manual_seed(0)
+        trained = (sample for shard in range(self.num_shards) for sample in self.samples(shard, generator))
+        if held_out == num_texts or next(trained, None) is None or not self._evaluated():
+            raise ConfigurationError(about + advice)
 
     # The model
 
@@ -139,6 +164,12 @@ class LanguageModel(Recipe[Config]):
             made = auto.from_pretrained(self.config.base, dtype=torch.float32, **self.config.config)
         else:
             made = auto.from_config(self._model_config())
+        rows_of = made.get_input_embeddings().num_embeddings
+        if len(self.tokenizer) > rows_of:
+            raise ConfigurationError(
+                f"tokenizer={self.config.tokenizer!r} has {len(self.tokenizer)} tokens, and the model knows {rows_of}: "
+                "take the model's own tokenizer, or leave vocab_size out of [model.config]"
+            )
         made.train()
         found: nn.Module = made
         return found
@@ -152,11 +183,21 @@ class LanguageModel(Recipe[Config]):
         options = {"vocab_size": len(tokenizer), **ids, **options}
         try:
             if self.config.base:
-                return AutoConfig.from_pretrained(self.config.base, **options)
-            return AutoConfig.for_model(self.config.architecture, **options)
+                made = AutoConfig.from_pretrained(self.config.base, **options)
+            else:
+                made = AutoConfig.for_model(self.config.architecture, **options)
         except (OSError, ValueError, TypeError) as error:
             what = self.config.base or self.config.architecture
             raise ConfigurationError(f"[model] transformers makes no config of {what!r}: {error}") from error
+        places = getattr(made, "max_position_embeddings", None)
+        if isinstance(places, int) and 0 < places < self.config.context:
+            if "max_position_embeddings" in options or "n_positions" in options:
+                raise ConfigurationError(
+                    f"context={self.config.context}: the model has places for {places} tokens. Take a shorter context, "
+                    "or set max_position_embeddings under [model.config]"
+                )
+            made.max_position_embeddings = self.config.context
+        return made
 
     # Data
 
@@ -179,11 +220,14 @@ class LanguageModel(Recipe[Config]):
                 streaming=data.streaming,
             )
         else:
-            files = self.files.matching(data.files)
-            if not files:
-                raise ConfigurationError(f"files={data.files!r}: the run has no such file")
-            found = rows.local_rows(files, data.column, shard, self.num_shards)
+            found = rows.local_rows(self._local_files(), data.column, shard, self.num_shards)
         return (text for text in found if text.strip() and rows.is_held_out(text, share) == held_out)
+
+    def _local_files(self) -> list[Path]:
+        files = self.files.matching(self.data.files)
+        if not files:
+            raise ConfigurationError(f"files={self.data.files!r}: the run has no such file")
+        return files
 
     def _encode(self, text: str) -> list[int]:
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -214,11 +258,14 @@ class LanguageModel(Recipe[Config]):
 
     # Evaluation
 
-    @cached_property
-    def _held_out(self) -> list[Sample]:
+    def _evaluated(self) -> list[Sample]:
         generator = torch.Generator().manual_seed(0)
         texts = (text for shard in range(self.num_shards) for text in self._texts(shard, held_out=True))
-        found = [self.masked(block, generator) for block in islice(self._blocks(texts), self.config.evaluation_samples)]
+        return [self.masked(block, generator) for block in islice(self._blocks(texts), self.config.evaluation_samples)]
+
+    @cached_property
+    def _held_out(self) -> list[Sample]:
+        found = self._evaluated()
         if not found:
             raise ConfigurationError(
                 f"held_out={self.config.held_out}: the texts held out make no sample of {self.length} tokens. Take a "

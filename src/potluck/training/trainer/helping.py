@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Self
 
 from potluck.optim.collaboration import Collaboration
 from potluck.optim.helper import Helper
 from potluck.round.averager import RoundPeer
 from potluck.run.group import Group, LinkedPeer, group_of
+from potluck.run.joined import Joined
 from potluck.state.config import StateConfig
 from potluck.training.books.ballot import BallotDesk
 from potluck.training.books.contributions import ContributionDesk
 from potluck.training.books.historydesk import HistoryDesk
-from potluck.training.books.receipts import ReceiptDesk
+from potluck.training.books.receipts import ReceiptDesk, ReceiptKeeper
 from potluck.training.books.shards import ShardDesk
 from potluck.training.manifest.manifest import Manifest
 from potluck.training.manifest.notice import NoticeBoard
@@ -43,6 +45,24 @@ class Desks:
         await self.contributions.close()
         await self.history.close()
         await self.ballot.close()
+
+
+def open_desks(run: Joined, collaboration: Collaboration, manifest: Callable[[], Manifest | None]) -> None:
+    """Have a trainer be ready to do what coordinators do: in a private run trainers are. They close with the run."""
+
+    async def opened() -> Desks:
+        return Desks(collaboration.peer, collaboration, manifest)
+
+    run.attach(run.call(opened()).close)
+
+
+def keep_receipts(run: Joined, collaboration: Collaboration, path: Path) -> None:
+    """Have a trainer keep its receipts in this file, as long as it is in the run."""
+
+    async def kept() -> ReceiptKeeper:
+        return ReceiptKeeper(collaboration.peer, collaboration.averager.lease.view, path)
+
+    run.attach(run.call(kept()).close)
 
 
 class AuxiliaryWork:

@@ -338,7 +338,7 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
         parts.push_async_callback(DashboardChild(replace(work.dashboard, recipe=recipe), as_json).close)
     if work.dashboard is None or _evaluates(helper.board):  # monitors elsewhere show what the model says, too
         previews = await console.import_slowly("potluck.monitor.previews")
-        previewer = _previewer(previews, host, helper.board, recipe)
+        previewer = _previewer(previews, host, helper, recipe)
         previewer.start()
         parts.push_async_callback(previewer.close)
     await asyncio.Event().wait()
@@ -356,7 +356,7 @@ def _often_enough(work: Work) -> Backing:
     return replace(work.backups, every_epochs=min(every, work.backups.every_epochs)) if every else work.backups
 
 
-def _previewer(module: Any, host: Host, board: NoticeBoard, recipe: Path | None) -> Previewer:
+def _previewer(module: Any, host: Host, helper: AuxiliaryWork, recipe: Path | None) -> Previewer:
     """What the model says, and on held-out data what it is worth: kept, judged, and rolled back where it must be."""
     from potluck.monitor.evaluating import Evaluations
     from potluck.training.books.contributions import read_book
@@ -368,7 +368,7 @@ def _previewer(module: Any, host: Host, board: NoticeBoard, recipe: Path | None)
             await helm.roll_back(backup, by="gate", reason=reason)
 
     assert host.peer is not None
-    session = host.peer.session
+    session, board = host.peer.session, helper.board
     history = session.hub.store("history")
     folder = host.config.hub.folder
     evaluations = Evaluations(folder / "states", history, lambda: board.manifest, roll_back)
@@ -378,7 +378,9 @@ def _previewer(module: Any, host: Host, board: NoticeBoard, recipe: Path | None)
         book, _revision = await read_book(session)
         write_contributors(folder / "states", book)
 
-    previewer: Previewer = module.Previewer(folder, lambda: board.manifest, history, recipe, made)
+    previewer: Previewer = module.Previewer(
+        folder, lambda: board.manifest, history, recipe, made, helper.evaluations.figures_at
+    )
     if _evaluates(board):
         previewer.every_seconds = EVALUATE_EVERY_SECONDS
     return previewer

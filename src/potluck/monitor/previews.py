@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from potluck import tasks
@@ -42,11 +42,14 @@ class Previewer:
         history: Store,
         recipe_file: Path | None = None,
         on_made: Callable[[Preview, BackupInfo], Awaitable[None]] | None = None,
+        shared: Callable[[int], Mapping[str, float] | None] = lambda _epoch: None,
     ) -> None:
         """`folder` is that of the run; `manifest` returns the newest one; `history` can be written.
 
-        `on_made` is called with each preview, and the backup that it is of.
+        `on_made` is called with each preview, and the backup that it is of. `shared` tells what trusted trainers found
+        at an epoch, so that it need not be evaluated here.
         """
+        self._shared = shared
         self._on_made = on_made
         self.problem = ""  # why there are no new ones
         self.every_seconds = EVERY_SECONDS
@@ -103,6 +106,7 @@ class Previewer:
             await self._history.put(preview_key(place), encode(made))
             self._newest = made.epoch
             self.counts["made"] += 1
+            self.counts["shared"] += self._shared(made.epoch) is not None
             if self._on_made is not None:
                 await self._on_made(made, info)
         self.problem = ""
@@ -132,5 +136,5 @@ class Previewer:
             load(model, snapshot.tensors())
         finally:
             snapshot.release()
-        text, figures = preview(recipe, model)
+        text, figures = preview(recipe, model, self._shared(info.epoch))
         return Preview(epoch=info.epoch, at=info.saved_at, text=text[:LONGEST_PREVIEW], figures=figures)

@@ -14,6 +14,7 @@ from potluck.run.joined import Joined
 from potluck.state.config import StateConfig
 from potluck.training.books.ballot import BallotDesk
 from potluck.training.books.contributions import ContributionDesk
+from potluck.training.books.evaluations import EvaluationDesk
 from potluck.training.books.historydesk import HistoryDesk
 from potluck.training.books.receipts import ReceiptDesk, ReceiptKeeper
 from potluck.training.books.shards import ShardDesk
@@ -70,6 +71,7 @@ class AuxiliaryWork:
 
     def __init__(self, group: Group, board: NoticeBoard, helper: Helper, desks: Desks) -> None:
         self.board = board
+        self.evaluations = EvaluationDesk(group)
         self._group = group
         self._helper = helper
         self._desks = desks

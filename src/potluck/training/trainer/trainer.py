@@ -35,6 +35,7 @@ from potluck.training.books.shards import MAX_READERS, LeasedShards
 from potluck.training.manifest.curriculum import data_at
 from potluck.training.manifest.manifest import Manifest, Settings, Sync
 from potluck.training.trainer.batchsize import BatchSearch, find_batch_size, to_device
+from potluck.training.trainer.evaluating import share_evaluation
 from potluck.training.trainer.feed import AHEAD_BATCHES, Feed
 from potluck.training.trainer.helping import keep_receipts, open_desks
 from potluck.training.trainer.inner import STATE_TENSORS
@@ -187,6 +188,7 @@ class Trainer:
         """Samples of this peer that committed epochs hold."""
         self.optimizer.collaboration.averager.listen(self._committed)
         self._loss = SmoothedLoss()
+        self._evaluated_epoch = self.optimizer.epoch
 
     def _is_to_be_sharded(self, manifest: Manifest) -> bool:
         if len(self.devices) == 1:
@@ -249,6 +251,7 @@ class Trainer:
                     feed = self._open_feed()
                 if self._step(feed):
                     self._tell(started)
+                    self._share_evaluation()
                     if self.steps % MEMORY_EVERY_STEPS == 0 and self._memory.is_exceeded():
                         self._halve_batches(feed)
         except StoppedError:  # while it caught up with the others; what it has done may still be handed in
@@ -256,6 +259,17 @@ class Trainer:
         finally:
             feed.close()
         return self._progress(started)
+
+    def _share_evaluation(self) -> None:
+        """At an epoch that is due, evaluate this peer's part, if it is trusted to (evaluating.py)."""
+        epoch, every = self.optimizer.epoch, self._manifest().evaluation.every_epochs
+        if not every or epoch % every or epoch == self._evaluated_epoch or self.is_sharded:
+            return
+        self._evaluated_epoch = epoch
+        try:
+            share_evaluation(self._run, self.optimizer, self._recipe, self.model)
+        except ConfigurationError as error:  # the host evaluates too, and training goes on
+            logger.warning("this peer takes no part in evaluating: %s", error)
 
     def _wait_while_paused(self, started: float, stop: threading.Event) -> float:
         """Do nothing, and say so, until the run goes on or `stop` is set; how many seconds that took."""

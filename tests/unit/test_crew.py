@@ -58,6 +58,9 @@ def _warm_up() -> None:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=FileStore(f"{folder}/meeting", 1), rank=0, world_size=1)
         DistributedDataParallel(torch.nn.Linear(1, 1))(torch.ones(1, 1)).sum().backward()  # torch keeps the last one
+        cut = sharding.in_parts(torch.nn.Linear(1, 1), torch.device("cpu"), 1)
+        cut(torch.ones(1, 1)).sum().backward()
+        sharding.let_go(cut)
         dist.destroy_process_group()
 
 

@@ -54,7 +54,8 @@ def init(
 
         console.print_json({"run": name, "folder": str(folder), "files": [str(folder / file) for file in files]})
         return
-    typer.echo(f"Wrote {', '.join(str(folder / file) for file in files)}.")
+    written = [*files, *([data.name] if data is not None else [])]
+    typer.echo(f"Wrote {', '.join(str(folder / file) for file in written)}.")
     if RECIPE_FILE in files:
         typer.echo(f"Change {folder / RECIPE_FILE} as you like; the host serves it to whoever joins.")
     if data is None and (needed := data_of_recipe(recipe)):

@@ -176,6 +176,8 @@ class Crew:
                 process.kill()
                 process.join()
             process.close()
+        if self._spec.is_sharded:
+            sharding.let_go(self.computing)
         self.computing = self._model
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -83,6 +83,13 @@ def hand_up(parts: nn.Module, whole: nn.Module | None) -> None:
         dict(whole.named_buffers())[name].copy_(buffer)  # type: ignore[union-attr]
 
 
+def let_go(parts: nn.Module) -> None:
+    """Have nothing hold the connections any more: torch keeps meshes for good, and they hold their groups."""
+    for parameter in parts.parameters():
+        mesh: Any = getattr(parameter, "device_mesh", None)
+        getattr(mesh, "_pg_registry", {}).clear()
+
+
 def _local(parameter: Tensor) -> Tensor:
     found: Tensor = parameter.to_local()  # type: ignore[attr-defined]
     return found

@@ -8,6 +8,7 @@ optimizers.py  from the manifest to torch's optimizers and ours       models.py:
 feed.py        batches, shard after shard                             trial.py: the recipe, tried by the host first
 batchsize.py   how large a batch this machine can take                machine.py: device and memory     hours.py: when
 precision.py   float32, bfloat16 or float16, by device                crew.py: several devices, one peer
+sharding.py    a model that fits on none of them, in parts            evaluating.py: part of a shared evaluation
 smoothed.py    the loss, read only when it is told
 ownloop.py     potluck.Optimizer and potluck.DiLoCo: a program's own loop, with the settings of the run
 helping.py     what aux peers do, and coordinators                    leaving.py: finished work is handed in

@@ -47,16 +47,16 @@ def share_evaluation(run: Joined, optimizer: SharedOptimizer, recipe: Recipe[Any
 @contextmanager
 def _shared_weights(optimizer: SharedOptimizer, model: nn.Module) -> Iterator[None]:
     """Have the model hold what all share, in evaluation mode, and afterwards what it held."""
-    own: dict[str, torch.Tensor] = {}
+    own: list[tuple[torch.Tensor, torch.Tensor]] = []
     was_training = model.training
     model.eval()
     if isinstance(optimizer, DiLoCo):
         for name, parameter in optimizer.method.state.model.items():
-            own[name] = parameter.detach().clone()
+            own.append((parameter, parameter.detach().clone()))
             parameter.copy_(optimizer.method.shared[name])
     try:
         yield
     finally:
-        for name, parameter in optimizer.method.state.model.items() if own else ():
-            parameter.copy_(own[name])
+        for tensor, value in own:
+            tensor.copy_(value)
         model.train(was_training)

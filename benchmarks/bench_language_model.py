@@ -1,9 +1,12 @@
 """A language model of transformers trained by three slow peers, and by one alone for the same time.
 
-    python benchmarks/bench_language_model.py [--epochs 30] [--most-seconds 900]
+    scripts/bench language_model [--epochs 30] [--most-seconds 900]
+    scripts/bench language_model --large [--epochs 4]      # 26 M parameters: exported, and loaded by transformers alone
 
 All by the real commands: a host with hf-causal-lm, a tokenizer that it trains itself, texts that it serves; peers that
 have nothing but the link, each held to two thirds of a core. Prints the held-out loss of both runs as JSON.
+`share_of_cores` is the processor time that peers had of what they were allowed; `share_of_computing` are the tokens of
+three peers, against three times those of the one that is alone and waits for nobody.
 """
 
 from __future__ import annotations
@@ -40,28 +43,49 @@ name = "{name}"
 recipe = "hf-causal-lm"
 [model]
 architecture = "llama"
-vocabulary = 4096
+vocabulary = {vocabulary}
 context = {context}
 shards = 64
 held_out = 0.02
 evaluation_samples = 128
 [model.config]
-hidden_size = 192
-intermediate_size = 512
-num_hidden_layers = 6
-num_attention_heads = 6
+hidden_size = {width}
+intermediate_size = {hidden}
+num_hidden_layers = {layers}
+num_attention_heads = {heads}
 tie_word_embeddings = true
 [data]
 files = "texts.jsonl"
 [training]
 algorithm = "diloco"
 inner_steps = 10
+outer_momentum = {momentum}
+overlap_steps = {overlap}
+keep_overlap_work = true
 grace_seconds = 20.0
 [optimizer]
 learning_rate = 2e-3
 decay_vectors = false
 [schedule]
 warmup_epochs = 3
+"""
+
+SMALL = {"vocabulary": 4096, "width": 192, "hidden": 512, "layers": 6, "heads": 6}
+LARGE = {"vocabulary": 8192, "width": 512, "hidden": 1376, "layers": 7, "heads": 8}
+# Nothing of Potluck: what somebody does who was given the folder.
+GENERATE = """
+import json, sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+tokens = tokenizer("def __init__(self", return_tensors="pt")
+made = model.generate(**tokens, max_new_tokens=24, do_sample=False)
+assert "potluck" not in sys.modules
+print(json.dumps({
+    "parameters": sum(p.numel() for p in model.parameters()),
+    "missing": sorted(info["missing_keys"]), "unexpected": sorted(info["unexpected_keys"]),
+    "text": tokenizer.decode(made[0]),
+}))
 """
 
 
@@ -105,7 +129,7 @@ class Held:
             self.process.kill()
 
 
-def make_run(folder: Path, name: str) -> None:
+def make_run(folder: Path, name: str, shape: dict[str, int], outer: dict[str, float]) -> None:
     """A run's folder: texts are the source of Python's own library."""
     folder.mkdir()
     texts, size = [], 0
@@ -118,16 +142,17 @@ def make_run(folder: Path, name: str) -> None:
         if size > TEXT_BYTES:
             break
     (folder / "texts.jsonl").write_text("\n".join(texts) + "\n")
-    (folder / "run.toml").write_text(RUN.format(name=name, context=CONTEXT))
+    (folder / "run.toml").write_text(RUN.format(name=name, context=CONTEXT, **shape, **outer))
 
 
 class Company:
     """A host and its peers."""
 
-    def __init__(self, folder: Path, name: str, num_peers: int) -> None:
+    def __init__(self, folder: Path, name: str, num_peers: int, size: dict[str, int], outer: dict[str, float]) -> None:
         self.folder, self.name = folder, name
         self.events: list[tuple[float, int, dict[str, Any]]] = []
-        make_run(folder / "run", name)
+        self.used_before: list[float] = []
+        make_run(folder / "run", name, size, outer)
         place = ["--folder", str(folder / "hub"), "--listen", "127.0.0.1", "--no-dashboard", "--backup-every", "1"]
         self.host = self._start(["host", str(folder / "run"), *place, "--json"], folder / "host-data", -1)
         link = self._until(-1, "ready")["link"]
@@ -177,12 +202,13 @@ class Company:
         for number in range(len(self.peers)):
             self._until(number, "progress", 600)
         started = time.monotonic()
+        self.used_before = [peer.cpu_seconds for peer in self.peers]
         while time.monotonic() - started < seconds and (epochs is None or self.epoch() < epochs):
             time.sleep(0.5)
         return time.monotonic() - started
 
     def end(self) -> dict[str, Any]:
-        used = [peer.cpu_seconds for peer in self.peers]
+        used = [peer.cpu_seconds - before for peer, before in zip(self.peers, self.used_before, strict=True)]
         samples = sum(
             max(
                 (each["samples"] for _, who, each in self.events if who == n and each["event"] == "progress"), default=0
@@ -217,27 +243,51 @@ class Company:
             "held_out_loss": round(after, 4),
         }
 
+    def export(self) -> dict[str, Any]:
+        """By the command, and loaded by a program that knows transformers alone."""
+        target = self.folder / "export"
+        command = ["checkpoint", "export", str(target), "--folder", str(self.folder / "hub"), "--format", "hf"]
+        data = str(self.folder / "host-data")
+        environment = {**os.environ, "POTLUCK_DATA": data, "XDG_DATA_HOME": data}
+        subprocess.run([sys.executable, "-m", "potluck.cli", *command], env=environment, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", GENERATE, str(target)], capture_output=True, text=True, check=True, cwd=self.folder
+        )
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return {**found, "files": sorted(path.name for path in target.iterdir())}
+
 
 def main() -> None:
     parser = harness.parser(__doc__, repeats=None)  # and nothing outlives us
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--most-seconds", type=float, default=900.0)
+    parser.add_argument("--momentum", type=float, default=0.5, help="of the outer step; few of them swing with more")
+    parser.add_argument("--overlap", type=int, default=4, help="local steps while an exchange is under way")
+    parser.add_argument("--large", action="store_true", help="26 M parameters, three peers, and an export")
     parser.add_argument("--folder", type=Path, default=None, help="Where to work and leave the runs; else removed.")
     given = parser.parse_args()
+    size, seconds = (LARGE if given.large else SMALL), given.most_seconds
+    outer = {"momentum": given.momentum, "overlap": given.overlap}
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
         results: dict[str, Any] = {"load_average": os.getloadavg()}
-        seconds = given.most_seconds
         for name, num_peers, epochs in (("three", 3, given.epochs), ("one", 1, None)):
+            if given.large and name == "one":
+                continue
             (folder / name).mkdir(parents=True)
-            company = Company(folder / name, name, num_peers)
+            company = Company(folder / name, name, num_peers, size, outer)
             seconds = company.train(epochs, seconds)
             figures = company.end()
             figures["seconds"] = round(seconds, 1)
             figures["tokens_per_second"] = round(figures["samples"] * CONTEXT / seconds, 1)
-            figures["share_of_computing"] = round(sum(figures["cpu_seconds"]) / (num_peers * SHARE * seconds), 2)
+            figures["share_of_cores"] = round(sum(figures["cpu_seconds"]) / (num_peers * SHARE * seconds), 2)
+            if given.large:
+                figures["export"] = company.export()
             results[name] = figures
             print(json.dumps({name: figures}), file=sys.stderr, flush=True)
+        if not given.large:
+            three, one = results["three"]["tokens_per_second"], results["one"]["tokens_per_second"]
+            results["share_of_computing"] = round(three / (3 * one), 2)
         print(json.dumps(results))
 
 

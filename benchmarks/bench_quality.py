@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +40,9 @@ from potluck.round.codecs import CodecChoice, EncodedChunk
 from potluck.round.member.reduction import encode_values, reduce_chunk
 from potluck.round.plan.chunks import ChunkGrid
 from potluck.round.plan.layout import Layout
+from potluck.training.manifest.method import OptimizerSpec
+from potluck.training.trainer.inner import parameter_groups
+from potluck.training.trainer.muon import Muon
 from toylm import Corpus, corpus, loss_of, make_model
 
 NUM_PEERS = 4
@@ -96,6 +99,7 @@ def sharing(
 def ways() -> dict[str, Way]:
     """All that are compared. Learning rates are the best of a few tried for each kind, not for each way."""
     shared, local = 1e-2, 5e-3  # large batches; steps on a peer's own batch
+    muon_shared, muon_local = 1e-2, 5e-3
 
     def calm() -> Nesterov:  # of few outer steps, momentum makes swings
         return Nesterov(0.7, 0.5)
@@ -105,6 +109,15 @@ def ways() -> dict[str, Way]:
         return Way(method=method, lr=local, steps_per_round=20, batch_sizes=UNEVEN)
 
     sparse = {"outer": lambda: OuterSGD(0.7), "transform": SparseLoCo}
+
+    def sparseloco(inner_steps: int, rate: float, keep: int = 64, decay: float = 0.95, outer: Any = OuterSGD) -> Way:
+        method = sharing(inner_steps, outer=lambda: outer(rate), transform=lambda: SparseLoCo(k=keep, decay=decay))
+        return Way(method=method, lr=local, steps_per_round=inner_steps)
+
+    def muloco(inner_steps: int, lr: float, outer: Any = calm, transform: Any = None) -> Way:
+        method = sharing(inner_steps, outer=outer, transform=transform)
+        return Way(method=method, lr=lr, inner=muon, steps_per_round=inner_steps)
+
     return {
         "sync": Way(method=large_batch(), lr=shared),
         "sync_float16": Way(method=large_batch(), lr=shared, codecs=CodecChoice()),
@@ -160,7 +173,30 @@ def ways() -> dict[str, Way]:
             steps_per_round=20,
         ),
         "sparseloco_5": Way(method=sharing(5, **sparse), lr=local, steps_per_round=5),
+        # Tuned anew, one setting at a time: the outer rate, what is kept, what is forgotten.
+        "sparseloco_30_rate_1": sparseloco(30, 1.0),
+        "sparseloco_20_rate_1": sparseloco(20, 1.0),
+        "sparseloco_20_rate_1_remembers_all": sparseloco(20, 1.0, decay=1.0),
+        "sparseloco_20_rate_1_256": sparseloco(20, 1.0, 256),
+        "sparseloco_10_rate_1": sparseloco(10, 1.0),
+        "sparseloco_10_rate_1_256": sparseloco(10, 1.0, 256),
+        # Muon as inner optimizer of DiLoCo (MuLoCo).
+        "sync_muon": Way(method=large_batch(), lr=muon_shared, inner=muon),
+        "muloco_20": muloco(20, muon_local),
+        "muloco_50": muloco(50, muon_local),
+        "muloco_20_momentum_0.9": muloco(20, muon_local, outer=Nesterov),
+        "muloco_20_sparseloco_rate_1": muloco(20, muon_local, outer=lambda: OuterSGD(1.0), transform=SparseLoCo),
     }
+
+
+def muon(named: Iterable[tuple[str, torch.Tensor]], lr: float) -> torch.optim.Optimizer:
+    """As a run.toml with `name = "muon"` has it: matrices by Muon, the rest by AdamW."""
+    spec = OptimizerSpec(name="muon", learning_rate=lr)
+    parameters = dict(named)
+    embeddings = frozenset(
+        tuple(p.shape) for name, p in parameters.items() if name in ("bytes.weight", "places.weight")
+    )
+    return Muon(parameter_groups(spec, parameters, embeddings), lr=lr, momentum=0.95)
 
 
 class Peers:

@@ -34,7 +34,11 @@ from potluck.round.codecs import CodecChoice
 from potluck.testing import accelerator
 from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, Settings, SyncSettings
+from potluck.training.manifest.method import OptimizerSpec
+from potluck.training.trainer.inneroptimizer import parameter_groups
+from potluck.training.trainer.larc import Larc
 from potluck.training.trainer.machine import MemoryLimit, find_device
+from potluck.training.trainer.muon import Muon
 from potluck.training.trainer.trainer import TrainConfig, Trainer
 
 device = accelerator.install()
@@ -103,6 +107,8 @@ INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.5),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "lamb": Lamb,
+    "larc": lambda p: Larc(p, lr=0.1, momentum=0.9),
+    "muon": lambda p: Muon(parameter_groups(OptimizerSpec(name="muon"), dict(p))),
 }
 
 

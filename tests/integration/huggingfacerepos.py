@@ -96,6 +96,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _route(self, method: str, path: str, body: bytes) -> None:
         if path == "/api/repos/create":
             self._create(json.loads(body))
+        elif path == "/api/validate-yaml":  # a model card's
+            self._answer(200, {"errors": [], "warnings": []})
         elif match := re.fullmatch(r"/api/models/(\w+/\w+)/(tree|revision)/main", path):
             self._describe(match[1], match[2])
         elif match := re.fullmatch(r"/api/models/(\w+/\w+)/preupload/main", path):

@@ -71,6 +71,22 @@ def test_the_hub_holds_the_last_checkpoint_and_it_can_be_restored(hub: Repositor
     assert restored(files, tmp_path / "copy", "checkpoints/") == 2
 
 
+def test_a_model_is_uploaded_as_it_was_exported(hub: Repositories, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for name, data in (("README.md", b"# bread"), ("config.json", b"{}"), ("model.safetensors", b"x" * 100_000)):
+        (tmp_path / "out" / name).write_bytes(data)
+    target(hub).upload_folder(tmp_path / "out", "Epoch 7")
+    there = FolderTarget(str(tmp_path / "elsewhere"))
+    there.upload_folder(tmp_path / "out", "Epoch 7")
+    copies = {path.name: path.read_bytes() for path in (tmp_path / "elsewhere").iterdir()}
+    assert (
+        hub.files["bakers/bread"] == copies == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    )
+    assert hub.commits == ["Epoch 7"]
+    with pytest.raises(AccessError, match="may write"):
+        target(hub, READER).upload_folder(tmp_path / "out", "Epoch 8")
+
+
 def test_other_files_of_the_repository_are_left_alone(hub: Repositories, tmp_path: Path) -> None:
     hub.files["bakers/bread"] = {"README.md": b"hello", "other/epoch-1.json": b"{}"}
     target(hub).upload(saved(tmp_path, 1))

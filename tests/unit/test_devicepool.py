@@ -21,8 +21,10 @@ from trainlab import TrainLab, together, train_lab
 from potluck.errors import FatalError
 from potluck.recipes.catalogue import open_recipe, refer_to
 from potluck.recipes.recipe import Recipe
+from potluck.recipes.shipped import folder_files
 from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, Settings, SyncSettings
+from potluck.training.trainer import sharding
 from potluck.training.trainer.devicepool import DevicePool, DevicePoolSpec
 from potluck.training.trainer.models import untrained
 from potluck.training.trainer.trainer import TrainConfig, Trainer
@@ -56,6 +58,9 @@ def _warm_up() -> None:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=FileStore(f"{folder}/meeting", 1), rank=0, world_size=1)
         DistributedDataParallel(torch.nn.Linear(1, 1))(torch.ones(1, 1)).sum().backward()  # torch keeps the last one
+        cut = sharding.in_parts(torch.nn.Linear(1, 1), torch.device("cpu"), 1)
+        cut(torch.ones(1, 1)).sum().backward()
+        sharding.let_go(cut)
         dist.destroy_process_group()
 
 
@@ -77,17 +82,13 @@ def opened(file: Path) -> Recipe[object]:
     return open_recipe(refer_to(file.name, file.parent), {}, file)
 
 
-@pytest.fixture
-def pool(file: Path) -> Iterator[DevicePool]:
+@pytest.fixture(params=[False, True], ids=["whole", "in parts"])
+def pool(file: Path, request: pytest.FixtureRequest) -> Iterator[DevicePool]:
     recipe = opened(file)
     model = untrained(recipe, 7)
+    assert recipe.origin is not None
     spec = DevicePoolSpec(
-        recipe=refer_to(file.name, file.parent),
-        model={},
-        file=file,
-        seed=7,
-        precision="float32",
-        devices=("cpu", "cpu"),
+        origin=recipe.origin, seed=7, precision="float32", devices=("cpu", "cpu"), is_sharded=request.param
     )
     pool = DevicePool(spec, recipe, model)
     yield pool
@@ -134,23 +135,25 @@ def make_trainer(
     devices: str,
     training: SyncSettings | manifests.DiLoCoSettings,
     max_steps: int | None,
+    shard: bool | None = None,
 ) -> Trainer:
-    config = TrainConfig(num_threads=1, batch_size=8, device=devices, recipe_file=file, max_steps=max_steps)
+    config = TrainConfig(num_threads=1, batch_size=8, device=devices, max_steps=max_steps, shard=shard)
     return Trainer(lab.join(name), lambda: manifest_of(file, training), opened(file), config)
 
 
 @pytest.mark.parametrize(
-    "training",
+    ("training", "shard"),
     [
-        SyncSettings(target_batch_size=32, matchmaking_seconds=20.0),
-        pytest.param(manifests.DiLoCoSettings(inner_steps=2, grace_seconds=20.0), marks=pytest.mark.soak),
+        (SyncSettings(target_batch_size=32, matchmaking_seconds=20.0), False),
+        pytest.param(manifests.DiLoCoSettings(inner_steps=2, grace_seconds=20.0), True, marks=pytest.mark.soak),
     ],
-    ids=["sync", "diloco"],
+    ids=["sync", "diloco, in parts"],
 )
-def test_the_run_sees_one_peer(file: Path, training: SyncSettings | manifests.DiLoCoSettings) -> None:
+def test_the_run_sees_one_peer(file: Path, training: SyncSettings | manifests.DiLoCoSettings, shard: bool) -> None:
     """Its traffic and its state are those of a peer with one device."""
     with train_lab() as lab:
-        ada, bob = (make_trainer(lab, name, file, on, training, None) for name, on in (("Ada", TWO), ("Bob", "cpu")))
+        ada = make_trainer(lab, "Ada", file, TWO, training, None, shard)
+        bob = make_trainer(lab, "Bob", file, "cpu", training, None)
         stop = threading.Event()
 
         def train(trainer: Trainer) -> None:
@@ -170,10 +173,12 @@ def test_the_run_sees_one_peer(file: Path, training: SyncSettings | manifests.Di
         assert len(tensors) >= 4
 
 
-def test_who_loses_one_of_its_devices_ends_with_a_reason_and_the_run_goes_on(file: Path) -> None:
+@pytest.mark.parametrize("shard", [False, True], ids=["whole", "in parts"])
+def test_who_loses_one_of_its_devices_ends_with_a_reason_and_the_run_goes_on(file: Path, shard: bool) -> None:
     training = SyncSettings(target_batch_size=32, matchmaking_seconds=1.0)
     with train_lab() as lab:
-        bob, ada = (make_trainer(lab, name, file, on, training, None) for name, on in (("Bob", "cpu"), ("Ada", TWO)))
+        bob = make_trainer(lab, "Bob", file, "cpu", training, None)
+        ada = make_trainer(lab, "Ada", file, TWO, training, None, shard)
         assert ada._pool is not None
         ((process, _),) = ada._pool._members
         stop, ended, reached = threading.Event(), threading.Event(), []
@@ -203,3 +208,51 @@ def test_who_loses_one_of_its_devices_ends_with_a_reason_and_the_run_goes_on(fil
 
         together(lose, go_on, seconds=200)
         assert reached == [3]
+
+
+class NoRoom:
+    """A device of which little is free."""
+
+    @staticmethod
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        return 4 * 81 * 5 - 1, 1 << 30  # of the model's 81 values: itself, gradients, AdamW's two and their sum
+
+
+def test_a_model_that_does_not_fit_is_cut(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = untrained(opened(file), 0)
+    assert sharding.fits(model, torch.device("cpu"), 3)
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: NoRoom)
+    assert not sharding.fits(model, torch.device("cuda", 0), 3)
+    assert sharding.fits(model, torch.device("cuda", 0), 1)
+
+
+def test_who_has_no_room_on_one_of_its_devices_says_what_to_do(file: Path) -> None:
+    file.write_text(RECIPE.replace("        return nn.functional", HOG + "        return nn.functional"))
+    with train_lab() as lab:
+        ada = make_trainer(lab, "Ada", file, TWO, SyncSettings(target_batch_size=32), None)
+        with pytest.raises(FatalError, match=r"no room for its share of a batch.*smaller --batch-size"):
+            ada.train(threading.Event())
+
+
+HOG = """\
+        import torch.distributed as dist
+        if dist.is_initialized() and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("out of memory")
+"""
+
+
+def test_a_crew_has_the_files_of_its_run(tmp_path: Path) -> None:
+    """A tokenizer, for one: without it no process but the first could make the model."""
+    (tmp_path / "width.txt").write_text("16")
+    (tmp_path / "line.py").write_text(
+        RECIPE.replace("nn.Linear(3, 16)", "nn.Linear(3, self.width())").replace(
+            "    num_shards = 4",
+            "    num_shards = 4\n    def width(self):\n        return int(self.file('width.txt').read_text())",
+        )
+    )
+    recipe = open_recipe(refer_to("line.py", tmp_path), {}, tmp_path / "line.py", folder_files(tmp_path))
+    manifest = manifest_of(tmp_path / "line.py", SyncSettings(target_batch_size=16, matchmaking_seconds=0.1))
+    with train_lab() as lab:
+        config = TrainConfig(num_threads=1, batch_size=8, device=TWO, max_steps=4, precision="float16")
+        trainer = Trainer(lab.join("Ada"), lambda: manifest, recipe, config)
+        assert trainer.train(threading.Event()).steps == 4

@@ -20,6 +20,7 @@ from potluck.recipes.recipe import Recipe
 from potluck.recipes.shipped import fetched_files, folder_files, keep_copies
 from potluck.training.manifest.manifest import Manifest
 from potluck.training.manifest.runfile import manifest_of, read_run_file
+from potluck.training.manifest.skeleton import files_of_a_run
 from potluck.training.trainer.trial import try_out
 
 WORDS = ["flour", "water", "salt", "yeast", "oven", "bread", "dough", "knead", "rise", "bake", "butter", "crust"]
@@ -247,6 +248,81 @@ def test_what_cannot_be_is_told(tmp_path: Path, data: str, more: str, words: str
         manifest_in(tmp_path, data, more=more)
 
 
+def write_lines(folder: Path, *lines: str) -> str:
+    (folder / "texts.jsonl").write_text("".join(line + "\n" for line in lines))
+    return 'files = "texts.jsonl"'
+
+
+GOOD = [json.dumps({"text": text}) for text in sentences(60)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([], "no text in it"),
+        (['{"text": ""}', '{"text": null}', ""], "no text in it"),
+        ([*GOOD[:40], '{"text": "bre'], "line 41 of texts.jsonl"),
+        ([*GOOD[:3], '{"body": "bread"}', *GOOD[3:]], "line 4 of texts.jsonl.*'text'"),
+        ([*GOOD[:2], '["bread"]'], "line 3 of texts.jsonl"),
+        ([*GOOD, '{"text": ["bread", "butter"]}'], "line 61 of texts.jsonl.*a list"),
+        ([json.dumps({"text": "bread " * 500})], "line 9.*of 1 texts, . are held out"),
+    ],
+    ids=["empty", "nothing in it", "cut off", "no such field", "no object", "no text", "one document"],
+)
+def test_texts_that_cannot_be_used_are_told_with_their_line(tmp_path: Path, lines: list[str], words: str) -> None:
+    data = write_lines(tmp_path, *lines)
+    with pytest.raises(ConfigurationError, match=words):
+        manifest_in(tmp_path, data)
+
+
+def test_a_tokenizer_is_not_made_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError):
+        manifest_in(tmp_path, write_lines(tmp_path, ""))
+    assert not (tmp_path / "tokenizer.json").exists(), "it would stay when there are texts"
+    assert manifest_in(tmp_path, write_lines(tmp_path, *(json.dumps({"text": text}) for text in sentences(400))))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("vocab_size = 300", "tokens, and the model knows 300"),
+        ("max_position_embeddings = 8", "context=16: the model has places for 8"),
+    ],
+)
+def test_a_tokenizer_or_a_context_that_does_not_fit_the_model(tmp_path: Path, more: str, words: str) -> None:
+    data = f'files = "{write_texts(tmp_path, "jsonl")}"'
+    manifest = manifest_in(tmp_path, data, more=more)
+    with pytest.raises(ConfigurationError, match=words):
+        try_out(recipe_of(manifest, tmp_path), manifest)
+
+
+def test_a_context_longer_than_is_usual_gets_its_places(tmp_path: Path) -> None:
+    manifest = manifest_in(
+        tmp_path, f'files = "{write_texts(tmp_path, "jsonl")}"', architecture="bert", recipe="hf-masked-lm"
+    )
+    longer = {**manifest.model, "context": 600}
+    made: Any = open_recipe(manifest.recipe, longer, None, folder_files(tmp_path))
+    assert made._model_config().max_position_embeddings == 600
+
+
+def test_a_checkpoint_keeps_its_own_tokens(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        'name = "x"\nrecipe = "hf-causal-lm"\n[model]\nbase = "gpt2"\npretrained = true\n[data]\nfiles = "a.txt"\n'
+    )
+    with pytest.raises(ConfigurationError, match="tokens that the weights of 'gpt2' do not know"):
+        manifest_of(read_run_file(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("recipe", ["hf-causal-lm", "hf-masked-lm"])
+def test_what_init_writes_trains_as_it_is(tmp_path: Path, recipe: str) -> None:
+    for name, text in files_of_a_run("bakery", recipe, "bread.jsonl").items():
+        (tmp_path / name).write_text(text.replace("= 256 ", "= 16 ").replace("= 8\n", "= 2\n").replace("704", "64"))
+    (tmp_path / "bread.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(400)))
+    manifest = manifest_of(read_run_file(tmp_path), tmp_path)
+    assert manifest.evaluation.every_epochs
+    assert try_out(recipe_of(manifest, tmp_path), manifest)
+
+
 def test_an_export_is_loaded_strictly_with_tied_weights(tmp_path: Path) -> None:
     elsewhere("check_export", tmp_path)
 
@@ -299,3 +375,34 @@ def test_a_folder_of_pictures_is_packed_and_learned(tmp_path: Path) -> None:
     with torch.no_grad():
         assert made.evaluate(model)["accuracy"] > 0.9
         assert "shown" in made.preview(model)
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "words"),
+    [
+        (
+            {"image": [b"x"] * 4, "label": ["a", "b", "a", "b"]},
+            'label_column = "kind"',
+            "label_column='kind'.*image, label",
+        ),
+        ({"image": [b"x"] * 2, "label": ["a", "a"]}, "", "one label, a"),
+        ({"image": [b"x"] * 4, "label": ["a", "b", "a", "b"]}, "", "pictures cannot be read"),
+    ],
+)
+def test_pictures_that_cannot_be_used_are_told(
+    tmp_path: Path, columns: dict[str, list[Any]], options: str, words: str
+) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table(columns), tmp_path / "p.parquet")
+    (tmp_path / "run.toml").write_text(
+        f'name = "x"\nrecipe = "image-classifier"\n[model]\nparquet = "p.parquet"\nsize = 8\nstages = 1\n{options}\n'
+    )
+
+    def host() -> None:
+        manifest = manifest_of(read_run_file(tmp_path), tmp_path)
+        try_out(recipe_of(manifest, tmp_path), manifest)
+
+    with pytest.raises(ConfigurationError, match=words):
+        host()

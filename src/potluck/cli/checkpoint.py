@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from potluck.run.peer import Peer
     from potluck.state.backupfile import BackupInfo
     from potluck.state.backups import Backups
+    from potluck.state.uploadtargets import UploadTarget
     from potluck.training.trainer.viewing import StateViewer
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ Backups_ = Annotated[Path | None, typer.Option("--path", help="A folder of backu
 InGroup = Annotated[str, typer.Option("--group", help="Of which group of the run; main unless given.")]
 Epoch = Annotated[int | None, typer.Option(help="Which one; the newest unless given.")]
 OfCut = Annotated[int | None, typer.Option("--cut", help="The group's part of this cut instead: see checkpoint list.")]
+Best = Annotated[bool, typer.Option("--best", help="That with the lowest held-out loss, not the newest.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 FETCH_SECONDS = 600.0
 BEST = "best"  # as monitor/evaluating.py keeps it
@@ -166,7 +168,7 @@ def export(
     folder: Folder = None,
     path: Backups_ = None,
     epoch: Epoch = None,
-    best: Annotated[bool, typer.Option("--best", help="That with the lowest held-out loss, not the newest.")] = False,
+    best: Best = False,
     layout: Annotated[
         Literal["safetensors", "hf"],
         typer.Option("--format", help="hf: a folder for from_pretrained, with config, tokenizer and model card."),
@@ -182,21 +184,16 @@ def export(
     [bold]potluck checkpoint export my-model --run my-run --format hf --best[/bold]
     """
     from potluck.cli import console
-    from potluck.cli.folders import backups_of_run
     from potluck.errors import ConfigurationError
     from potluck.state.backupfile import write_tensors
-    from potluck.state.backups import Backups
     from potluck.state.chunkpool import ChunkPool
     from potluck.state.snapshot import stage
     from potluck.training.trainer.models import weights_of
 
-    backups = _backups(run, folder, path, group)
-    if best:
-        backups = Backups(backups.folder.parent / BEST)
+    backups = _of_best(_backups(run, folder, path, group), best)
     info = _chosen(backups, epoch, cut)
     if layout == "hf":
-        where = folder if folder is not None or path is not None else backups_of_run(run, None)[0].parent.parent
-        _export_folder(file, backups, info, where or backups.folder.parent.parent, as_json)
+        _export_folder(file, backups, info, _host_folder(run, folder, path, backups), as_json)
         return
     snapshot = backups.read(info)
     try:
@@ -225,6 +222,31 @@ def _export_folder(target: Path, backups: Backups, info: BackupInfo, where: Path
         typer.echo(f"Epoch {info.epoch} is in {target}: load it with from_pretrained({str(target)!r}).")
 
 
+def _upload_model(target: UploadTarget, backups: Backups, info: BackupInfo, where: Path) -> None:
+    import tempfile
+
+    from potluck.training.trainer.exporting import export_folder, kept_manifest
+
+    with tempfile.TemporaryDirectory(prefix="potluck-export-") as made:
+        export_folder(Path(made), backups, info, kept_manifest(where))
+        target.upload_folder(Path(made), f"Epoch {info.epoch}")
+
+
+def _of_best(backups: Backups, best: bool) -> Backups:
+    """That with the lowest held-out loss, as the host keeps it beside the newest."""
+    from potluck.state.backups import Backups
+
+    return Backups(backups.folder.parent / BEST) if best else backups
+
+
+def _host_folder(run: str, folder: Path | None, path: Path | None, backups: Backups) -> Path:
+    """Where the host of these backups has left what the run trains."""
+    from potluck.cli.folders import backups_of_run
+
+    where = folder if folder is not None or path is not None else backups_of_run(run, None)[0].parent.parent
+    return where or backups.folder.parent.parent
+
+
 @app.command("upload")
 def upload(
     target: Annotated[
@@ -234,22 +256,35 @@ def upload(
     folder: Folder = None,
     path: Backups_ = None,
     epoch: Epoch = None,
+    best: Best = False,
+    layout: Annotated[
+        Literal["backup", "hf"],
+        typer.Option("--format", help="hf: config, weights, tokenizer and model card, as export writes them."),
+    ] = "backup",
     group: InGroup = "",
     cut: OfCut = None,
     as_json: AsJson = False,
 ) -> None:
     """Upload a backup, tensors first and record last: a folder elsewhere is itself a folder of backups.
 
-    The Hugging Face hub needs a token that may write, in HF_TOKEN. Both need the extra `upload` (pip install).
+    With --format hf, upload the model for others to load. The Hugging Face hub needs a token that may write, in
+    HF_TOKEN. Both need the extra `upload` (pip install).
 
-    Example: [bold]potluck checkpoint upload hf://bakers/bread --run my-run[/bold]
+    Examples: [bold]potluck checkpoint upload hf://bakers/bread --run my-run[/bold]
+
+    [bold]potluck checkpoint upload hf://bakers/bread --run my-run --format hf --best[/bold]
     """
     from potluck.cli import console
     from potluck.state.uploadtargets import target_of
 
-    info = _chosen(_backups(run, folder, path, group), epoch, cut)
+    backups = _of_best(_backups(run, folder, path, group), best)
+    info = _chosen(backups, epoch, cut)
     with console.err.status(f"uploading epoch {info.epoch} to {target}"):
-        target_of(target, keep_last=10**6).upload(info)
+        to = target_of(target, keep_last=10**6)
+        if layout == "hf":
+            _upload_model(to, backups, info, _host_folder(run, folder, path, backups))
+        else:
+            to.upload(info)
     if as_json:
         console.print_json({"epoch": info.epoch, "target": target})
     else:

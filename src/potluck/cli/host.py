@@ -349,7 +349,7 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
         work.dashboard is None or _evaluates(helper.board)
     ):  # monitors elsewhere show what the model says, too
         previews = await console.import_slowly("potluck.monitor.previews")
-        previewer = _previewer(previews, host, helper.board, recipe)
+        previewer = _previewer(previews, host, helper, recipe)
         previewer.start()
         parts.push_async_callback(previewer.close)
     await asyncio.Event().wait()
@@ -395,7 +395,7 @@ def _often_enough(work: Work) -> Backing:
     return replace(work.backups, every_epochs=min(every, work.backups.every_epochs)) if every else work.backups
 
 
-def _previewer(module: Any, host: Host, board: NoticeBoard, recipe: Path | None) -> Previewer:
+def _previewer(module: Any, host: Host, helper: AuxiliaryWork, recipe: Path | None) -> Previewer:
     """What the model says, and on held-out data what it is worth: kept, judged, and rolled back where it must be."""
     from potluck.monitor.evaluating import Evaluations
     from potluck.training.books.contributions import read_book
@@ -407,7 +407,7 @@ def _previewer(module: Any, host: Host, board: NoticeBoard, recipe: Path | None)
             await helm.roll_back(backup, by="gate", reason=reason)
 
     assert host.peer is not None
-    session = host.peer.session
+    session, board = host.peer.session, helper.board
     history = session.hub.store("history")
     folder = host.config.hub.folder
     evaluations = Evaluations(folder / "states", history, lambda: board.manifest, roll_back)
@@ -417,7 +417,9 @@ def _previewer(module: Any, host: Host, board: NoticeBoard, recipe: Path | None)
         book, _revision = await read_book(session)
         write_contributors(folder / "states", book)
 
-    previewer: Previewer = module.Previewer(folder, lambda: board.manifest, history, recipe, made)
+    previewer: Previewer = module.Previewer(
+        folder, lambda: board.manifest, history, recipe, made, helper.evaluations.figures_at
+    )
     if _evaluates(board):
         previewer.every_seconds = EVALUATE_EVERY_SECONDS
     return previewer
@@ -441,7 +443,8 @@ async def _try_out(run_file: Path) -> bool:
     False where it cannot be tried, since its data are not here.
     """
     from potluck.cli import console
-    from potluck.training.manifest.runfile import manifest_of, read_run_file
+    from potluck.errors import ConfigurationError
+    from potluck.training.manifest.runfile import manifest_of, read_run_file, with_line
 
     trial = await console.import_slowly("potluck.training.trainer.trial")
     from potluck.recipes.catalogue import open_recipe
@@ -453,7 +456,10 @@ async def _try_out(run_file: Path) -> bool:
         recipe = open_recipe(
             manifest.recipe, manifest.model, run_file.parent / found.recipe, folder_files(run_file.parent)
         )
-        return bool(trial.try_out(recipe, manifest))
+        try:
+            return bool(trial.try_out(recipe, manifest))
+        except ConfigurationError as error:
+            raise with_line(error, run_file) from error
 
     return await asyncio.to_thread(work)
 

@@ -100,6 +100,7 @@ class TrainOptions:
     device: o.Device = ""
     precision: o.Precision = ""
     compile: o.Compile = False
+    shard: o.Shard = None
     threads: o.Threads = None
     max_memory: o.MaxMemory = ""
     max_steps: o.MaxSteps = None

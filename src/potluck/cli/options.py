@@ -63,6 +63,13 @@ Precision = Annotated[
 Compile = Annotated[
     bool, typer.Option("--compile", help="Compile the model first: takes minutes, then steps are faster.")
 ]
+Shard = Annotated[
+    bool | None,
+    typer.Option(
+        "--shard/--no-shard",
+        help="Have each of several devices hold a part of the model; unless given, where it fits on none of them.",
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(min=1, help="Threads to compute with; unless given, your cores, shared by this machine's peers."),

@@ -89,6 +89,7 @@ def _train_config(options: TrainOptions, state: StateConfig, manifest: Manifest)
         device=options.device,
         precision=options.precision,
         compile=options.compile,
+        shard=options.shard,
         max_steps=options.max_steps,
         receipts=receipts_path(receipts_folder(), manifest.run),
         num_readers=options.n_workers,

@@ -42,7 +42,7 @@ _OWN: dict[Algorithm, Callable[[], dict[str, Any]]] = {
     "local": lambda: {"use_local_updates": True},
     "diloco": dict,
     "streaming": lambda: {"num_fragments": 4, "overlap_steps": 5, "keep_overlap_work": True},
-    "sparseloco": lambda: {"inner_steps": 30, "outer": OuterSGD(0.4), "transform": SparseLoCo()},
+    "sparseloco": lambda: {"inner_steps": 10, "outer": OuterSGD(1.0), "transform": SparseLoCo()},
     "asynchronous": lambda: {"asynchronous": True, "outer": DelayedNesterov(delay=4)},
 }
 _SYNCHRONOUS = ("sync", "local")

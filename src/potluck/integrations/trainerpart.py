@@ -100,9 +100,18 @@ class TrainerPart:
         if self.participation is not None:
             self.participation.tell_loss(loss)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has reached the end that its organiser set."""
+        shared = self.optimizer.shared if self.optimizer is not None else None
+        return shared is not None and shared.is_over
+
     def finish(self) -> None:
         """Training has come to its end: bring in what is under way, and hand in samples that wait for their epoch."""
         if self.optimizer is None:
+            return
+        if self.is_over:
+            logger.info("the run is over: nothing is left to hand in")
             return
         try:
             handed_in = self.optimizer.finish(self._hand_in_seconds)
@@ -142,6 +151,11 @@ class InRun:
     def epoch(self) -> int:
         """How many updates of the run this peer's parameters hold; 0 when not in a run."""
         return self.shared.epoch if self.shared is not None else 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has reached the end that its organiser set: the framework's training ends then."""
+        return self._part.is_over
 
     @property
     def num_peers(self) -> int:

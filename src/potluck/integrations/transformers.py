@@ -145,7 +145,9 @@ class PotluckCallback(InRun, TrainerCallback):
             torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Tell how far everybody is, once an epoch of the run."""
+        """Tell how far everybody is, once an epoch of the run; end with the run."""
+        if self.is_over:
+            control.should_training_stop = True
         self._part.counter.reset()  # a step that the gradient scaler left out has not taken them
         if self.epoch > self._told_epoch:
             self._told_epoch = self.epoch

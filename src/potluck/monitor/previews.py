@@ -11,14 +11,16 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from potluck import tasks
 from potluck.errors import PotluckError, ProtocolError
 from potluck.hub.connection import Store
 from potluck.messages import decode, encode
 from potluck.recipes.catalogue import open_recipe
+from potluck.recipes.recipe import Recipe
 from potluck.state.backupfile import BackupInfo
 from potluck.state.backups import Backups
 from potluck.training.books.history import LONGEST_PREVIEW, Preview, preview_key
@@ -29,7 +31,8 @@ from potluck.training.trainer.models import load, preview
 logger = logging.getLogger(__name__)
 
 EVERY_SECONDS = 15.0
-REST_FACTOR = 4.0  # a preview that takes long is followed by so many times as long a rest
+REST_FACTOR = 4.0  # a preview that takes long is followed by so many times as long a rest …
+EVALUATION_REST_FACTOR = 0.5  # … and an evaluation that the organiser asked for by this
 
 
 class Previewer:
@@ -42,11 +45,14 @@ class Previewer:
         history: Store,
         recipe_file: Path | None = None,
         on_made: Callable[[Preview, BackupInfo], Awaitable[None]] | None = None,
+        shared: Callable[[int], Mapping[str, float] | None] = lambda _epoch: None,
     ) -> None:
         """`folder` is that of the run; `manifest` returns the newest one; `history` can be written.
 
-        `on_made` is called with each preview, and the backup that it is of.
+        `on_made` is called with each preview, and the backup that it is of. `shared` tells what trusted trainers found
+        at an epoch, so that it need not be evaluated here.
         """
+        self._shared = shared
         self._on_made = on_made
         self.problem = ""  # why there are no new ones
         self.every_seconds = EVERY_SECONDS
@@ -59,6 +65,7 @@ class Previewer:
         self._tried = -1
         self._failed = -1  # epoch at which the recipe failed: it would fail again
         self._task: asyncio.Task[None] | None = None
+        self._opened: tuple[object, Recipe[Any]] | None = None
 
     def start(self) -> None:
         """Begin, after what was said before."""
@@ -82,7 +89,9 @@ class Previewer:
                     self._failed = self._tried
                     self._say(f"the recipe's preview failed: {error!r}")
                     logger.exception("the preview failed")
-            await asyncio.sleep(max(self.every_seconds, REST_FACTOR * (time.monotonic() - began)))
+            is_asked_for = manifest is not None and manifest.evaluation.every_epochs > 0
+            factor = EVALUATION_REST_FACTOR if is_asked_for else REST_FACTOR
+            await asyncio.sleep(max(self.every_seconds, factor * (time.monotonic() - began)))
 
     def _say(self, problem: str) -> None:
         if problem != self.problem:
@@ -103,6 +112,7 @@ class Previewer:
             await self._history.put(preview_key(place), encode(made))
             self._newest = made.epoch
             self.counts["made"] += 1
+            self.counts["shared"] += self._shared(made.epoch) is not None
             if self._on_made is not None:
                 await self._on_made(made, info)
         self.problem = ""
@@ -124,7 +134,7 @@ class Previewer:
         return newest[1] + 1
 
     def _preview(self, manifest: Manifest, backups: Backups, info: BackupInfo) -> Preview:
-        recipe = open_recipe(manifest.recipe, manifest.model, self._recipe_file, manifest.files)
+        recipe = self._open(manifest)
         recipe.data = data_at(recipe, manifest, info.epoch)
         model = recipe.model()
         snapshot = backups.read(info)
@@ -132,5 +142,13 @@ class Previewer:
             load(model, snapshot.tensors())
         finally:
             snapshot.release()
-        text, figures = preview(recipe, model)
+        text, figures = preview(recipe, model, self._shared(info.epoch))
         return Preview(epoch=info.epoch, at=info.saved_at, text=text[:LONGEST_PREVIEW], figures=figures)
+
+    def _open(self, manifest: Manifest) -> Recipe[Any]:
+        """The run's recipe, kept from one time to the next: it has read and cut its held-out data then."""
+        chosen = (manifest.recipe, manifest.model, manifest.files, manifest.newest.data)
+        if self._opened is None or self._opened[0] != chosen:
+            recipe = open_recipe(manifest.recipe, manifest.model, self._recipe_file, manifest.files)
+            self._opened = (chosen, recipe)
+        return self._opened[1]

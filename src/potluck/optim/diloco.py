@@ -10,7 +10,7 @@ Relatives are options of the same loop (outerloop.py):
 
     streaming        num_fragments, overlap_steps, mixing or keep_overlap_work
     quantised        codecs=CodecChoice.everything("e3m0"), transform=Quantised(…)
-    SparseLoCo       transform=SparseLoCo(), outer=OuterSGD(0.4), inner_steps=30
+    SparseLoCo       transform=SparseLoCo(), outer=OuterSGD(1.0), inner_steps=10
     asynchronous     asynchronous=True, outer=DelayedNesterov(delay=number of peers)
     DyLU             steps_by_speed, on unless told otherwise (methods/dylu.py)
     decoupled        min_peers=K, weighting="tokens"

@@ -59,7 +59,7 @@ class ImageClassifier(Recipe[Config]):
     """Tells which class a picture is of."""
 
     Config = Config
-    requirements = ("pyarrow>=17",)
+    requirements = ("pyarrow>=17", "pillow>=10")
 
     def __init__(self, config: Any) -> None:
         self.num_shards = config.shards
@@ -68,10 +68,28 @@ class ImageClassifier(Recipe[Config]):
     def prepare(self, folder: Path) -> Sequence[str]:
         """The parquet file, packed from the folder unless it is there."""
         if self.config.parquet:
+            self._check_columns()
             return [self.config.parquet]
         if not (folder / PACKED_FILE).exists():
             pack_folder(folder / self.config.folder, folder / PACKED_FILE, self.config.size)
         return [PACKED_FILE]
+
+    def _check_columns(self) -> None:
+        """ConfigurationError where a parquet file of one's own has not what it takes."""
+        from pyarrow import ArrowInvalid, parquet
+
+        try:
+            names = parquet.read_schema(self._path).names
+        except ArrowInvalid as error:
+            raise ConfigurationError(f"parquet={self.config.parquet!r} is no parquet file: {error}") from error
+        for option in ("image_column", "label_column"):
+            if (name := getattr(self.config, option)) not in names:
+                raise ConfigurationError(f"{option}={name!r}: {self.config.parquet} has the columns {', '.join(names)}")
+        if len(self.classes) < 2:
+            raise ConfigurationError(
+                f"label_column={self.config.label_column!r}: all pictures of {self.config.parquet} have one label, "
+                f"{', '.join(self.classes)}. There is nothing to tell apart"
+            )
 
     def model(self) -> nn.Module:
         """Stages of two convolutions with a shortcut, each at half the size of the one before."""
@@ -92,7 +110,7 @@ class ImageClassifier(Recipe[Config]):
         from pyarrow import compute, parquet
 
         found = compute.unique(parquet.read_table(self._path, columns=[self.config.label_column]).column(0)).to_pylist()
-        return [str(each) for each in sorted(found)]
+        return [str(each) for each in sorted(each for each in found if each is not None)]
 
     def _rows(self, shard: int, *, held_out: bool) -> Iterator[Sample]:
         from pyarrow import parquet
@@ -109,6 +127,8 @@ class ImageClassifier(Recipe[Config]):
                     for row in table.slice(max(start - first, 0), end - max(start, first)).to_pylist():
                         data = row[config.image_column]
                         data = data["bytes"] if isinstance(data, dict) else data
+                        if data is None or row[config.label_column] is None:
+                            continue  # nothing to learn from
                         if (xxhash.xxh3_64_intdigest(data) < config.held_out * 2**64) == held_out:
                             yield picture_of(data, config.size), torch.tensor(names[str(row[config.label_column])])
                 first = last
@@ -139,13 +159,20 @@ class ImageClassifier(Recipe[Config]):
 
     def evaluate(self, model: nn.Module) -> Mapping[str, float]:
         """Loss and accuracy on pictures that nobody trains on."""
+        return self.evaluate_part(model, 0, 1)[0]
+
+    def evaluate_part(self, model: nn.Module, part: int, num_parts: int) -> tuple[Mapping[str, float], int]:
+        """The same, on every so many-th picture."""
         device = next(model.parameters()).device
-        pictures, labels = (part.to(device) for part in self._held_out)
+        pictures, labels = (each[part::num_parts].to(device) for each in self._held_out)
+        if not len(labels):
+            return {}, 0
         logits = model(normalised(pictures))
-        return {
+        figures = {
             "evaluation_loss": functional.cross_entropy(logits, labels).item(),
             "accuracy": (logits.argmax(1) == labels).float().mean().item(),
         }
+        return figures, len(labels)
 
     def preview(self, model: nn.Module) -> str:
         """The first pictures that nobody trains on: what they show, and what the model sees."""
@@ -181,17 +208,20 @@ def normalised(pictures: Tensor) -> Tensor:
 
 def picture_of(data: bytes, size: int) -> Tensor:
     """A picture in any format as bytes of three colours, scaled to a square."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
-    with Image.open(io.BytesIO(data)) as found:
-        scaled = found.convert("RGB").resize((size, size))
+    try:
+        with Image.open(io.BytesIO(data)) as found:
+            scaled = found.convert("RGB").resize((size, size))
+    except (UnidentifiedImageError, OSError) as error:
+        raise ConfigurationError(f"one of the pictures cannot be read ({error}): leave it out of the data") from error
     return torch.from_numpy(np.asarray(scaled).copy()).permute(2, 0, 1)
 
 
 def pack_folder(folder: Path, path: Path, size: int) -> None:
     """Write all pictures of a folder, scaled, into one file; ConfigurationError where there are none."""
     import pyarrow
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
     from pyarrow import parquet
 
     found = sorted(each for each in folder.glob("*/*") if each.suffix.lower() in SUFFIXES)
@@ -202,8 +232,13 @@ def pack_folder(folder: Path, path: Path, size: int) -> None:
     images = []
     for each in found:
         into = io.BytesIO()
-        with Image.open(each) as opened:
-            opened.convert("RGB").resize((size, size)).save(into, "PNG")
+        try:
+            with Image.open(each) as opened:
+                opened.convert("RGB").resize((size, size)).save(into, "PNG")
+        except (UnidentifiedImageError, OSError) as error:
+            raise ConfigurationError(
+                f"folder={folder.name!r}: {each} is no picture that can be read ({error})"
+            ) from error
         images.append(into.getvalue())
     order = sorted(range(len(found)), key=lambda n: xxhash.xxh3_64_intdigest(images[n]))  # classes mixed over shards
     columns = {"image": [images[n] for n in order], "label": [found[n].parent.name for n in order]}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 from potluck.errors import AccessError, ConfigurationError, RetryableError
@@ -34,6 +35,10 @@ class UploadTarget(Protocol):
 
         RetryableError: it may work later. ConfigurationError or AccessError: not until somebody changes something.
         """
+        ...
+
+    def upload_folder(self, folder: Path, message: str) -> None:
+        """Upload the files of a folder, as of a model that was exported; errors as above."""
         ...
 
 
@@ -79,6 +84,17 @@ class FolderTarget:
             raise AccessError(f"{self.name} does not let us write: {error}") from error
         except OSError as error:
             raise RetryableError(f"epoch {info.epoch} could not be uploaded to {self.name}: {error}") from error
+
+    def upload_folder(self, folder: Path, message: str) -> None:
+        """One file after the other."""
+        try:
+            self._system.makedirs(self._folder, exist_ok=True)
+            for path in sorted(folder.iterdir()):
+                self._system.put_file(str(path), f"{self._folder}/{path.name}")
+        except PermissionError as error:
+            raise AccessError(f"{self.name} does not let us write: {error}") from error
+        except OSError as error:
+            raise RetryableError(f"{folder} could not be uploaded to {self.name}: {error}") from error
 
     def _put(self, path: Any, *, is_final: bool) -> None:
         remote = f"{self._folder}/{path.name}"
@@ -126,20 +142,34 @@ class HuggingFaceTarget:
 
     def upload(self, info: BackupInfo) -> None:
         """One commit with both files, in place of those before."""
+        with self._explaining(f"epoch {info.epoch}"):
+            self._commit(info)
+
+    def upload_folder(self, folder: Path, message: str) -> None:
+        """One commit with all of its files, so that `from_pretrained` finds them by the repository's name."""
+        paths = sorted(folder.iterdir())
+        with self._explaining(str(folder)), ExitStack() as stack:
+            self._api.create_commit(
+                self._repository, [self._addition(path, stack) for path in paths], commit_message=message
+            )
+
+    @contextmanager
+    def _explaining(self, what: str) -> Iterator[None]:
+        """With the repository made; whatever the library raises becomes an error that says what to do."""
         errors = self._hub.errors
         try:
             with self._without_progress_bars():
                 self._make_repository()
-                self._commit(info)
+                yield
         except errors.HFValidationError as error:
             raise ConfigurationError(f"{self._repository!r} cannot name a repository: {error}") from error
         except errors.HfHubHTTPError as error:
-            raise self._explained(error, info.epoch) from error
+            raise self._explained(error, what) from error
         except (OSError, RuntimeError) as error:  # the library wraps what fails in its threads
             cause = error.__cause__
             if isinstance(cause, errors.HfHubHTTPError):
-                raise self._explained(cause, info.epoch) from error
-            raise RetryableError(f"epoch {info.epoch} could not be uploaded to {self.name}: {error}") from error
+                raise self._explained(cause, what) from error
+            raise RetryableError(f"{what} could not be uploaded to {self.name}: {error}") from error
 
     @contextmanager
     def _without_progress_bars(self) -> Iterator[None]:
@@ -164,24 +194,24 @@ class HuggingFaceTarget:
         found = self._api.list_repo_files(self._repository)
         old = [name for name in found if self._is_ours(name) and name not in names]
         with ExitStack() as stack:
-            operations: list[Any] = [
-                self._hub.CommitOperationAdd(
-                    path_in_repo=f"{self._prefix}{path.name}",
-                    # The library sends what is open already by git-LFS, and what it opens itself by Xet.
-                    path_or_fileobj=path if self._uses_xet else stack.enter_context(path.open("rb")),
-                )
-                for path in paths
-            ]
+            operations = [self._addition(path, stack) for path in paths]
             operations += [self._hub.CommitOperationDelete(path_in_repo=name) for name in old]
             self._api.create_commit(self._repository, operations, commit_message=f"Epoch {info.epoch}")
+
+    def _addition(self, path: Path, stack: ExitStack) -> Any:
+        return self._hub.CommitOperationAdd(
+            path_in_repo=f"{self._prefix}{path.name}",
+            # The library sends what is open already by git-LFS, and what it opens itself by Xet.
+            path_or_fileobj=path if self._uses_xet else stack.enter_context(path.open("rb")),
+        )
 
     def _is_ours(self, name: str) -> bool:
         short = name.removeprefix(self._prefix)
         return name.startswith(self._prefix) and "/" not in short and short.startswith("epoch-")
 
-    def _explained(self, error: Any, epoch: int) -> Exception:
+    def _explained(self, error: Any, what: str) -> Exception:
         status = error.response.status_code if error.response is not None else 0
-        text = f"epoch {epoch} could not be uploaded to {self.name}: {error}"
+        text = f"{what} could not be uploaded to {self.name}: {error}"
         if status in (401, 403):
             return AccessError(f"{text}. Use a token that may write to this repository")
         if status == 429 or status >= 500 or not status:

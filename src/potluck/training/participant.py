@@ -215,7 +215,7 @@ class Participant:
             self._run,
             newest,
             open_recipe(first.recipe, first.model, self._recipe_file, first.files),
-            replace(config, recipe_file=self._recipe_file, state=state),
+            replace(config, state=state),
             lambda progress: self._progressed(progress, newest()),
             on_model=lambda: tell(Prepared("model")),
             on_batch_size=lambda size: tell(BatchSizeFound(size)),
@@ -267,7 +267,7 @@ class Participant:
             self._run,
             lambda: board.manifest or first,
             open_recipe(first.recipe, first.model, self._recipe_file, first.files),
-            replace(config, recipe_file=self._recipe_file, state=state),
+            replace(config, state=state),
             progressed,
             self._prepare,
         )

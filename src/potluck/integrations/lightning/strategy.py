@@ -175,6 +175,8 @@ class PotluckStrategy(InRun, Strategy):
         call._call_callback_hooks(module.trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(module.trainer, "on_before_optimizer_step", optimizer)
         optimizer.step(**kwargs)
+        if self.is_over:
+            module.trainer.should_stop = True
         if scaler is not None:
             scaler.update()
         if isinstance(loss, Tensor) and loss.numel() == 1:

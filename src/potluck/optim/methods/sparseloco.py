@@ -26,7 +26,7 @@ from potluck.round.codecs import CodecSpec, codec_for
 
 
 class SparseLoCo(BlockFeedback):
-    """The largest values in two bits, with a decaying memory of the rest. For DiLoCo with H = 30 and outer lr 0.4."""
+    """The largest values in two bits, with a decaying memory of the rest. For DiLoCo with H = 10 and outer lr 1.0."""
 
     def __init__(self, *, k: int = 64, decay: float = 0.95) -> None:
         if not 1 <= k <= BLOCK:

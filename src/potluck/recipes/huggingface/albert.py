@@ -57,16 +57,18 @@ class Albert(MaskedLM):
         guessed, ordered, _ = self._losses(model, batch)
         return guessed + ordered
 
-    def evaluate(self, model: nn.Module) -> Mapping[str, float]:
+    def evaluate_part(self, model: nn.Module, part: int, num_parts: int) -> tuple[Mapping[str, float], int]:
         """Both losses on texts that nobody trains on, and the share of pairs whose order is told right."""
-        device = next(model.parameters()).device
+        device, samples = next(model.parameters()).device, self._held_out[part::num_parts]
+        if not samples:
+            return {}, 0
         sums = torch.zeros(3)
-        for start in range(0, len(self._held_out), EVALUATION_BATCH):
-            part = self._held_out[start : start + EVALUATION_BATCH]
-            batch = tuple(tensor.to(device) for tensor in self.collate(part))
-            sums += torch.stack(self._losses(model, batch)).cpu() * len(part)
-        guessed, ordered, right = (sums / len(self._held_out)).tolist()
-        return {"evaluation_loss": guessed + ordered, "masked_loss": guessed, "order_right": right}
+        for start in range(0, len(samples), EVALUATION_BATCH):
+            some = samples[start : start + EVALUATION_BATCH]
+            batch = tuple(tensor.to(device) for tensor in self.collate(some))
+            sums += torch.stack(self._losses(model, batch)).cpu() * len(some)
+        guessed, ordered, right = (sums / len(samples)).tolist()
+        return {"evaluation_loss": guessed + ordered, "masked_loss": guessed, "order_right": right}, len(samples)
 
     def preview(self, model: nn.Module) -> str:
         """Masked tokens of a text that nobody trains on, and what the model guesses."""

@@ -53,6 +53,11 @@ class Config(RecipeConfig, frozen=True, kw_only=True):
             raise ConfigurationError(f"held_out={self.held_out}: take a share above 0 and below 1, as 0.01")
         if self.pretrained and not self.base:
             raise ConfigurationError("pretrained=true needs a base: the name of a checkpoint")
+        if self.pretrained and self.tokenizer == TRAIN:
+            raise ConfigurationError(
+                f"tokenizer={TRAIN!r} makes tokens that the weights of {self.base!r} do not know: with pretrained=true "
+                f"take tokenizer = {self.base!r}"
+            )
 
 
 class Data(RecipeConfig, frozen=True, kw_only=True):
@@ -114,6 +119,7 @@ class LanguageModel(Recipe[Config]):
     def prepare(self, folder: Path) -> Sequence[str]:
         """The tokenizer, trained unless it is there; and the files with the texts, or with their tokens."""
         sources = self.data.parsed()
+        num_texts = 0 if self.data.tokenized else self._check_files(sources)
         self._prepare_tokenizer(folder, sources)
         needed = [source.files for source in sources if source.files]
         if self.data.tokenized:
@@ -124,10 +130,38 @@ class LanguageModel(Recipe[Config]):
                 )
         if self._tokenizer_file_name:
             needed.append(self._tokenizer_file_name)
+        if num_texts and all(source.files for source in sources):
+            self._check_split(sources, num_texts)
         streams = any(source.dataset for source in sources) and not self.data.tokenized
         needs_datasets = streams or any(name.endswith(".parquet") for name in needed)
         self.requirements = ("transformers>=5", *(["datasets>=3.2"] if needs_datasets else []))
         return needed
+
+    def _check_files(self, sources: Sequence[Source]) -> int:
+        """How many texts local files have."""
+        return sum(rows.check_files(self._local_files(each), self.data.column) for each in sources if each.files)
+
+    def _check_split(self, sources: Sequence[Source], num_texts: int) -> None:
+        """ConfigurationError where local texts make no sample to train on, or none to evaluate by."""
+        held_out = sum(
+            1
+            for source in sources
+            for shard in range(self.num_shards)
+            for _ in self._texts(source, shard, held_out=True)
+        )
+        about = (
+            f"held_out={self.config.held_out}: of {num_texts} texts, {held_out} are held out, and the others make no "
+            if held_out == num_texts
+            else f"held_out={self.config.held_out}: of {num_texts} texts, {held_out} are held out, which make no "
+        )
+        advice = (
+            f"sample of {self.length} tokens. Take another share, a shorter context, more data, or cut long texts into "
+            "several"
+        )
+        generator = torch.Generator().manual_seed(0)
+        trained = (sample for shard in range(self.num_shards) for sample in self.samples(shard, generator))
+        if held_out == num_texts or next(trained, None) is None or not self._evaluated():
+            raise ConfigurationError(about + advice)
 
     def _prepare_tokenizer(self, folder: Path, sources: Sequence[Source]) -> None:
         if self.config.tokenizer != TRAIN:
@@ -189,6 +223,12 @@ class LanguageModel(Recipe[Config]):
             made = auto.from_pretrained(self.config.base, dtype=torch.float32, **self.config.config)
         else:
             made = auto.from_config(self._model_config())
+        rows_of = made.get_input_embeddings().num_embeddings
+        if len(self.tokenizer) > rows_of:
+            raise ConfigurationError(
+                f"tokenizer={self.config.tokenizer!r} has {len(self.tokenizer)} tokens, and the model knows {rows_of}: "
+                "take the model's own tokenizer, or leave vocab_size out of [model.config]"
+            )
         made.train()
         found: nn.Module = made
         return found
@@ -202,11 +242,21 @@ class LanguageModel(Recipe[Config]):
         options = {"vocab_size": len(tokenizer), **ids, **options}
         try:
             if self.config.base:
-                return AutoConfig.from_pretrained(self.config.base, **options)
-            return AutoConfig.for_model(self.config.architecture, **options)
+                made = AutoConfig.from_pretrained(self.config.base, **options)
+            else:
+                made = AutoConfig.for_model(self.config.architecture, **options)
         except (OSError, ValueError, TypeError) as error:
             what = self.config.base or self.config.architecture
             raise ConfigurationError(f"[model] transformers makes no config of {what!r}: {error}") from error
+        places = getattr(made, "max_position_embeddings", None)
+        if isinstance(places, int) and 0 < places < self.config.context:
+            if "max_position_embeddings" in options or "n_positions" in options:
+                raise ConfigurationError(
+                    f"context={self.config.context}: the model has places for {places} tokens. Take a shorter context, "
+                    "or set max_position_embeddings under [model.config]"
+                )
+            made.max_position_embeddings = self.config.context
+        return made
 
     # Data
 
@@ -230,11 +280,14 @@ class LanguageModel(Recipe[Config]):
                 streaming=data.streaming,
             )
         else:
-            files = self.files.matching(source.files)
-            if not files:
-                raise ConfigurationError(f"files={source.files!r}: the run has no such file")
-            found = rows.local_rows(files, data.column, shard, self.num_shards)
+            found = rows.local_rows(self._local_files(source), data.column, shard, self.num_shards)
         return (text for text in found if text.strip() and held_out in (None, rows.is_held_out(text, share)))
+
+    def _local_files(self, source: Source) -> list[Path]:
+        files = self.files.matching(source.files)
+        if not files:
+            raise ConfigurationError(f"files={source.files!r}: the run has no such file")
+        return files
 
     def sentences_of(self, text: str) -> list[str]:
         """The parts of a text that become tokens one by one: the whole, unless a model is to tell sentences apart."""
@@ -290,14 +343,17 @@ class LanguageModel(Recipe[Config]):
 
     # Evaluation
 
-    @cached_property
-    def _held_out(self) -> list[Sample]:
+    def _evaluated(self) -> list[Sample]:
         generator = torch.Generator().manual_seed(0)
         documents = chain.from_iterable(
             mixed(self._openers(shard, held_out=True), generator) for shard in range(self.num_shards)
         )
         blocks = islice(self.blocks_of(documents, generator), self.config.evaluation_samples)
-        found = [self.masked(block, generator) for block in blocks]
+        return [self.masked(block, generator) for block in blocks]
+
+    @cached_property
+    def _held_out(self) -> list[Sample]:
+        found = self._evaluated()
         if not found:
             raise ConfigurationError(
                 f"held_out={self.config.held_out}: the texts held out make no sample of {self.length} tokens. Take a "
@@ -307,13 +363,17 @@ class LanguageModel(Recipe[Config]):
 
     def evaluate(self, model: nn.Module) -> Mapping[str, float]:
         """The loss on texts that nobody trains on."""
-        device = next(model.parameters()).device
+        return self.evaluate_part(model, 0, 1)[0]
+
+    def evaluate_part(self, model: nn.Module, part: int, num_parts: int) -> tuple[Mapping[str, float], int]:
+        """The same, on every so many-th of the samples."""
+        device, samples = next(model.parameters()).device, self._held_out[part::num_parts]
         total = 0.0
-        for start in range(0, len(self._held_out), EVALUATION_BATCH):
-            part = self._held_out[start : start + EVALUATION_BATCH]
-            batch = tuple(tensor.to(device) for tensor in self.collate(part))
-            total += self.loss(model, batch).item() * len(part)
-        return {"evaluation_loss": total / len(self._held_out)}
+        for start in range(0, len(samples), EVALUATION_BATCH):
+            some = samples[start : start + EVALUATION_BATCH]
+            batch = tuple(tensor.to(device) for tensor in self.collate(some))
+            total += self.loss(model, batch).item() * len(some)
+        return ({"evaluation_loss": total / len(samples)} if samples else {}), len(samples)
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Config, weights and tokenizer, as `from_pretrained` loads them."""

@@ -38,45 +38,85 @@ def local_rows(files: Iterable[Path], column: str, shard: int, num_shards: int) 
             yield from _parquet_rows(path, column, shard, num_shards)
         elif path.suffix in (".jsonl", ".ndjson"):
             size = path.stat().st_size
-            for line in _lines(path, size * shard // num_shards, size * (shard + 1) // num_shards):
-                yield _text_of(line, column, path)
+            for start, line in _lines(path, size * shard // num_shards, size * (shard + 1) // num_shards):
+                yield _text_of(line, column, path, start)
         else:
             pieces = -(-path.stat().st_size // PIECE_BYTES)
             for piece in range(pieces * shard // num_shards, pieces * (shard + 1) // num_shards):
-                yield b"".join(_lines(path, piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES)).decode("utf-8", "replace")
+                found = (line for _, line in _lines(path, piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES))
+                yield b"".join(found).decode("utf-8", "replace")
 
 
-def _lines(path: Path, start: int, end: int) -> Iterator[bytes]:
-    """The lines that begin in this range of a file."""
+def check_files(files: Iterable[Path], column: str) -> int:
+    """Read all of it once, as organisers do before others have it: how many texts there are.
+
+    ConfigurationError names the line that is wrong, or says that there is nothing to read.
+    """
+    there = list(files)
+    count = sum(1 for text in local_rows(there, column, 0, 1) if text.strip())
+    if not count:
+        names = ", ".join(path.name for path in there)
+        raise ConfigurationError(f"[data] {names}: there is no text in it. Put some there, or name other files")
+    return count
+
+
+def _lines(path: Path, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """The lines that begin in this range of a file, each with its place."""
     with path.open("rb") as file:
         if start:
             file.seek(start - 1)
             file.readline()  # belongs to who has the byte before, be it only its end
-        while file.tell() < end and (line := file.readline()):
-            yield line
+        place = file.tell()
+        while place < end and (line := file.readline()):
+            yield place, line
+            place += len(line)
 
 
-def _text_of(line: bytes, column: str, path: Path) -> str:
+def _text_of(line: bytes, column: str, path: Path, start: int) -> str:
     if not line.strip():
         return ""
     try:
-        return str(json.loads(line)[column])
+        return _as_text(json.loads(line)[column])
     except (ValueError, KeyError, TypeError) as error:
+        number = _line_number(path, start)
         raise ConfigurationError(
-            f"column={column!r}: a line of {path.name} is no JSON object with that field ({error!r}): {line[:60]!r}"
+            f"column={column!r}: line {number} of {path.name} is no JSON object with a text of that name ({error!r}): "
+            f"{line[:60]!r}"
         ) from error
+
+
+def _as_text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, (dict, list)):
+        raise TypeError(f"it is a {type(value).__name__}, not a text")
+    return str(value)
+
+
+def _line_number(path: Path, start: int) -> int:
+    """Counted from 1: whoever wrote the file looks there."""
+    number = 1
+    with path.open("rb") as file:
+        while start > 0 and (read := file.read(min(start, 1 << 20))):
+            number += read.count(b"\n")
+            start -= len(read)
+    return number
 
 
 def _parquet_rows(path: Path, column: str, shard: int, num_shards: int) -> Iterator[str]:
     for row in parquet_range(path, [column], shard, num_shards):
-        yield str(row[column] or "")
+        yield _as_text(row[column])
 
 
 def parquet_range(path: Path, columns: Sequence[str], shard: int, num_shards: int) -> Iterator[dict[str, Any]]:
     """The rows of a shard of one file, with these columns."""
-    from pyarrow import parquet
+    from pyarrow import ArrowInvalid, parquet
 
-    with parquet.ParquetFile(path) as file:
+    try:
+        opened = parquet.ParquetFile(path)
+    except ArrowInvalid as error:
+        raise ConfigurationError(f"[data] {path.name} is no parquet file, or was cut off: {error}") from error
+    with opened as file:
         if missing := set(columns) - set(file.schema_arrow.names):
             names = ", ".join(file.schema_arrow.names)
             raise ConfigurationError(f"column={', '.join(sorted(missing))!r}: {path.name} has the columns {names}")
@@ -109,7 +149,7 @@ def dataset_rows(
     for row in part:
         if column not in row:
             raise ConfigurationError(f"column={column!r}: {name} has the columns {', '.join(row)}")
-        yield str(row[column] or "")
+        yield _as_text(row[column])
 
 
 def shuffled(rows: Iterable[T], buffer: int, generator: torch.Generator) -> Iterator[T]:

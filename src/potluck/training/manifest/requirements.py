@@ -12,7 +12,7 @@ import importlib.metadata
 import logging
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -115,9 +115,14 @@ def pip_line(requirements: Sequence[str]) -> str:
 
 def check_requirements(manifest: Manifest) -> None:
     """ConfigurationError, with the command that helps, where a package is missing."""
-    if missing := missing_requirements(manifest):
+    require(manifest.requirements, "join")
+
+
+def require(requirements: Iterable[str], then: str) -> None:
+    """ConfigurationError, with the command that helps, where one of these packages is missing."""
+    if missing := [each for each in requirements if not _is_met(each)]:
         raise ConfigurationError(
-            f"this run needs {', '.join(missing)}, which this machine has not. Install that, and join again:\n\n"
+            f"this run needs {', '.join(missing)}, which this machine has not. Install that, and {then} again:\n\n"
             f"  {pip_line(missing)}\n"
         )
 

@@ -118,7 +118,7 @@ def manifest_of(found: RunFile, folder: Path) -> Manifest:
     try:
         return _manifest_of(found, folder)
     except ConfigurationError as error:
-        raise _with_line(error, folder / FILE_NAME) from error
+        raise with_line(error, folder / FILE_NAME) from error
 
 
 def _manifest_of(found: RunFile, folder: Path) -> Manifest:
@@ -126,6 +126,7 @@ def _manifest_of(found: RunFile, folder: Path) -> Manifest:
     from potluck.pipeline.layout import check_num_stages
     from potluck.recipes.catalogue import open_recipe, refer_to  # needs torch, which reading a run.toml does not
     from potluck.recipes.recipe import data_of
+    from potluck.training.manifest.requirements import require
     from potluck.training.manifest.shipping import downloads_of, files_of, requirements_of
 
     ref = refer_to(found.recipe, folder)
@@ -146,6 +147,8 @@ def _manifest_of(found: RunFile, folder: Path) -> Manifest:
     settings = _planned(first, found.curriculum)
     for entry in settings:
         data_of(recipe, entry.data)
+    if not ref.digest:  # what one's own recipe needs, its file has imported by now
+        require(recipe.requirements, "host it")
     routes = _routes_of(found, folder)
     patterns = (
         *found.files,
@@ -187,7 +190,7 @@ def _routes_of(found: RunFile, folder: Path) -> tuple[Route, ...]:
     return (Route(sha256=hashlib.sha256((folder / ROUTING_FILE).read_bytes()).hexdigest()),)
 
 
-def _with_line(error: ConfigurationError, file: Path) -> ConfigurationError:
+def with_line(error: ConfigurationError, file: Path) -> ConfigurationError:
     """The same, with the line of the file that it is about, where that can be told."""
     try:
         line = line_of_error(file.read_text(encoding="utf-8"), str(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from potluck.errors import ConfigurationError
@@ -15,7 +16,8 @@ _RUN = """\
 # A run of Potluck. Start it with `potluck host` in this folder; everything else has a default.
 name = "{name}"
 
-# What to train: stdlib-lm or digits, which are built in, or a file beside this one. Whoever joins needs the same file.
+# What to train: stdlib-lm, digits, hf-causal-lm, hf-masked-lm or image-classifier, which are built in, or a file beside
+# this one, which the host serves to whoever joins.
 recipe = "{recipe}"
 
 seed = 0           # of the model's first values
@@ -28,20 +30,16 @@ end_epoch = 0      # the run is done after so many updates; 0: it goes on until 
 {data}
 
 [training]         # how peers work together
-algorithm = "sync"           # sync: one large batch of all peers' samples per update
-target_batch_size = 256      # … of so many samples. May change while the run trains.
-# algorithm = "diloco"       # many local steps, then one exchange: for slow lines
-# inner_steps = 100
-# steps_by_speed = true      # slow peers take fewer of them, so that all are ready at the same time
+{training}
 
 [optimizer]        # the learning rate, weight decay and betas may change while the run trains
-name = "adamw"               # or adam, sgd
+name = "adamw"               # or adam, sgd, lamb, larc, muon
 learning_rate = 1e-3
 weight_decay = 0.01
 max_grad_norm = 1.0
 
 [schedule]         # may change while the run trains
-kind = "constant"            # or linear, cosine, which need total_epochs
+kind = "constant"            # or inverse_sqrt; linear, cosine and warmup_stable_decay, which need total_epochs
 warmup_epochs = 10
 
 [exchange]
@@ -49,6 +47,10 @@ codec = "float16"            # how values travel: float32, float16, bfloat16, un
 aggregator = "mean"          # with strangers: median, trimmed_mean, centered_clipping …
 reducers = "everybody"       # or trusted: only peers whose invite says so add up what others send
 weight_cap = 16              # nobody but trusted peers counts for more than so many times what others give; 0: no cap
+
+[evaluation]       # on data that nobody trains on
+every_epochs = {evaluation}
+gate = false                 # true: an epoch whose held-out loss leaves the band of those before is rolled back
 
 # [patience]       # how long is waited where nothing moves; a line that is only slow gets its time
 # round_seconds = 120          # then a round has failed, and is tried again
@@ -127,25 +129,101 @@ class Waves(Recipe[Config]):
         return torch.sin(2 * x) + 0.5 * torch.cos(5 * x)
 '''
 
-_MODELS = {
-    OWN: "width = 64",
-    "digits": "width = 64",
-    "stdlib-lm": "layers = 4\nwidth = 128\nheads = 4\ncontext = 128",
-}
-_DATA = {
-    OWN: "noise = 0.05",
-    "digits": "# this recipe has none",
-    "stdlib-lm": "context = 0        # bytes of a sample, up to the model's context; 0: all of it",
-}
-_STAGES = {OWN: "data.noise = 0.01", "digits": "target_batch_size = 1024", "stdlib-lm": "data.context = 128"}
+_SYNC = """\
+algorithm = "sync"           # sync: one large batch of all peers' samples per update
+target_batch_size = 256      # … of so many samples. May change while the run trains.
+# algorithm = "diloco"       # many local steps, then one exchange: for slow lines
+# inner_steps = 100
+# steps_by_speed = true      # slow peers take fewer of them, so that all are ready at the same time"""
+_DILOCO = """\
+algorithm = "diloco"         # many local steps, then one exchange: for the lines that people have at home
+inner_steps = 50
+outer_momentum = 0.5         # 0.9 for runs of hundreds of exchanges
+# algorithm = "sync"         # one large batch of all peers' samples per update: for fast lines
+# target_batch_size = 256"""
+_TEXTS = """\
+files = "{files}"    # beside this file: .txt, .jsonl or .parquet, by name or pattern; the host serves them
+column = "text"              # of JSONL and parquet
+# dataset = "USER/NAME"      # instead of files: a data set that volunteers stream
+context = 0                  # tokens of a sample, up to the model's; 0: all of it"""
 
 
-def files_of_a_run(name: str, recipe: str) -> dict[str, str]:
-    """The files by name, for a recipe that is built in, or one's own."""
-    if recipe not in _MODELS:
-        raise ConfigurationError(f"there is no recipe {recipe!r} to start from: choose one of {', '.join(_MODELS)}")
-    own = recipe == OWN
-    words = {"model": _MODELS[recipe], "data": _DATA[recipe], "stage": _STAGES[recipe]}
+def _language_model(architecture: str) -> str:
+    return f"""\
+architecture = "{architecture}"       # any that transformers has; or base = "NAME" for a checkpoint's config
+tokenizer = "train"          # made once by this host, and served; or a name on the Hugging Face hub, or a .json file
+vocabulary = 8192
+context = 256                # tokens of a sample
+held_out = 0.01              # the share of texts that nobody trains on
+
+[model.config]               # what that architecture's config has
+hidden_size = 256
+intermediate_size = 704
+num_hidden_layers = 8
+num_attention_heads = 8"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """What stands in the run.toml of one recipe."""
+
+    model: str
+    data: str = "# this recipe has none"
+    stage: str = "target_batch_size = 1024"
+    training: str = _SYNC
+    evaluation: int = 0
+    files: str = ""
+    """The organiser's own data, as the recipe finds them unless told otherwise; empty: it needs none."""
+
+
+_STARTS = {
+    OWN: _Start(model="width = 64", data="noise = 0.05", stage="data.noise = 0.01"),
+    "digits": _Start(model="width = 64"),
+    "stdlib-lm": _Start(
+        model="layers = 4\nwidth = 128\nheads = 4\ncontext = 128",
+        data="context = 0        # bytes of a sample, up to the model's context; 0: all of it",
+        stage="data.context = 128",
+    ),
+    "hf-causal-lm": _Start(
+        model=_language_model("llama") + "\ntie_word_embeddings = true",
+        data=_TEXTS,
+        stage="data.context = 256",
+        training=_DILOCO,
+        evaluation=5,
+        files="texts.jsonl",
+    ),
+    "hf-masked-lm": _Start(
+        model=_language_model("bert"),
+        data=_TEXTS,
+        stage="data.context = 256",
+        training=_DILOCO,
+        evaluation=5,
+        files="texts.jsonl",
+    ),
+    "image-classifier": _Start(
+        model='folder = "{files}"         # with a subfolder for each class; or parquet = "pictures.parquet"\n'
+        "size = 32                    # pixels of a side\nwidth = 32\nstages = 3",
+        evaluation=10,
+        files="pictures",
+    ),
+}
+
+
+def data_of_recipe(recipe: str) -> str:
+    """What the organiser has to bring, by its usual name; empty where the recipe needs nothing."""
+    return _start_of(recipe).files
+
+
+def files_of_a_run(name: str, recipe: str, data: str = "") -> dict[str, str]:
+    """The files by name, for a recipe that is built in, or one's own. `data` names the organiser's own texts."""
+    start, own = _start_of(recipe), recipe == OWN
+    if data and not start.files:
+        raise ConfigurationError(f"the recipe {recipe} takes no data from you: leave out --data")
+    words = {part: getattr(start, part) for part in ("model", "data", "stage", "training", "evaluation")}
+    words = {
+        part: value.replace("{files}", data or start.files) if isinstance(value, str) else value
+        for part, value in words.items()
+    }
     files = {RUN_FILE: _RUN.format(name=name, recipe=RECIPE_FILE if own else recipe, **words)}
     if own:
         files[RECIPE_FILE] = _RECIPE
@@ -160,3 +238,9 @@ def copied(name: str, folder: Path) -> dict[str, str]:
             files[path.name] = path.read_text(encoding="utf-8")
     files[RUN_FILE] = re.sub(r'(?m)^name = ".*"', f'name = "{name}"', files[RUN_FILE], count=1)
     return files
+
+
+def _start_of(recipe: str) -> _Start:
+    if recipe not in _STARTS:
+        raise ConfigurationError(f"there is no recipe {recipe!r} to start from: choose one of {', '.join(_STARTS)}")
+    return _STARTS[recipe]

@@ -6,6 +6,7 @@ larc.py, muon.py  two optimizers that torch has not                     models.p
 feed.py           batches, shard after shard                            reading.py: samples, read in another process
 batchsize.py      how large a batch this machine can take               machine.py: device and memory
 precision.py      float32, bfloat16 or float16, by device               devicepool.py: several devices, one peer
+sharding.py       a model that fits on none of them, in parts           evaluating.py: part of a shared evaluation
 smoothed.py       the loss, read only when it is told                   trial.py: the recipe, tried by the host first
 leaving.py        the last samples are handed in                        hours.py: when this machine may train
 ownloop.py        potluck.Optimizer and potluck.DiLoCo: a program's own loop, with the settings of the run

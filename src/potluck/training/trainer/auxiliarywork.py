@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Self
 
 from potluck.hub.subjects import MAIN
@@ -11,11 +12,13 @@ from potluck.optim.collaboration import Collaboration
 from potluck.paths.pathhost import PathHost
 from potluck.round.averager import RoundPeer
 from potluck.run.group import Group, LinkedPeer, group_of
+from potluck.run.joined import Joined
 from potluck.state.config import StateConfig
 from potluck.training.books.ballot import BallotDesk
 from potluck.training.books.contributions import ContributionDesk
+from potluck.training.books.evaluations import EvaluationDesk
 from potluck.training.books.historydesk import HistoryDesk
-from potluck.training.books.receipts import ReceiptDesk
+from potluck.training.books.receipts import ReceiptDesk, ReceiptKeeper
 from potluck.training.books.shards import ShardDesk
 from potluck.training.manifest.manifest import Manifest
 from potluck.training.manifest.noticeboard import NoticeBoard
@@ -49,12 +52,31 @@ class CoordinatorDesks:
         await self.ballot.close()
 
 
+def open_desks(run: Joined, collaboration: Collaboration, manifest: Callable[[], Manifest | None]) -> None:
+    """Have a trainer be ready to do what coordinators do: in a private run trainers are. They close with the run."""
+
+    async def opened() -> CoordinatorDesks:
+        return CoordinatorDesks(collaboration.peer, collaboration, manifest)
+
+    run.attach(run.call(opened()).close)
+
+
+def keep_receipts(run: Joined, collaboration: Collaboration, path: Path) -> None:
+    """Have a trainer keep its receipts in this file, as long as it is in the run."""
+
+    async def kept() -> ReceiptKeeper:
+        return ReceiptKeeper(collaboration.peer, collaboration.averager.lease.view, path)
+
+    run.attach(run.call(kept()).close)
+
+
 class AuxiliaryWork:
     """The whole part of a peer that trains nothing itself."""
 
     def __init__(self, groups: list[Group], board: NoticeBoard, helper: AuxiliaryPeer, desks: CoordinatorDesks) -> None:
         """`groups` are those that it is in, `main` first."""
         self.board = board
+        self.evaluations = EvaluationDesk(groups[0])
         self._groups = groups
         self._others: list[AuxiliaryPeer] = []
         self._helper = helper

@@ -7,7 +7,8 @@
 
 The run sees one peer: traffic, state and samples are those of one, however many devices it has. When the parameters of
 rank 0 have changed, by its own step or by a round, they are broadcast before the next batch. All of it stays on this
-machine: gloo over loopback between CPUs, NCCL between GPUs.
+machine: gloo over loopback between CPUs, NCCL between GPUs. A model that fits on no device is in parts on them
+(sharding.py), and whole on the CPU of rank 0.
 
 If one of its processes ends, nothing can be averaged any more: the peer ends, and names it. If rank 0 ends, all do.
 """
@@ -40,9 +41,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from potluck.errors import FatalError
 from potluck.peer import environment
-from potluck.recipes.catalogue import open_recipe
-from potluck.recipes.recipe import Batch, Recipe
-from potluck.recipes.reference import RecipeRef
+from potluck.recipes.catalogue import reopen
+from potluck.recipes.recipe import Batch, Origin, Recipe
+from potluck.training.trainer import sharding
 from potluck.training.trainer.machine import is_out_of_memory
 from potluck.training.trainer.models import untrained
 from potluck.training.trainer.precision import MixedPrecision, Precision
@@ -52,6 +53,7 @@ logger = logging.getLogger(__name__)
 WAIT_SECONDS = 300.0  # for all to be there, and for a step of the slowest
 END_SECONDS = 10.0  # for the pool to end when it is told to
 LOOK_EVERY_SECONDS = 1.0  # whether rank 0 is still there
+OUT_OF_MEMORY = 12  # how one of the pool ends that had no room
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 
 
@@ -59,12 +61,15 @@ BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 class DevicePoolSpec:
     """What one of its processes needs to know."""
 
-    recipe: RecipeRef
-    model: dict[str, Any]
-    file: Path | None
+    origin: Origin
+    """By which the same recipe is made again, with the run's files."""
+
     seed: int
     precision: Precision
     devices: tuple[str, ...]
+    is_sharded: bool = False
+    """Whether each device holds a part of the model (sharding.py), rather than all of it."""
+
     meeting: str = ""
     """A file by which the processes find each other; the pool's own."""
 
@@ -99,11 +104,19 @@ class DevicePool:
                 self._members.append(self._start(rank))
             with self._explained():
                 _meet(self._spec, 0)
-                self.computing = _distributed(model, torch.device(spec.devices[0]))
+                self.computing = self._made_to_compute()
         except BaseException:
             self.close()
             raise
         self._version = _version_of(model)
+
+    def _made_to_compute(self) -> nn.Module:
+        device = torch.device(self._spec.devices[0])
+        if not self._spec.is_sharded:
+            return _distributed(self._model, device)
+        parts = sharding.in_parts(untrained(self._recipe, self._spec.seed), device, self.size)
+        sharding.hand_down(self._model, parts, 0, self.size)
+        return parts
 
     def hand_out(self, batch: Batch, scale: float) -> tuple[Batch, float]:
         """Give each process its share; this process's own, and what its loss is to be multiplied by.
@@ -133,15 +146,23 @@ class DevicePool:
                 for part in share:
                     connection.send_bytes(_bytes_of(part))
             if version != self._version:
-                _broadcast_parameters(self._model)
+                self._tell_parameters()
         self._version, self._told_data = version, data
         return shares[0]
+
+    def _tell_parameters(self) -> None:
+        if self._spec.is_sharded:
+            sharding.hand_down(self._model, self.computing, 0, self.size)
+        else:
+            _broadcast_parameters(self._model)
 
     @contextlib.contextmanager
     def computed_together(self) -> Iterator[None]:
         """Around forward and backward: FatalError where one of its processes has ended meanwhile."""
         with self._explained():
             yield
+            if self._spec.is_sharded:
+                sharding.hand_up(self.computing, self._model)
 
     def close(self) -> None:
         """End the pool. Idempotent."""
@@ -155,6 +176,8 @@ class DevicePool:
                 process.kill()
                 process.join()
             process.close()
+        if self._spec.is_sharded:
+            sharding.let_go(self.computing)
         self.computing = self._model
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -193,10 +216,16 @@ class DevicePool:
     def _why(self, process: BaseProcess) -> str:
         rank = int(process.name.rpartition("-")[2])
         code = process.exitcode or 0
+        first, device = self._spec.devices[0], self._spec.devices[rank]
+        if code == OUT_OF_MEMORY:
+            return (
+                f"{device}, which computes for this peer, has no room for its share of a batch: this peer ends, and "
+                f"the run goes on. Start again with a smaller --batch-size, or with --device {first} alone"
+            )
         how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with code {code}"
         return (
-            f"the process that computes on {self._spec.devices[rank]} for this peer {how}: this peer ends, and the run "
-            f"goes on. Start again; with --device {self._spec.devices[0]} it computes on one device alone"
+            f"the process that computes on {device} for this peer {how}: this peer ends, and the run goes on. Start "
+            f"again; with --device {first} it computes on one device alone"
         )
 
 
@@ -208,29 +237,45 @@ def _compute_for(spec: DevicePoolSpec, rank: int, orders: Connection, parent: in
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which then ends this
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
+    try:
+        _compute(spec, rank, orders)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        os._exit(OUT_OF_MEMORY)  # rank 0 says what to do about it
+    os._exit(0)  # there is nobody left to take leave of
+
+
+def _compute(spec: DevicePoolSpec, rank: int, orders: Connection) -> None:
     device = torch.device(spec.devices[rank])
-    recipe = open_recipe(spec.recipe, spec.model, spec.file)
+    recipe = reopen(spec.origin)
     torch.manual_seed(spec.seed + rank)
-    model = untrained(recipe, spec.seed, device)
+    model = untrained(recipe, spec.seed, None if spec.is_sharded else device)
     precision = MixedPrecision(spec.precision, device)
     _meet(spec, rank)
-    computing = _distributed(model, device)
+    size = len(spec.devices)
+    computing = sharding.in_parts(model, device, size) if spec.is_sharded else _distributed(model, device)
+    if spec.is_sharded:
+        sharding.hand_down(None, computing, rank, size)
     while True:
         try:
             order: _Order = orders.recv()
             parts = [_tensor_of(orders.recv_bytes(), shape, dtype) for shape, dtype in order.parts]
         except (EOFError, OSError):
-            break
+            return
         if order.data is not None:
             recipe.data = msgspec.convert(order.data, type(recipe.data))
-        if order.has_new_parameters:
+        if order.has_new_parameters and spec.is_sharded:
+            sharding.hand_down(None, computing, rank, size)
+        elif order.has_new_parameters:
             _broadcast_parameters(model)
         with precision.lowered():
             loss = recipe.loss(computing, tuple(part.to(device) for part in parts))
         (loss * (order.weight * order.scale)).backward()  # type: ignore[no-untyped-call]
+        if spec.is_sharded:
+            sharding.hand_up(computing, None)
         for parameter in model.parameters():
             parameter.grad = None
-    os._exit(0)  # there is nobody left to take leave of
 
 
 def _end_with(parent: int) -> None:

@@ -4,6 +4,8 @@ In a hosted run the manifest says what everybody trains with, and a program with
 other trainer: learning rate, betas, clipping, target batch and so on are the run's, at each epoch; what the program
 chose otherwise is named in a warning. It waits while the run is paused. In a run without a manifest the program's own
 settings count.
+
+`is_over` says that the run has reached its end: steps do nothing then. Receipts are kept, as by `potluck join`.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from potluck.optim.options import OptimizerConfig
 from potluck.recipes.catalogue import open_recipe
 from potluck.round.lineage import Lineage
 from potluck.run.joined import Joined
+from potluck.training.books.receipts import receipts_folder, receipts_path
 from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, OptimizerSpec, Settings
 from potluck.training.manifest.noticeboard import NoticeBoard
+from potluck.training.trainer.auxiliarywork import keep_receipts, open_desks
 from potluck.training.trainer.inneroptimizer import KINDS, parameter_groups
 from potluck.training.trainer.optimizers import follow, following, options_of, outer_of, transform_of
 
@@ -74,6 +78,8 @@ class Optimizer(target_batches.Optimizer):
         super().__init__(
             run, optimizer, params=params, scheduler=scheduler, transform=transform, config=config, **parts, **options
         )
+        if hosted is not None:
+            hosted.serve(self)
 
     def step(
         self,
@@ -82,9 +88,14 @@ class Optimizer(target_batches.Optimizer):
         grad_scaler: GradScaler | None = None,
     ) -> Any:
         """As of the class above; in a hosted run by the settings of its epoch, and not while it is paused."""
-        if self.hosted is not None:
-            self.hosted.keep_up(self)
+        if self.hosted is not None and not self.hosted.keep_up(self):
+            return None
         return super().step(closure, batch_size, grad_scaler)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has reached the end that its organiser set. Steps do nothing then: leave."""
+        return self.hosted is not None and self.hosted.is_over(self.epoch)
 
 
 class DiLoCo(outer_loops.DiLoCo):
@@ -123,6 +134,8 @@ class DiLoCo(outer_loops.DiLoCo):
             **parts,
             **options,
         )
+        if hosted is not None:
+            hosted.serve(self)
 
     def step(
         self,
@@ -131,9 +144,14 @@ class DiLoCo(outer_loops.DiLoCo):
         grad_scaler: GradScaler | None = None,
     ) -> Any:
         """As of the class above; in a hosted run by the settings of its epoch, and not while it is paused."""
-        if self.hosted is not None:
-            self.hosted.keep_up(self)
+        if self.hosted is not None and not self.hosted.keep_up(self):
+            return None
         return super().step(closure, batch_size, grad_scaler)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has reached the end that its organiser set. Steps do nothing then: leave."""
+        return self.hosted is not None and self.hosted.is_over(self.epoch)
 
     @torch.no_grad()
     def take_shared(self) -> None:
@@ -161,6 +179,7 @@ class HostedRun:
         self._board = board
         self.options = options_of(self.manifest)
         self._overruled: list[str] = []
+        self._is_over_told = False
 
     @classmethod
     def of(cls, run: Joined, wanted: type[manifests.SyncSettings | manifests.DiLoCoSettings]) -> Self | None:
@@ -279,8 +298,18 @@ class HostedRun:
             )
         return replace(config, **taken)
 
-    def keep_up(self, optimizer: ProgramOptimizer) -> None:
-        """Before each step: wait while the run is paused, then set what counts at this epoch."""
+    def serve(self, optimizer: ProgramOptimizer) -> None:
+        """Do what `potluck join` does beside training: what coordinators do, if this peer is one, and keep receipts."""
+        open_desks(self._run, optimizer.collaboration, lambda: self.manifest)
+        keep_receipts(self._run, optimizer.collaboration, receipts_path(receipts_folder(), self.manifest.run))
+
+    def is_over(self, epoch: int) -> bool:
+        """Whether the run has reached its end."""
+        end = self.manifest.at(epoch).end_epoch
+        return bool(end and epoch >= end)
+
+    def keep_up(self, optimizer: ProgramOptimizer) -> bool:
+        """Before each step: wait while the run is paused, then set what counts at this epoch; False: it is over."""
         is_told = False
         while self.manifest.at(max(optimizer.epoch, optimizer.collaboration.averager.epoch)).paused:
             if not is_told:
@@ -290,7 +319,15 @@ class HostedRun:
             time.sleep(PAUSE_SECONDS)
         if is_told:
             logger.warning("the run %s goes on", self.manifest.run)
+        if self.is_over(optimizer.epoch):
+            if not self._is_over_told:
+                self._is_over_told = True
+                logger.warning(
+                    "the run %s is over, at epoch %d: steps count no more", self.manifest.run, optimizer.epoch
+                )
+            return False
         follow(optimizer, self.manifest.at(optimizer.epoch))
+        return True
 
 
 TOO_LATE = (

@@ -26,19 +26,17 @@ from potluck.optim.cores import share_cores
 from potluck.optim.optimizer import Optimizer
 from potluck.optim.sharedoptimizer import SharedOptimizer
 from potluck.optim.staging import has_streams
-from potluck.peer.lease import LeaseView
 from potluck.recipes.recipe import Batch, Recipe, RecipeConfig, require_downloads
-from potluck.round.averager import RoundPeer
 from potluck.round.plan.messages import Commit
 from potluck.run.joined import Joined
 from potluck.state.config import StateConfig
 from potluck.training.books.contributions import given_by
-from potluck.training.books.receipts import ReceiptKeeper
 from potluck.training.books.shards import MAX_READERS, LeasedShards
 from potluck.training.manifest.curriculum import data_at
 from potluck.training.manifest.manifest import Manifest, Settings, SyncSettings
-from potluck.training.trainer.auxiliarywork import CoordinatorDesks
+from potluck.training.trainer.auxiliarywork import keep_receipts, open_desks
 from potluck.training.trainer.batchsize import BatchSearch, find_batch_size, to_device
+from potluck.training.trainer.evaluating import share_evaluation
 from potluck.training.trainer.feed import AHEAD_BATCHES, Feed
 from potluck.training.trainer.inneroptimizer import STATE_TENSORS
 from potluck.training.trainer.machine import MemoryLimit, find_devices, free_cache, is_out_of_memory, wait_for
@@ -69,14 +67,14 @@ class TrainConfig:
     device: str = ""
     """Where to compute, as torch names it, or on several devices, with commas between; empty: the fastest there are."""
 
-    recipe_file: Path | None = None
-    """This machine's copy of a recipe that is not built in: further devices have processes that open it too."""
-
     precision: str = ""
     """In which numbers to compute (precision.py); empty: what suits the device."""
 
     compile: bool = False
     """Have torch compile the model, which takes minutes, and makes steps faster."""
+
+    shard: bool | None = None
+    """Whether several devices hold a part of the model each (sharding.py); None: where it fits on none of them."""
 
     max_steps: int | None = None
     """End after so many steps; None: go on until the run ends."""
@@ -165,7 +163,10 @@ class Trainer:
         self.device = self.devices[0]
         self.precision = MixedPrecision(find_precision(self._config.precision, self.device), self.device)
         self._memory = MemoryLimit(self._config.max_memory_bytes, self.device)
-        self.model = untrained(recipe, first.seed, self.device)
+        self.model = untrained(recipe, first.seed)
+        self.is_sharded = self._is_to_be_sharded(first)
+        if not self.is_sharded:
+            self.model.to(self.device)
         self._pool: DevicePool | None = None
         self._computing: nn.Module = self.model
         if self._config.compile:
@@ -177,12 +178,9 @@ class Trainer:
         on_model()
         self.optimizer: SharedOptimizer = make_optimizer(run, self.model, manifest, self._config.state)
         self._lease = self.optimizer.collaboration.averager.lease
-        run.attach(run.call(_open_desks(run, self.optimizer, manifest)).close)
+        open_desks(run, self.optimizer.collaboration, manifest)
         if self._config.receipts is not None:
-            keeper = run.call(
-                _keep_receipts(self.optimizer.collaboration.peer, self._lease.view, self._config.receipts)
-            )
-            run.attach(keeper.close)
+            keep_receipts(run, self.optimizer.collaboration, self._config.receipts)
         self._seed = zlib.crc32(run.peer_id.encode())
         self.steps = 0
         self.samples = 0
@@ -190,6 +188,19 @@ class Trainer:
         """Samples of this peer that committed epochs hold."""
         self.optimizer.collaboration.averager.listen(self._committed)
         self._loss = SmoothedLoss()
+        self._evaluated_epoch = self.optimizer.epoch
+
+    def _is_to_be_sharded(self, manifest: Manifest) -> bool:
+        if len(self.devices) == 1:
+            return False
+        if self._config.shard is not None:
+            return self._config.shard
+        from potluck.training.trainer.sharding import fits
+
+        if fits(self.model, self.device, STATE_TENSORS[manifest.newest.optimizer.name]):
+            return False
+        logger.warning("the model does not fit on %s: each of %d devices holds a part", self.device, len(self.devices))
+        return True
 
     @property
     def loss(self) -> float:
@@ -203,13 +214,14 @@ class Trainer:
             DevicePoolSpec,
         )
 
+        if self._recipe.origin is None:
+            raise ConfigurationError("several devices need a recipe that their processes can open: by name, or a file")
         spec = DevicePoolSpec(
-            recipe=manifest.recipe,
-            model=manifest.model,
-            file=self._config.recipe_file,
+            origin=self._recipe.origin,
             seed=manifest.seed,
             precision=self.precision.precision,
             devices=tuple(map(str, self.devices)),
+            is_sharded=self.is_sharded,
         )
         pool = DevicePool(spec, self._recipe, self.model)
         self._computing = compiled(pool.computing) if self._config.compile else pool.computing
@@ -242,6 +254,7 @@ class Trainer:
                     feed = self._open_feed()
                 if self._step(feed):
                     self._tell(started)
+                    self._share_evaluation()
                     if self.steps % MEMORY_EVERY_STEPS == 0 and self._memory.is_exceeded():
                         self._halve_batches(feed)
         except StoppedError:  # while it caught up with the others; what it has done may still be handed in
@@ -249,6 +262,17 @@ class Trainer:
         finally:
             feed.close()
         return self._progress(started)
+
+    def _share_evaluation(self) -> None:
+        """At an epoch that is due, evaluate this peer's part, if it is trusted to (evaluating.py)."""
+        epoch, every = self.optimizer.epoch, self._manifest().evaluation.every_epochs
+        if not every or epoch % every or epoch == self._evaluated_epoch or self.is_sharded:
+            return
+        self._evaluated_epoch = epoch
+        try:
+            share_evaluation(self._run, self.optimizer, self._recipe, self.model)
+        except ConfigurationError as error:  # the host evaluates too, and training goes on
+            logger.warning("this peer takes no part in evaluating: %s", error)
 
     def _wait_while_paused(self, started: float, stop: threading.Event) -> float:
         """Do nothing, and say so, until the run goes on or `stop` is set; how many seconds that took."""
@@ -438,6 +462,8 @@ class Trainer:
         self._search_anew()
         if self._search is not None:
             return self._search.size
+        if self.is_sharded:  # which nobody can try before all devices are there
+            return len(self.devices)
         self._recipe.data = data_at(self._recipe, manifest, manifest.newest.from_epoch)  # what comes in the end
         with self._memory.reserved(self.model, STATE_TENSORS[manifest.newest.optimizer.name]):
             size = find_batch_size(
@@ -505,12 +531,3 @@ class Trainer:
 def compiled(model: nn.Module) -> nn.Module:
     """The same parameters, with computation that torch has compiled, when it is first used."""
     return torch.compile(model)  # type: ignore[return-value]
-
-
-async def _open_desks(run: Joined, optimizer: SharedOptimizer, manifest: Callable[[], Manifest]) -> CoordinatorDesks:
-    """Be ready to do what coordinators do: in a private run trainers are."""
-    return CoordinatorDesks(optimizer.collaboration.peer, optimizer.collaboration, manifest)
-
-
-async def _keep_receipts(peer: RoundPeer, coordinators: LeaseView, path: Path) -> ReceiptKeeper:
-    return ReceiptKeeper(peer, coordinators, path)

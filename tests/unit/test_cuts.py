@@ -199,7 +199,7 @@ async def come(there: CutLab, name: str) -> None:
         await there.join(name, ALL[name], coordinates=name == "lea", **(options if name == "lea" else {}))
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.floats(0.5, 12.0), st.sampled_from(sorted(ALL))), max_size=5))
 def test_whoever_dies_when_all_groups_go_back_to_the_newest_safe_cut(troubles: list[tuple[float, str]]) -> None:
     with TemporaryDirectory() as folder:

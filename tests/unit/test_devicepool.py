@@ -39,6 +39,7 @@ from potluck.recipes.recipe import Recipe, RecipeConfig
 class Line(Recipe[RecipeConfig]):
     """A line, with a hidden layer."""
     num_shards = 4
+    is_light = True  # the tests open a feed for each step
     def model(self):
         return nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
     def samples(self, shard, generator):

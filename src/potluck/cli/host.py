@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import typer
 
@@ -345,11 +345,10 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
     parts.push_async_callback(tasks.end, alarms)
     if work.dashboard is not None:
         parts.push_async_callback(DashboardChild(replace(work.dashboard, recipe=recipe), as_json).close)
-    if not is_staged and (
-        work.dashboard is None or _evaluates(helper.board)
-    ):  # monitors elsewhere show what the model says, too
+    # Monitors elsewhere show what the model says, too. Nobody holds the whole of a pipeline's.
+    if not is_staged and (work.dashboard is None or _evaluates(helper.board)):
         previews = await console.import_slowly("potluck.monitor.previews")
-        previewer = _previewer(previews, host, helper, recipe)
+        previewer = _previewer(previews, host, cast("AuxiliaryWork", helper), recipe)
         previewer.start()
         parts.push_async_callback(previewer.close)
     await asyncio.Event().wait()

@@ -48,7 +48,9 @@ def make_laptop(way: ValueWay, name: str, task: str, policy: str, seed: int, own
 def join(link: str, way: str, job: potluck.fleet.CurrentJob) -> potluck.fleet.Fleet | Joined:
     """The fleet's queues, or its run, where the value network is trained together."""
     if way == "together":
-        return potluck.join(link)
+        run = potluck.join(link)
+        run.is_leaving = job.stopping.is_set  # then it waits for nobody any more
+        return run
     return potluck.fleet.connect(link) if link else job.fleet
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from potluck.errors import FatalError, PotluckError
+from potluck.errors import FatalError, PotluckError, StoppedError
 from potluck.fleet.value.fragment import Fragment
 from potluck.fleet.value.learner import VALUE, LearnerConfig, ValueLearner
 from potluck.fleet.value.version import ValueVersion
@@ -90,6 +90,8 @@ class TogetherWay:
                 if not self._closing.is_set():
                     logger.warning("the value network is trained together no more: %s", error)
                 return
+            except StoppedError:  # this way is closed, or the whole peer is about to leave
+                return
             except PotluckError as error:
                 self.counts["failed"] += 1
                 logger.warning("the value network waits for the others: %s", error)
@@ -97,6 +99,7 @@ class TogetherWay:
 
     def _make_optimizer(self, trunk: nn.Module) -> Any:
         adam = torch.optim.Adam(trunk.named_parameters(), self._config.value.learning_rate, eps=1e-5)
+        adam.register_step_pre_hook(self._check_open)
         self._trunk = DiLoCo(
             self._run,
             adam,
@@ -106,3 +109,8 @@ class TogetherWay:
             grace_seconds=GRACE_SECONDS,
         )
         return self._trunk
+
+    def _check_open(self, *_: object) -> None:
+        """Before each update: a fragment's worth of them may take longer than `close` waits."""
+        if self._closing.is_set():
+            raise StoppedError("the value network is trained together no more")

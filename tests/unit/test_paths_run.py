@@ -175,7 +175,14 @@ def test_the_inner_optimizer_of_a_path_survives_its_peer() -> None:
         trainer.train(stop)
         assert paths.host is not None
         host = paths.host
-        poll_until_sync(lambda: host.keeper.counts["kept"] >= 1, PATIENCE_SECONDS, "the host to have the path's state")
+
+        def has_all() -> bool:
+            """The path's last state, and each module's: what the host lacks when its only trainer dies is lost."""
+            states = host.keeper.states([0])
+            is_kept = 0 in states and states[0].phase == paths.end
+            return is_kept and all((h.kept_epoch or 0) >= paths.end for h in host.helpers.values())
+
+        poll_until_sync(has_all, PATIENCE_SECONDS, "the host to have the states of the path and its modules")
         kept = trainer._states[0]
         lab.kill(lab.runs[1])
         paths.end = 3

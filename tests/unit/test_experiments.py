@@ -1,6 +1,6 @@
 """A short slice of each experiment: its files are right, and two peers in memory train its tiny profile for two epochs.
 
-The whole profiles, with the real commands, are tests/e2e/test_experiments.py.
+The whole profiles, with the real commands, are tests/e2e/test_experiment_profiles.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The tiny profiles of all experiments from their first epoch to their last, with the real commands.
 
-scripts/test tests/e2e/test_experiments.py -m soak
+scripts/test tests/e2e/test_experiment_profiles.py -m soak
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Grove:
 
     def join(self, name: str) -> ManagedProcess:
         key = ("--identity-path", self.terminal.folder / f"{name}.nkey", "--name", name)
-        state = ("--state-path", self.terminal.folder / name)
+        state = ("--state-path", self.terminal.folder / name, "--backup-every-step", "1")
         return self.terminal.start(
             "join", self.link, "--json", "--yes", *key, *state, "--threads", "1", name=name, **ONE_THREAD
         )

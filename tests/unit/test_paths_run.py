@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -175,7 +176,14 @@ def test_the_inner_optimizer_of_a_path_survives_its_peer() -> None:
         trainer.train(stop)
         assert paths.host is not None
         host = paths.host
-        poll_until_sync(lambda: host.keeper.counts["kept"] >= 1, PATIENCE_SECONDS, "the host to have the path's state")
+
+        def has_all() -> bool:
+            """The path's last state, and each module's: what the host lacks when its only trainer dies is lost."""
+            states = host.keeper.states([0])
+            is_kept = 0 in states and states[0].phase == paths.end
+            return is_kept and all((h.kept_epoch or 0) >= paths.end for h in host.helpers.values())
+
+        poll_until_sync(has_all, PATIENCE_SECONDS, "the host to have the states of the path and its modules")
         kept = trainer._states[0]
         lab.kill(lab.runs[1])
         paths.end = 3
@@ -184,6 +192,29 @@ def test_the_inner_optimizer_of_a_path_survives_its_peer() -> None:
         assert heir.counts.phases == 1
         before, after = kept.inner["head.weight/step"], heir._states[0].inner["head.weight/step"]
         assert int(after) == int(before) + paths.config.inner_steps
+
+
+def test_who_comes_after_lost_changes_does_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with train_lab() as lab:
+        paths = PathLab(lab, (3,), grace_seconds=1.0)
+        paths.config = replace(paths.config, grace_seconds=1000.0)  # who waits for what is lost does so for too long
+        paths.end = 1
+        paths.open_host()
+        trainer, stop = paths.add_trainer("alice")
+        monkeypatch.setattr(trainer, "_flush", lambda: None)
+        trainer.train(stop)  # dies with its changes, when its phases have been counted
+        assert trainer.counts.phases == 3
+        assert trainer.modules["shared"].run_epoch == 0
+        assert paths.host is not None
+        helpers = paths.host.helpers.values()
+        has_all = lambda: all((h.kept_epoch or 0) >= h.collaboration.averager.epoch for h in helpers)  # noqa: E731
+        poll_until_sync(has_all, PATIENCE_SECONDS, "the host to have the states of all modules")
+        lab.kill(lab.runs[1])
+        paths.end = 2
+        heir, stop = paths.add_trainer("bob")
+        heir.train(stop)
+        assert heir.counts.phases == 3
+        assert heir.modules["shared"].epoch == 1, "its three changes travelled together"
 
 
 def test_a_path_stops_when_its_validation_loss_does_not_fall() -> None:

@@ -137,7 +137,7 @@ def source_of_states(
     async def leave() -> None:
         session = run.peer.session
         await returning.close()
-        if session.hub.is_connected and not (run.is_interrupted or session.ended.done()):
+        if not (run.is_interrupted or session.ended.done()) and session.hub.is_connected:
             await keeper.hand_over(timeout_seconds=run.seconds_to_leave(HAND_OVER_SECONDS))
         await keeper.close()
 

@@ -322,8 +322,12 @@ class PathTrainer:
         assert lease is not None, "it was looked at"
         mine = set(self.grid.modules_of(self.grid.paths[lease.path]))
         for name, part in self.modules.items():
-            can_begin = name in mine and taken.needs.get(name, 0) <= part.epoch and not part.driver.is_busy
-            part.wants_round = part.loop.phases > 0 and not can_begin and name not in taken.open
+            need = taken.needs.get(name, 0) if name in mine else 0
+            has_it = need <= part.epoch or (need > part.run_epoch and self._is_lost(part, taken))
+            can_begin = name in mine and has_it and not part.driver.is_busy
+            # What this very phase waits for is not held back for others.
+            holds_back = name in taken.open and need <= part.run_epoch
+            part.wants_round = part.loop.phases > 0 and not can_begin and not holds_back
             part.poll()
 
     def _await_modules(self, taken: PhaseTaken, stop: threading.Event) -> PhaseTaken | None:
@@ -366,9 +370,16 @@ class PathTrainer:
         part = self.modules[name]
         if part.run_epoch >= taken.needs.get(name, 0):
             return not part.driver.is_busy or part.epoch >= taken.needs.get(name, 0)
-        # Whoever trained the path before is gone, and this peer has nothing to bring: that epoch may never come.
-        is_gone = taken.last != self._run.peer_id and taken.last not in self._run.peer.session.roster
-        return is_gone and not part.driver.is_busy and not part.loop.phases
+        return not part.driver.is_busy and self._is_lost(part, taken)
+
+    def _is_lost(self, part: ModulePart, taken: PhaseTaken) -> bool:
+        """Whether nobody has the path's last change to a module any more: the epoch with it may never come.
+
+        Whoever made it is gone, or it was this peer, before it was started anew.
+        """
+        if taken.last == self._run.peer_id:
+            return not part.loop.phases
+        return taken.last not in self._run.peer.session.roster
 
     def _look_after_rounds(self) -> None:
         for part in self.modules.values():

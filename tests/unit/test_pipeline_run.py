@@ -124,6 +124,37 @@ def test_a_server_that_dies_at_any_point_changes_nothing(point: str) -> None:
     asyncio.run(case())
 
 
+def test_a_step_that_lost_a_stage_is_taken_again_with_the_same_servers() -> None:
+    """The only server of a stage is given up in the middle of a step, wrongly: it lives, and has heard of attempts."""
+
+    async def case() -> None:
+        async with pipeline(2, lambda: build(dropout=0.1), PATIENT) as made:
+            await made.serve("s0", 0)
+            await made.serve("s1", 1)
+            await made.feed("f")
+            await made.step(STEPS[0])
+            given_up: list[str] = []
+
+            def hook(name: str, labels: Mapping[str, object]) -> None:
+                if name == "pipeline.added" and not given_up:
+                    given_up.append(made.peers["s1"].peer_id)
+                    made.conductor._runner.gone(given_up[0], "it is taken for dead")
+
+            before = faultpoints.install(hook)
+            try:
+                await asyncio.wait_for(made.step(STEPS[1]), 60)
+            finally:
+                faultpoints.install(before)
+            assert given_up
+            await made.step(STEPS[2])
+            expected = build(dropout=0.1)
+            reference(expected, STEPS)
+            await made.settled()
+            assert_close(made.weights(), flat(expected))
+
+    asyncio.run(case())
+
+
 def test_a_feeder_that_dies_is_replaced_by_another() -> None:
     async def case() -> None:
         async with pipeline(2, config=PATIENT) as made:
@@ -191,6 +222,8 @@ def test_a_newcomer_loads_while_the_run_goes_on_and_then_serves() -> None:
             assert newcomer.server.num_computed
             assert newcomer.bytes_loaded
             assert len(newcomer.holding.blocks) == 3, "one stage of two"
+            left_out = [about["excluded"] for event, about in made.events if event == "step" and about["excluded"]]
+            assert not left_out, "nobody is counted on before it stands, and then left out"
             expected = build(tied=True)
             reference(expected, [STEPS[0]] * made.conductor.record.step)
             await made.settled()

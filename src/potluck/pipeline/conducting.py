@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -91,6 +91,11 @@ class _Peer:
     asking: asyncio.Task[None] | None = None
 
 
+def _part_of(assignment: Assignment) -> Assignment:
+    """What of an assignment is news when it changes."""
+    return replace(assignment, step=0, holders=(), last=None)
+
+
 class Conductor:
     """Runs the pipeline while this peer has the lease."""
 
@@ -121,7 +126,7 @@ class Conductor:
         self._peers: dict[str, _Peer] = {}
         self.record = RunRecord()
         self._plan: Plan | None = None
-        self._running_step: int | None = None
+        self._running: StepPlan | None = None
         self._restored_at: int | None = None
         self._lost_since: float | None = None
         self._has_stepped = False
@@ -158,7 +163,7 @@ class Conductor:
         if known is None:
             known = self._peers[sender] = _Peer(offer)
         known.offer = offer
-        self._note_standing(known, offer.life, offer.at_step, offer.standing)
+        self._note_standing(sender, offer.life, offer.at_step, offer.standing)
         self._staff.offer(
             sender,
             Offer(
@@ -185,23 +190,36 @@ class Conductor:
         costs = [sum(self._staff.costs[block] for block in layout.blocks_of(stage)) for stage in stages]
         return offer.rate * sum(costs) / len(costs)
 
-    def _note_standing(self, known: _Peer, life: int, step: int, standing: tuple[int, ...]) -> None:
+    def _note_standing(self, name: str, life: int, step: int, standing: tuple[int, ...]) -> None:
         """What a peer says may be older than what we know: of an earlier step it says nothing about this one."""
+        known = self._peers[name]
         if life != self.record.life:
             known.standing = frozenset()
         elif step == self.record.step or (step == self.record.step - 1 and not self._has_stepped):
             # A new conductor's peers may not have heard of the last commit: they do with its first fence.
-            known.standing = frozenset(standing)
+            known.standing = self._lasting(name, standing)
+
+    def _lasting(self, name: str, standing: Iterable[int]) -> frozenset[int]:
+        """Of the blocks that stand at a peer, those that will after this step: it hears the averages of their units.
+
+        One that gets a state in the middle of a step that it has no part in is behind as soon as the step is over. To
+        count on it would leave it out of the next step, again and again, and let others forget what they alone have.
+        """
+        if self._running is None:
+            return frozenset(standing)
+        member = self._running.members.get(name)
+        heard = (member.units if member is not None else None) or frozenset()
+        return frozenset(block for block in standing if heard.issuperset(self._blueprint.units_in([block])))
 
     def _ready(self, incoming: Incoming[Ready]) -> None:
         ready = incoming.message
-        if (known := self._peers.get(incoming.sender)) is not None:
-            self._note_standing(known, ready.life, ready.step, ready.standing)
+        if incoming.sender in self._peers:
+            self._note_standing(incoming.sender, ready.life, ready.step, ready.standing)
             self._restaff()
 
     def _held(self, member: str, held: Held) -> None:
         if (known := self._peers.get(member)) is not None:
-            known.standing = frozenset(held.standing) if held.at_step == self.record.step else frozenset()
+            known.standing = self._lasting(member, held.standing if held.at_step == self.record.step else ())
 
     def _roster_changed(self, event: RosterEvent) -> None:
         if event.presence.state in ("dead", "left") and event.peer in self._peers:
@@ -261,7 +279,9 @@ class Conductor:
         blocks = plan.blocks_of(name) | serving.get(name, set())
         if not blocks and known.assigned is None:
             return
-        step = self.record.step + (self._running_step is not None and not blocks <= known.blocks)
+        # One that is new hears the averages from the next step on. One that has blocks already must not be told of a
+        # step before its commit: it would take all that it has for old.
+        step = self.record.step + (self._running is not None and not known.blocks and not known.standing)
         units = self._blueprint.units_in(blocks)
         holders = [
             tuple(
@@ -288,11 +308,12 @@ class Conductor:
             cut=is_cut,
             starts=plan.layout.starts,
             why=plan.why.get(name, "")[:500],
+            last=self.record.last,
         )
         old = known.assigned
         # Where to load from is told only where something is to be loaded.
         sources_matter = not blocks <= known.standing and old is not None and old.holders != assignment.holders
-        is_same = old is not None and replace(old, step=0, holders=()) == replace(assignment, step=0, holders=())
+        is_same = old is not None and _part_of(old) == _part_of(assignment)
         if is_same and not sources_matter:
             return
         known.assigned = assignment
@@ -313,7 +334,7 @@ class Conductor:
         if known.assigned is assignment:
             known.blocks = frozenset(assignment.blocks)  # from the next step on it hears their averages
         if assignment.life == self.record.life and assignment.step == self.record.step:
-            known.standing = frozenset(answer.message.standing)
+            known.standing = self._lasting(name, answer.message.standing)
         self._changed.set()
 
     # The run
@@ -470,7 +491,7 @@ class Conductor:
     async def take_step(self) -> StepOutcome:
         """One step, with whoever is ready."""
         plan = self._step_plan()
-        self._running_step = plan.step
+        self._running = plan
         locating = self._spawn(self._locate(plan))
         started = self._clock.monotonic()
 
@@ -494,8 +515,11 @@ class Conductor:
 
         try:
             outcome = await self._runner.run(plan, book)
+        except StageLostError as error:
+            self._must_load(error.excluded)
+            raise
         finally:
-            self._running_step = None
+            self._running = None
             locating.cancel()
         # Written with the next commit: what people look at need not be exact.
         self.record = replace(
@@ -507,9 +531,7 @@ class Conductor:
         assert notice is not None
         for name in outcome.members:
             self._spawn(self._tell(name, notice))
-        for name in set(plan.members) - set(outcome.members):  # it must load again, if it lives
-            if (peer := self._peers.get(name)) is not None:
-                peer.standing, peer.assigned, peer.blocks = frozenset(), None, frozenset()
+        self._must_load(set(plan.members) - set(outcome.members))
         self.on_event(
             "step",
             {
@@ -523,6 +545,12 @@ class Conductor:
             },
         )
         return outcome
+
+    def _must_load(self, names: Iterable[str]) -> None:
+        """These had no part in the step's end: if they live, they say what they have, and load what they lack."""
+        for name in names:
+            if (peer := self._peers.get(name)) is not None:
+                peer.standing, peer.assigned, peer.blocks = frozenset(), None, frozenset()
 
     async def _locate(self, plan: StepPlan) -> Place:
         """Where the next step's data begin, asked of a feeder."""

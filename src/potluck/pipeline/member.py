@@ -202,6 +202,7 @@ class PipelineMember:
             raise ProtocolError(f"the model has {num_blocks} blocks")
         is_new = self._assignment is None or self._assignment.stages != assignment.stages
         self._assignment = assignment
+        await self.server.catch_up(assignment.life, assignment.last)
         from_seed = assignment.step == 0  # before the first step all have the values that the seed gives
         await self.holding.hold(assignment.blocks, life=assignment.life, step=assignment.step, from_seed=from_seed)
         if is_new:

@@ -104,6 +104,8 @@ class Assignment(Message, frozen=True, kw_only=True, tag="pipeline.assignment"):
     starts: Blocks = ()
     """Of the layout that this is for."""
     why: Words = ""
+    last: CommitNotice | None = None
+    """The newest commit: one that has its averages, and has not heard of it yet, stands at the next step by it."""
 
 
 class Accepted(Message, frozen=True, kw_only=True, tag="pipeline.accepted"):

@@ -192,8 +192,7 @@ class StageServer:
             and (begin.step, begin.attempt) <= (current.step, current.attempt)
         ):
             raise ProtocolError(f"attempt {begin.attempt} of step {begin.step} is over")
-        if begin.last is not None and begin.last.step == self.at_step and begin.life == self._holding.life:
-            await self._take_step(begin.last)  # the notice was lost: this server was frozen, or the conductor new
+        await self.catch_up(begin.life, begin.last)
         if begin.life == self._holding.life:
             await self._holding.advance(begin.step)
         is_new_step = current is None or begin.step != current.step or begin.life != current.life
@@ -426,6 +425,11 @@ class StageServer:
             raise ProtocolError("only the conductor tells of commits")
         await self._take_step(incoming.message)
         return Applied(step=self.at_step)
+
+    async def catch_up(self, life: int, last: CommitNotice | None) -> None:
+        """The notice was lost, or is late: this server was frozen, or the conductor new."""
+        if last is not None and last.step == self.at_step and life == self._holding.life:
+            await self._take_step(last)
 
     async def _take_step(self, commit: CommitNotice) -> None:
         """Apply the averages where they are those that were committed; what lacks them is loaded again."""

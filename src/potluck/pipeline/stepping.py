@@ -86,6 +86,8 @@ class StageLostError(RetryableError):
     def __init__(self, stages: tuple[int, ...]) -> None:
         super().__init__(f"nobody is left who holds stage {', '.join(map(str, stages))}")
         self.stages = stages
+        self.excluded: tuple[str, ...] = ()
+        """Who was given up in this step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +137,7 @@ class StepRunner:
         self._links = links
         self._config = config or StepConfig()
         self._running: _Running | None = None
+        self._tried = (0, 0, 0)  # life, step, attempt: a step that is begun again counts on
         self.on_held: Callable[[str, Held], None] = lambda member, held: None
         self.on_fenced: Callable[[], None] = lambda: None
         links.handle(Fed, self._fed)
@@ -191,6 +194,7 @@ class StepRunner:
 
     async def run(self, plan: StepPlan, book: CommitBook) -> StepOutcome:
         """Feed, average and commit one step; StageLostError where a stage has nobody left."""
+        tried = self._tried[2] if self._tried[:2] == (plan.life, plan.step) else 0
         ledger = StepLedger(
             step=plan.step,
             num_stages=plan.layout.num_stages,
@@ -198,15 +202,19 @@ class StepRunner:
             members=dict(plan.members),
             feeders=list(plan.feeders),
             units=plan.units,
-            attempt=plan.term << TERM_BITS,
+            attempt=max(plan.term << TERM_BITS, tried),
         )
         running = self._running = _Running(plan, ledger, book)
         try:
             await self._carry_out(running, ledger.begin())
             while running.commit is None:
                 await self._next_event(running)
+        except StageLostError as error:
+            error.excluded = tuple(running.excluded)
+            raise
         finally:
             self._running = None
+            self._tried = (plan.life, plan.step, ledger.attempt)
             await tasks.end(*running.tasks)
         total = sum(plan.samples)
         loss = sum(running.losses.get(m, math.nan) * size for m, size in enumerate(plan.samples)) / total

@@ -28,7 +28,7 @@ def init(
 ) -> None:
     """Write a run.toml that explains itself, and a recipe to start from. Both work as they are.
 
-    Examples: [bold]potluck init my-run && potluck host my-run[/bold]
+    Example: [bold]potluck init my-run && potluck host my-run[/bold]
 
     [bold]potluck init bread --recipe hf-causal-lm --data texts.jsonl[/bold]
 

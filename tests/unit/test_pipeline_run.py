@@ -124,6 +124,9 @@ def test_a_server_that_dies_at_any_point_changes_nothing(point: str) -> None:
     asyncio.run(case())
 
 
+# Not sure yet: under heavy load, two of twelve runs of this, the newcomer's and the morphs' test did not end within
+# 150 s. Which of the three it was, and whether it stood still or was slow, is not known.
+@pytest.mark.soak
 def test_a_step_that_lost_a_stage_is_taken_again_with_the_same_servers() -> None:
     """The only server of a stage is given up in the middle of a step, wrongly: it lives, and has heard of attempts."""
 

@@ -133,6 +133,9 @@ class Nowhere:
     def newest(self) -> None:
         return None
 
+    def statistics(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         pass
 

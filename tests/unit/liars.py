@@ -200,18 +200,26 @@ class Deluded(LyingWork):
 def partial_to(reducer: Member, victim: Member, lies: list[int], *, seals: bool = True) -> None:
     """A reducer that sends other averages to one member than to the rest, sealed or not."""
     identity, run = reducer.peer.identity, reducer.peer.session.subjects.run
-    send: Any = reducer.peer.links.send
+    links: Any = reducer.peer.links
+    queue_to = links.queue_to
 
-    async def lying_send(peer: str, message: Any, frames: Sequence[Buffer] = (), **options: Any) -> Any:
-        if peer == victim.id and isinstance(message, Average):
-            frames = [altered(frames[0])]
-            sealer = Sealer(identity, run, message.key)
-            seal = sealer.seal_average(message.chunk, message.generation, sealed_hash(frames[0]))
-            message = msgspec.structs.replace(message, seal=seal if seals else bytes(64))
-            lies.append(message.chunk)
-        return await send(peer, message, frames, **options)
+    class LyingQueue:
+        def __init__(self, queue: Any) -> None:
+            self._queue = queue
 
-    reducer.peer.links.send = lying_send  # type: ignore[method-assign]
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._queue, name)
+
+        async def send(self, message: Any, frames: Sequence[Buffer] = (), **options: Any) -> Any:
+            if isinstance(message, Average):
+                frames = [altered(frames[0])]
+                sealer = Sealer(identity, run, message.key)
+                seal = sealer.seal_average(message.chunk, message.generation, sealed_hash(frames[0]))
+                message = msgspec.structs.replace(message, seal=seal if seals else bytes(64))
+                lies.append(message.chunk)
+            return await self._queue.send(message, frames, **options)
+
+    links.queue_to = lambda peer: LyingQueue(queue_to(peer)) if peer == victim.id else queue_to(peer)
 
 
 def altered(frame: Buffer) -> bytes:

@@ -27,7 +27,7 @@ def test_no_text_tells_anybody_to_install_a_stranger_s_package() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {match.group()}"
         for path in texts()
-        if path.exists() and path != Path(__file__)
+        if path.is_file() and path != Path(__file__)
         for match in STRANGERS.finditer(path.read_text())
     ]
     assert found == []

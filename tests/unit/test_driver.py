@@ -41,7 +41,7 @@ class Rounds:
     num_left: int = 0
 
     async def average(
-        self, tensors: Mapping[str, Tensor], *, weight: float, epoch: int, timeout_seconds: float
+        self, tensors: Mapping[str, Tensor], *, weight: float, epoch: int, timeout_seconds: float, phases: int = 0
     ) -> RoundResult:
         try:
             await asyncio.sleep(self.seconds)

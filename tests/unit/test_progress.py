@@ -335,17 +335,17 @@ async def test_everybody_hears_when_the_batch_is_there() -> None:
         coordinator = await there.join(coordinates=True)
         one, other = await there.join(coordinates=False), await there.join(coordinates=False)
         await asyncio.sleep(2.0)
-        assert not await one.until_due(0, 0.5)
+        assert not await one.progress.until_due(0, 0.5)
         one.progress.report(epoch=0, samples=12, samples_per_second=4.0)
         await asyncio.sleep(2.5)  # by the beacon of each second, and the news of each second
-        assert other.latest is not None
-        assert (other.latest.samples, other.latest.is_due) == (12, False)
+        assert other.progress.latest is not None
+        assert (other.progress.latest.samples, other.progress.latest.is_due) == (12, False)
         assert other.progress.seems_due(0, 8)
         assert not other.progress.seems_due(0, 7)
         before = asyncio.get_running_loop().time()
         other.progress.report(epoch=0, samples=9, samples_per_second=4.0, eager=True)
         for each in (one, other, coordinator):
-            assert await each.until_due(0, 5.0)
+            assert await each.progress.until_due(0, 5.0)
         assert asyncio.get_running_loop().time() - before < 0.3  # not by the beacon of each second
 
 
@@ -413,11 +413,11 @@ async def test_the_next_coordinator_keeps_the_books_on() -> None:
         await there.join(coordinates=True)
         trainer = await there.join(coordinates=False)
         trainer.progress.report(epoch=0, samples=25, samples_per_second=1.0)
-        assert await trainer.until_due(0, 5.0)
+        assert await trainer.progress.until_due(0, 5.0)
         await there.run.kill(there.all[0][0])
         await first.close()
         trainer.progress.report(epoch=0, samples=3, samples_per_second=1.0)
         await asyncio.sleep(6.0)
-        assert trainer.latest is not None
-        assert (trainer.latest.samples, trainer.latest.is_due) == (3, False)
-        assert "3 of 20" in trainer.latest.describe()
+        assert trainer.progress.latest is not None
+        assert (trainer.progress.latest.samples, trainer.progress.latest.is_due) == (3, False)
+        assert "3 of 20" in trainer.progress.latest.describe()

@@ -58,6 +58,9 @@ gate = false                 # true: an epoch whose held-out loss leaves the ban
 # slowest_line = 32768         # bytes per second: a round's deadline has room for lines as slow as this …
 # most_round_minutes = 60      # … up to here
 
+# [groups]         # for programs: beside main, which every run has. With this table there are no others
+# critic = "all"               # any member may join it; "invited": those whose invite names it (invite --group critic)
+
 # A curriculum: stages that are planned beforehand. Each changes what it names, from its epoch on, for all peers alike:
 # data, learning rate, schedule, target_batch_size; names as `potluck run show` lists them. As many stages as you like.
 # [[curriculum]]

@@ -61,6 +61,7 @@ class Follower:
         self._due_epoch: int | None = None  # of the one that was taken last because it was due, and is saved
         self._fresh_at = 0.0
         self._num_late = 0  # how many epochs after it was due the last fetch had ended
+        self._seen_epoch = 0
         self._up_at = clock.monotonic()  # when somebody had the state of the present epoch, or trained, last
         self._task: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
@@ -121,7 +122,12 @@ class Follower:
         """Whether trainers are there, and for a while none of them has had the state of the present epoch."""
         epoch, now = self._averager.lineage.epoch, self._clock.monotonic()
         has_trainers = any(presence.card.role == "trainer" for presence in self._roster)
-        if not (epoch and has_trainers) or self._num_training() or self._keeper.directory.verdict(epoch) is not None:
+        has_moved, self._seen_epoch = (
+            epoch != self._seen_epoch,
+            epoch,
+        )  # epochs may pass faster than states are announced
+        is_up = has_moved or self._num_training() or self._keeper.directory.verdict(epoch) is not None
+        if is_up or not (epoch and has_trainers):
             self._up_at = now
         return now - self._up_at >= DOWN_SECONDS
 

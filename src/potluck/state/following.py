@@ -1,6 +1,6 @@
 """Keeping without training: an aux peer takes over the trainers' state now and then, and sees that the run goes on.
 
-It has no model, so it fetches as a newcomer would: every so many epochs, and for a tenth of the time at most; in
+It has no model, so it fetches as a newcomer would: every so many epochs, with pauses; in
 between, for a twentieth, so that where epochs are long newcomers get the newest state from it, and no trainer has to
 give it to each of them; and what only those have who are about to leave (handingover.py). What it has it serves and
 saves, so that a run survives though all trainers are gone. And where the trainers have all come back

@@ -317,7 +317,7 @@ async def _announce(host: Host, as_json: bool) -> None:
     console.out.print(f"[green]The run [bold]{host.record.run}[/bold] is open.[/green] Others join it with:\n")
     console.out.print(f"  potluck join '{escape(str(host.link))}'\n", soft_wrap=True, highlight=False)
     if host.link.wheel is not None:
-        console.out.print("Whoever has no Potluck yet installs it from here first:\n")
+        console.out.print("Those who have no Potluck yet install it from here first:\n")
         console.out.print(f"  {escape(host.link.pip_line)}\n", soft_wrap=True, highlight=False)
     if others > 0:
         console.out.print(f"In the run already: {console.count(others, 'other')}.")

@@ -66,7 +66,7 @@ def init(
     written = [*files, *([data.name] if data is not None else [])]
     typer.echo(f"Wrote {', '.join(str(folder / file) for file in written)}.")
     if RECIPE_FILE in files:
-        typer.echo(f"Change {folder / RECIPE_FILE} as you like; the host serves it to whoever joins.")
+        typer.echo(f"Change {folder / RECIPE_FILE} as you like; the host serves it to all who join.")
     if data is None and not is_copy and (needed := data_of_recipe(recipe)):
         typer.echo(f"Put your own data into {folder / needed}, or name them in {folder / 'run.toml'}.")
     typer.echo(f"Start the run:  potluck host {folder}")

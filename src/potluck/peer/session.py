@@ -285,7 +285,7 @@ class Session:
         if self._counts["forged_link_keys"].bit_count() == 1:  # the 1st, 2nd, 4th, …
             logger.warning(
                 "the hub shows a link key of %s that this peer has not signed: nothing is exchanged with it. It may "
-                "run an older version; or whoever runs the hub wants to listen in",
+                "run an older version; or the hub's owner wants to listen in",
                 peer,
             )
         return msgspec.structs.replace(presence, card=msgspec.structs.replace(card, link_key="", link_proof=b""))

@@ -155,7 +155,7 @@ class MemoryConnection:
         self._replies[reply] = None
         try:
             if not self.hub._publish(subject, payload, reply):
-                raise NobodyAnswersError(f"nobody answers on {subject}: whoever should is not there")
+                raise NobodyAnswersError(f"nobody answers on {subject}: nothing is there that should")
             async with asyncio.timeout(timeout_seconds) as deadline:
                 return await reply.answer
         except TimeoutError:

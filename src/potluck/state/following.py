@@ -72,7 +72,7 @@ class Follower:
         self._task = asyncio.create_task(self._follow(), name="state: following")
 
     async def close(self) -> None:
-        """Follow no more. Calling it twice does no harm."""
+        """Follow no more. Idempotent."""
         await tasks.end(self._task, self._fetching)
 
     async def _follow(self) -> None:

@@ -147,7 +147,7 @@ class StateKeeper:
             raise
 
     async def close(self) -> None:
-        """Finish the backup that is being written, serve nothing more. Calling it twice does no harm.
+        """Finish the backup that is being written, serve nothing more. Idempotent.
 
         What is uploaded gets there first, if it does in 30 s.
         """

@@ -1,7 +1,7 @@
 """The records that say who may take part: members, bans, requests for access, and the run's policy.
 
 They stand in the hub's stores (registry.py), so that any guard of a cluster can decide, and a restarted one goes on.
-A *person* is whom seats are counted by: `hf:NAME` after a Hugging Face token, the person an invite was made out to,
+Seats are counted by *person*: `hf:NAME` after a Hugging Face token, the person an invite was made out to,
 or `key:PEER` when all that is known of somebody is a key.
 """
 
@@ -101,7 +101,7 @@ class AccessRequest(Message, frozen=True, kw_only=True):
 
 
 class Policy(Message, frozen=True, kw_only=True):
-    """Whom a run lets in, and on what terms. Organisers may change it while the run goes on."""
+    """Who may join a run, and on what terms. Organisers may change it while the run goes on."""
 
     token_holders: Literal["refused", "listed", "anyone"] = "refused"  # who gets in with a Hugging Face token
     users: tuple[str, ...] = ()  # listed user names
@@ -158,7 +158,7 @@ def known_service(name: str) -> Service:
 
 
 def person_of_key(peer: str) -> str:
-    """Whom a peer belongs to when all that is known of it is its key."""
+    """The person of a peer of which only the key is known."""
     return f"key:{peer}"
 
 

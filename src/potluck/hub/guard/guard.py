@@ -70,7 +70,7 @@ class GuardConfig:
     """The run's name."""
 
     policy: Policy = field(default_factory=Policy)
-    """Whom the run lets in at its first start; later, what organisers set holds."""
+    """Who may join the run at its first start; later, what organisers set holds."""
 
     groups: Mapping[str, GroupRule] | None = None
     """The groups that the run declares, from this start on; None: those that it has declared before."""
@@ -139,7 +139,7 @@ class Guard:
         logger.info("the guard of %s answers", self._config.run)
 
     async def stop(self) -> None:
-        """Answer no more; members stay connected. Calling it twice does no harm."""
+        """Answer no more; members stay connected. Idempotent."""
         await self._background.close()
         if self._reception is not None:
             await self._reception.close()

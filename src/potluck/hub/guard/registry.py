@@ -57,7 +57,7 @@ class Table(Generic[R]):
         self._watch = await self._store.watch(self._changed)
 
     async def stop(self) -> None:
-        """Follow no more. Calling it twice does no harm."""
+        """Follow no more. Idempotent."""
         if self._watch is not None:
             await self._watch.cancel()
             self._watch = None
@@ -110,7 +110,7 @@ class Table(Generic[R]):
         raise RevisionConflictError(f"{key} was changed by others {MAX_CONFLICTS} times in a row: try again")
 
     async def remove(self, key: str) -> None:
-        """Remove a record; a missing one does no harm."""
+        """Remove a record; a missing one is no error."""
         await self._store.delete(key)
         self._drop(key)
 
@@ -194,7 +194,7 @@ class Registry:
             await self.policies.change(POLICY_KEY, lambda policy: msgspec.structs.replace(policy, groups=dict(groups)))
 
     async def stop(self) -> None:
-        """Follow the stores no more. Calling it twice does no harm."""
+        """Follow the stores no more. Idempotent."""
         for table in self._tables():
             await table.stop()
 

@@ -17,7 +17,7 @@ _RUN = """\
 name = "{name}"
 
 # What to train: stdlib-lm, digits, hf-causal-lm, hf-masked-lm or image-classifier, which are built in, or a file beside
-# this one, which the host serves to whoever joins.
+# this one, which the host serves to all who join.
 recipe = "{recipe}"
 
 seed = 0           # of the model's first values

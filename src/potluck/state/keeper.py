@@ -436,6 +436,11 @@ class StateKeeper:
         finally:
             self._pool.trim()
 
+    @property
+    def is_in_the_making(self) -> bool:
+        """Whether trainers have the averages of the present epoch, and will have its state."""
+        return self._resuming.is_in_the_making
+
     async def fetch_for_resuming(
         self,
         verdict: Verdict,

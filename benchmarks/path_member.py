@@ -45,8 +45,12 @@ MOST_DOCUMENTS = 400
 TELL_EVERY_SECONDS = 0.2
 
 
+telling = threading.Lock()
+
+
 def tell(**what: Any) -> None:
-    print(json.dumps({**what, "at": time.time()}), flush=True)
+    with telling:
+        print(json.dumps({**what, "at": time.time()}), flush=True)
 
 
 def help_out(run: Joined, grid: Grid) -> None:

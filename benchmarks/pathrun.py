@@ -22,7 +22,7 @@ from harness import say
 
 START_SECONDS = 240.0
 RECOVERY_SECONDS = 60.0
-MODEL = {"layers": 4, "width": 128, "heads": 4, "context": 64}
+MODEL = {"layers": 4, "width": 64, "heads": 4, "context": 64}
 SMALL = {"layers": 2, "width": 32, "heads": 2, "context": 48}
 ENDS = ("embedding", "head")
 

@@ -162,6 +162,32 @@ async def test_it_chooses_what_to_go_on_from_when_nobody_trains(tmp_path: Path) 
 
 
 @in_virtual_time
+async def test_a_trainer_that_is_slow_to_take_an_epoch_is_waited_for(tmp_path: Path) -> None:
+    """It has the averages, and is in a long step: nobody goes back to the epoch before meanwhile."""
+    async with state_lab(backups=EVERY) as lab:
+        aux = await lab.join("aux", role="aux", folder=tmp_path)
+        aux.epochs.lease.is_held = True
+        trainer = await lab.join("trainer", coordinates=False)
+        async with following(lab, aux, num_training=0):
+            lab.commit(1, trainer)
+            await trainer.publish(model(1, 2), 1)
+            await asyncio.sleep(5.0)
+            assert aux.keeper.kept_epoch == 1
+            lab.commit(2, trainer)
+            await asyncio.sleep(30.0)
+            await trainer.publish(model(2, 2), 2)
+            await asyncio.sleep(5.0)
+            with await aux.keeper.fetch(timeout_seconds=TIMEOUT_SECONDS) as fetched:
+                assert (fetched.epoch, fetched.made_at) == (2, 2)
+                assert same(fetched.tensors(), model(2, 2))
+            lab.commit(3, trainer)
+            await lab.kill(trainer)
+            await lab.join("another", coordinates=False)
+            await asyncio.sleep(30.0)
+            assert aux.keeper.kept_epoch == 3, "who is dead is not waited for"
+
+
+@in_virtual_time
 async def test_who_leaves_saves_what_was_not_due(tmp_path: Path) -> None:
     async with state_lab(backups=BackupConfig(every_epochs=100)) as lab:
         trainer = await lab.join("trainer", folder=tmp_path, keep="never")

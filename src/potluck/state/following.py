@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_SECONDS = 1.0
 DOWN_SECONDS = 3.0  # without a state of the present epoch: each epoch is without one for a moment
+# The same while somebody who made that epoch is still there: it may be in a long step, and has yet to look what came.
+MAKER_SECONDS = 60.0
 FETCH_SECONDS = 600.0  # without anything coming
 PAUSE_FACTOR = 9  # a fetch that took a second is followed by nine without
 # … but by no more than this: on a slow line the fetch took long, and took little from the rounds (link/line.py).
@@ -62,6 +64,8 @@ class Follower:
         self._fresh_at = 0.0
         self._num_late = 0  # how many epochs after it was due the last fetch had ended
         self._up_at = clock.monotonic()  # when somebody had the state of the present epoch, or trained, last
+        self._seen_epoch = averager.lineage.epoch
+        self._makers: dict[str, str] = {}  # of the present epoch, if it was made before our eyes: their sessions
         self._task: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
 
@@ -123,7 +127,20 @@ class Follower:
         has_trainers = any(presence.card.role == "trainer" for presence in self._roster)
         if not (epoch and has_trainers) or self._num_training() or self._keeper.directory.verdict(epoch) is not None:
             self._up_at = now
-        return now - self._up_at >= DOWN_SECONDS
+        return now - self._up_at >= (MAKER_SECONDS if self._is_maker_there() else DOWN_SECONDS)
+
+    def _is_maker_there(self) -> bool:
+        """Whether a peer that has the averages of the present epoch lives; one that was started again has not."""
+        head = self._averager.lineage.head
+        if head is not None and head.epoch != self._seen_epoch:
+            self._seen_epoch = head.epoch
+            present = {peer: self._roster.get(peer) for peer in head.holders}
+            self._makers = {peer: found.card.session for peer, found in present.items() if found is not None}
+        found = [(session, self._roster.get(peer)) for peer, session in self._makers.items()]
+        return any(
+            presence is not None and presence.card.role == "trainer" and presence.card.session == session
+            for session, presence in found
+        )
 
     @property
     def _next_epoch(self) -> int:

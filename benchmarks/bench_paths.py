@@ -139,7 +139,7 @@ def ways(task: Task, routes: dict[str, list[int]], seed: int) -> dict[str, float
         found[f"paths 2×2, {name}, raw α"] = train(task, shards, seed, alpha="raw")
     first = next(iter(routes.values()))
     found["4 independent models"] = train(task, shards_of(flat, task, first), seed)
-    shuffled = [random.Random(seed).randrange(NUM_PATHS) for _ in task.documents]
+    shuffled = random.Random(seed).choices(range(NUM_PATHS), k=len(task.documents))
     found["paths 2×2, shuffled"] = train(task, shards_of(square, task, shuffled), seed)
     found["dense, tokens of one path"] = train(task, shards_of(one, task, everywhere), seed)
     found["dense, all tokens"] = train(task, shards_of(one, task, everywhere), seed, workers=NUM_PATHS)

@@ -2,10 +2,10 @@
 
     python path_member.py '{"link": …, "role": "trainer" | "aux", "levels": [2, 2], "shared": […], "inner_steps": …}'
 
-A trainer says {"path": NUMBER, "phase": …} when it begins a phase, and {"inner": …, "outside": …, "phases": …} about
-twice a second: where its seconds went. An aux peer says {"commit": MODULE, …} for every outer step, and {"leads": …}
-whether it leases phases. Times are those of the wall clock, which all processes of one machine share. It ends with its
-input.
+A trainer says {"path": NUMBER, "phase": …} when it begins a phase, and about twice a second where its seconds went and
+what its rounds have sent: {"inner": …, "outside": …, "phases": …, "sent": …, "wire": …}. An aux peer says {"commit":
+MODULE, …} for every outer step, and {"leads": …} whether it leases phases. Times are those of the wall clock, which all
+processes of one machine share. It ends with its input.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ def help_out(run: Joined, grid: Grid) -> None:
     def listen(name: str) -> None:
         def committed(commit: Commit) -> None:
             sent = sum(member.sent_bytes for member in commit.members)
-            phases = sum(member.phases for member in commit.members)
-            tell(commit=name, epoch=commit.epoch, coordinator=commit.coordinator, sent=sent, phases=phases)
+            tell(commit=name, epoch=commit.epoch, coordinator=commit.coordinator, sent=sent)
 
         host.helpers[name].collaboration.averager.listen(committed)
 
@@ -117,13 +116,24 @@ def train(run: Joined, grid: Grid, arguments: dict[str, Any]) -> None:
     keeper = run.call(keep())
     run.attach(keeper.close)
     begun: tuple[int, int] | None = None
+    rounds: dict[tuple[str, int], int] = {}  # what each has sent of this peer's
 
     def progressed(progress: PathProgress) -> None:
         nonlocal begun
         if progress.path is not None and begun != (grid.number_of(progress.path), progress.phase):
             begun = (grid.number_of(progress.path), progress.phase)
             tell(path=begun[0], phase=begun[1])
-        tell(inner=progress.seconds_inner, outside=progress.seconds_outside, phases=progress.phases)
+        for name, part in trainer.modules.items():
+            result = part.driver.last_result
+            if result is not None:
+                rounds[name, result.commit.epoch] = result.sent_bytes
+        tell(
+            inner=progress.seconds_inner,
+            outside=progress.seconds_outside,
+            phases=progress.phases,
+            sent=sum(rounds.values()),
+            wire=run.peer.links.statistics().total.bytes_sent,
+        )
 
     trainer = PathTrainer(
         run,

@@ -22,6 +22,7 @@ from harness import say
 
 START_SECONDS = 240.0
 RECOVERY_SECONDS = 60.0
+LEAST_PHASES = 3  # of each path
 MODEL = {"layers": 4, "width": 64, "heads": 4, "context": 64}
 SMALL = {"layers": 2, "width": 32, "heads": 2, "context": 48}
 ENDS = ("embedding", "head")
@@ -73,29 +74,29 @@ def company(
 
 
 def shares(seconds: float, inner_steps: int) -> dict[str, Any]:
-    """With a trainer for each of four paths: the share of time outside inner steps, and what a phase sends."""
+    """With a trainer for each core, which carry two paths each: the share of time outside inner steps, and bytes."""
     settings = {"levels": (2, 2), "shared": ENDS, "inner_steps": inner_steps, "model": MODEL}
-    with company(4, **settings) as (aux, trainers):
+    with company(2, **settings) as (_, trainers):
         began = time.time()
         before = [each.of("inner")[-1] for each in trainers]
-        until(lambda: all(_phases(t) - b["phases"] >= 2 for t, b in zip(trainers, before, strict=True)), 300, "phases")
+
+        def gained(key: str) -> float:
+            after = [each.of("inner")[-1] for each in trainers]
+            return float(sum(a[key] - b[key] for a, b in zip(after, before, strict=True)))
+
+        until(lambda: gained("phases") >= 4 * LEAST_PHASES, START_SECONDS, "phases")
         time.sleep(max(0.0, began + seconds - time.time()))
-        after = [each.of("inner")[-1] for each in trainers]
-        inner = sum(a["inner"] - b["inner"] for a, b in zip(after, before, strict=True))
-        outside = sum(a["outside"] - b["outside"] for a, b in zip(after, before, strict=True))
-        phases = sum(a["phases"] - b["phases"] for a, b in zip(after, before, strict=True))
-        commits = aux[0].of("commit", since=began)
-        sent = sum(commit["sent"] for commit in commits)
-        given = sum(commit["phases"] for commit in commits if commit["commit"] == "shared")
+        inner, outside, phases = (gained(key) for key in ("inner", "outside", "phases"))
         parameters = trainers[0].of("event")[0]["parameters"]
         return {
             "inner_steps": inner_steps,
             "phases": phases,
-            "phase_seconds": inner / max(phases, 1),
+            "phase_seconds": inner / phases,
             "share_outside_inner_steps": outside / (inner + outside),
             "parameters_of_a_path": parameters,
-            "bytes_per_path_and_outer_step": sent / max(given, 1),
+            "bytes_per_path_and_outer_step": gained("sent") / phases,
             "bytes_of_a_path_as_float16": 2 * parameters,
+            "bytes_per_path_with_states_for_keepers": gained("wire") / phases,
         }
 
 
@@ -105,10 +106,6 @@ def own_modules(inner_steps: int) -> dict[str, Any]:
     with company(2, **settings) as (aux, _):
         until(lambda: len(aux[0].of("commit")) >= 8, START_SECONDS, "outer steps")
         return {"bytes_per_outer_step_of_modules_of_one_path": sum(each["sent"] for each in aux[0].of("commit"))}
-
-
-def _phases(trainer: Member) -> int:
-    return int(trainer.of("inner")[-1]["phases"])
 
 
 def recoveries(repeats: int, inner_steps: int) -> dict[str, Any]:

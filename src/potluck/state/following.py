@@ -1,6 +1,6 @@
 """Keeping without training: an aux peer takes over the trainers' state now and then, and sees that the run goes on.
 
-It has no model, so it fetches as a newcomer would: every so many epochs, and for a tenth of the time at most; in
+It has no model, so it fetches as a newcomer would: every so many epochs, with pauses; in
 between, for a twentieth, so that where epochs are long newcomers get the newest state from it, and no trainer has to
 give it to each of them; and what only those have who are about to leave (handingover.py). What it has it serves and
 saves, so that a run survives though all trainers are gone. And where the trainers have all come back
@@ -32,8 +32,9 @@ DOWN_SECONDS = 3.0  # without a state of the present epoch: each epoch is withou
 MAKER_SECONDS = 60.0
 FETCH_SECONDS = 600.0  # without anything coming
 PAUSE_FACTOR = 9  # a fetch that took a second is followed by nine without
-# … but by no more than this: on a slow line the fetch took long, and took little from the rounds (link/line.py).
-LONGEST_PAUSE_SECONDS = 300.0
+# … but by no more than this: on a slow line the fetch took long, and took little from the rounds (link/line.py). The
+# next one may come over a faster line, and the death of all trainers should cost no more than the interval of backups.
+LONGEST_PAUSE_SECONDS = 30.0
 FRESH_PAUSE_FACTOR = 19  # … and by nineteen, where no state is due and one that is newer would only be nice to have
 FAILED_PAUSE_SECONDS = 2.0
 EPOCHS_WITHOUT_BACKUPS = 10  # between two fetches, where nothing is saved

@@ -189,7 +189,7 @@ def test_modules_are_exchanged_compressed(codecs: CodecChoice, transform: Callab
         found = [paths.add_trainer(name, transform=transform) for name in ("alice", "bob")]
         together(*(lambda t=t, s=s: t.train(s) for t, s in found))
         parts = [trainer.modules["shared"] for trainer, _ in found]
-        assert [part.epoch for part in parts] == [3, 3]
+        assert parts[0].epoch == parts[1].epoch >= paths.end
         for name, value in parts[0].loop.shared.items():
             assert torch.equal(value, parts[1].loop.shared[name])
             assert not torch.equal(value, dict(make_model().named_parameters())[name])
@@ -212,7 +212,7 @@ def test_all_who_stop_at_once_leave_the_newest_modules_with_the_host(tmp_path: P
         together(*(run.close for run in lab.runs))
     saved = {name: max(Backups(backup_folder(tmp_path, name)).epochs(), default=0) for name in paths.grid.modules}
     assert saved == newest
-    assert set(newest.values()) == {3}
+    assert min(newest.values()) >= paths.end
 
 
 def test_a_module_of_one_path_never_changes_another() -> None:

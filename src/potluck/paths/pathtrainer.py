@@ -416,7 +416,7 @@ class PathTrainer:
         if self._run.is_interrupted or session.ended.done() or not session.hub.is_connected:
             return
         seconds = self._run.seconds_to_leave(HAND_OVER_SECONDS)
-        keepers = [part.collaboration.keeper for part in self.modules.values()]
+        keepers = [part.collaboration.keeper for part in self.modules.values() if part.epoch]
 
         async def all_at_once() -> None:
             await asyncio.gather(*(keeper.hand_over(timeout_seconds=seconds) for keeper in keepers if keeper))

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commandline import PATIENCE_SECONDS, Terminal, until_event
+from commandline import PATIENCE_SECONDS, POTLUCK, Terminal, until_event
 from safetensors.torch import load_file
 
 from potluck.testing.polling import poll_until_sync
 from potluck.testing.processes import ManagedProcess
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+LYING_SERVER = (sys.executable, str(Path(__file__).with_name("lyingserver.py")))
 RUN = """\
 name = "bakery"
 recipe = "stdlib-lm"
@@ -38,6 +40,7 @@ warmup_epochs = 0
 
 [pipeline]
 stages = 2
+check_rate = 1.0
 """
 
 
@@ -63,10 +66,10 @@ def test_two_stages_train_lose_a_server_and_go_on(terminal: Terminal) -> None:
     link = until_event(host, "ready")["link"]
     until_event(host, "pipeline conducting")
 
-    def join(name: str, *options: str) -> ManagedProcess:
+    def join(name: str, *options: str, program: tuple[str, ...] = POTLUCK) -> ManagedProcess:
         place = ("--identity-path", terminal.folder / f"{name}.key")
         return terminal.start(
-            "join", link, "--json", "--yes", "--name", name, *options, *place, name=name, **ONE_THREAD
+            "join", link, "--json", "--yes", "--name", name, *options, *place, name=name, program=program, **ONE_THREAD
         )
 
     ada, bob, feeder = join("ada"), join("bob"), join("carl", "--feed")
@@ -87,6 +90,14 @@ def test_two_stages_train_lose_a_server_and_go_on(terminal: Terminal) -> None:
     dora = join("dora")
     until_event(dora, "stage")
     until_steps(host, len(steps(host)) + 8)
+    refuse_a_stage_that_is_not_there(terminal, link)
+    mallory = join("mallory", program=LYING_SERVER)
+    until_event(mallory, "stage")
+    named = until_event(host, "pipeline excluded")
+    assert "differs" in named["reason"]
+    assert mallory.wait(PATIENCE_SECONDS) != 0, "it is told, and ends"
+    assert "excluded from this pipeline" in mallory.output()
+    until_steps(host, len(steps(host)) + 2)
     losses = [step["loss"] for step in steps(host)]
     numbers = [step["step"] for step in steps(host)]
     assert numbers == list(range(len(numbers))), "no step is lost, and none is taken twice"
@@ -99,6 +110,12 @@ def test_two_stages_train_lose_a_server_and_go_on(terminal: Terminal) -> None:
     os.kill(host.pid, signal.SIGINT)
     assert host.wait(PATIENCE_SECONDS) == 0, host.output()
     look_at_the_whole_model(terminal, folder, hub)
+
+
+def refuse_a_stage_that_is_not_there(terminal: Terminal, link: str) -> None:
+    key = terminal.folder / "eve.key"
+    said = terminal.refuse("join", link, "--yes", "--stage", "7", "--identity-path", key, code=2, **ONE_THREAD)
+    assert "there are stages 0 to 1" in said
 
 
 def look_at_the_whole_model(terminal: Terminal, folder: Path, hub: Path) -> None:

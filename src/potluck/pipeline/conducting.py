@@ -20,7 +20,14 @@ from msgspec.structs import replace
 
 from potluck import tasks
 from potluck.clock import Clock
-from potluck.errors import ConfigurationError, PeerError, PotluckError, RetryableError, RoundFailedError
+from potluck.errors import (
+    ConfigurationError,
+    PeerError,
+    PermissionDeniedError,
+    PotluckError,
+    RetryableError,
+    RoundFailedError,
+)
 from potluck.faultpoints import reach
 from potluck.link.dispatch import Incoming
 from potluck.link.links import Links
@@ -28,6 +35,7 @@ from potluck.peer.roster import Roster, RosterEvent
 from potluck.pipeline.blocks import units_of
 from potluck.pipeline.blueprint import Blueprint
 from potluck.pipeline.book import Book, RunRecord, with_loss
+from potluck.pipeline.judging import Check, CheckResult, Finding, Judge
 from potluck.pipeline.layout import Layout
 from potluck.pipeline.messages import (
     Accepted,
@@ -52,6 +60,7 @@ from potluck.pipeline.stepping import StageLostError, StepConfig, StepOutcome, S
 logger = logging.getLogger(__name__)
 
 SAVE_SECONDS = 3600.0
+MAX_EXCLUDED = 64
 
 
 class Course(Protocol):
@@ -110,6 +119,7 @@ class Conductor:
         course: Course,
         book: Book,
         term: int = 0,
+        judge: Judge | None = None,
         config: ConductorConfig | None = None,
     ) -> None:
         self._links = links
@@ -123,6 +133,8 @@ class Conductor:
         self._runner = StepRunner(links, self._config.step)
         self._runner.on_held = self._held
         self._runner.on_fenced = self._fenced
+        self._runner.on_checked = self._checked
+        self.judge = judge or Judge(rate=0.0)
         self._peers: dict[str, _Peer] = {}
         self.record = RunRecord()
         self._plan: Plan | None = None
@@ -137,7 +149,7 @@ class Conductor:
         self._started_at = clock.monotonic()
         self._told = ""
         self.on_event: Callable[[str, Mapping[str, Any]], None] = lambda event, about: None
-        """For people: waiting, step, morph, move, lost, restored, saved."""
+        """For people: waiting, step, morph, move, lost, restored, saved, check failed, excluded."""
         self._unlisten = roster.listen(self._roster_changed)
         links.handle(Enlist, self._enlist)
         links.handle(Ready, self._ready)
@@ -154,10 +166,13 @@ class Conductor:
 
     def _enlist(self, incoming: Incoming[Enlist]) -> Enlisted:
         offer, sender = incoming.message, incoming.sender
-        num_stages = self._staff.layout_for(max(1, len(self._staff.servers))).num_stages
-        if sender not in self._peers and any(stage >= num_stages for stage in offer.stages):
+        if sender in self.judge.excluded:
+            raise PermissionDeniedError(f"it is excluded from this pipeline: {self.judge.excluded[sender]}")
+        num_stages = self._staff.num_stages or self._blueprint.num_blocks
+        if any(stage >= num_stages for stage in offer.stages):
             raise ConfigurationError(
-                f"--stage {offer.stages[0]}: there are stages 0 to {num_stages - 1}. Leave it out, and the run chooses"
+                f"--stage {max(offer.stages)}: there are stages 0 to {num_stages - 1}. Leave it out, and the run "
+                "chooses"
             )
         known = self._peers.get(sender)
         if known is None:
@@ -246,6 +261,7 @@ class Conductor:
 
     def _restaff(self) -> None:
         """Something has changed: plan anew, and tell those whose part is another one now."""
+        self._staff.disputed, self._staff.arbiters = self.judge.suspects, self.judge.trusted
         plan = self._staff.plan(self._clock.monotonic())
         if plan is not None:
             for move in plan.moves:
@@ -344,6 +360,7 @@ class Conductor:
         record = await self._persist(self._book.read)
         if record is not None:
             self.record = record
+            self.judge.excluded |= dict(record.excluded)
         self._started_at = self._clock.monotonic()
         while True:
             await self.until_ready()
@@ -486,7 +503,39 @@ class Conductor:
             last=record.last,
             loss=record.loss,
             pins=self._pins(standing),
+            are_checked=self.judge.rate > 0,
+            checks=self._checks(layout, members),
+            arithmetics={name: peer.offer.arithmetic for name, peer in self._peers.items()},
         )
+
+    def _checks(self, layout: Layout, members: Mapping[str, Member]) -> tuple[Check, ...]:
+        """Who is checked in the next step, and by whom."""
+
+        def blocks(stages: Iterable[int]) -> frozenset[int]:
+            return frozenset(block for stage in stages for block in layout.blocks_of(stage))
+
+        serving = {name: blocks(member.stages) for name, member in members.items() if member.stages}
+        holding = {name: self._peers[name].standing for name in members}
+        self.judge.has_arbiter = any(
+            peer.offer.listens for name, peer in self._peers.items() if name in self.judge.trusted
+        )
+        return self.judge.choose(serving, holding)
+
+    def _checked(self, check: Check, result: CheckResult) -> Finding:
+        """A verifier has answered: whoever lied is excluded, in this and all later steps."""
+        arithmetics = {name: peer.offer.arithmetic for name, peer in self._peers.items()}
+        finding = self.judge.hear(check, result, arithmetics)
+        if finding.failed:
+            about = {"step": self.record.step, "peer": check.server, "verifier": check.verifier}
+            self.on_event("check failed", {**about, "reason": finding.failed})
+        for peer, reason in finding.excluded.items():
+            logger.warning("%s is excluded: %s", peer, reason)
+            self.on_event("excluded", {"step": self.record.step, "peer": peer, "reason": reason})
+            self._peers.pop(peer, None)
+            self._staff.gone(peer)
+        excluded = tuple((peer, reason[:500]) for peer, reason in self.judge.excluded.items())[-MAX_EXCLUDED:]
+        self.record = replace(self.record, excluded=excluded)  # written with the step's commit
+        return finding
 
     async def take_step(self) -> StepOutcome:
         """One step, with whoever is ready."""
@@ -670,6 +719,17 @@ class Conductor:
             "stages": layout.num_stages if layout is not None else 0,
             "cut_step": self.record.cut_step,
             "morphs": list(self.record.morphs),
+            "checks": {
+                "rate": self.judge.rate,
+                "made": self.judge.num_checks,
+                "failed": self.judge.num_failed,
+                "not possible": self.judge.num_unchecked,
+                "excluded": dict(self.record.excluded),
+                "tolerances": [
+                    {"one": one, "other": other, "of": kind, "limit": limit}
+                    for one, other, kind, limit in self.judge.tolerances.table()
+                ],
+            },
             "moves": [
                 {"peer": m.server, "from": m.source, "to": m.target, "reason": m.reason} for m in self._staff.moves
             ],

@@ -23,6 +23,7 @@ from potluck.pipeline.messages import Fed, Feed, FeedItem, Forward, Locate, Loca
 from potluck.pipeline.pushing import HandOverError, Pusher
 from potluck.pipeline.routing import RouterConfig
 from potluck.pipeline.wire import RAW, encode_tensors
+from potluck.pipeline.witnessing import Witness
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +57,16 @@ class Feeder:
     """One peer's data."""
 
     def __init__(
-        self, links: Links, clock: Clock, conductor: Following, source: Source, config: FeederConfig | None = None
+        self,
+        links: Links,
+        clock: Clock,
+        conductor: Following,
+        source: Source,
+        witness: Witness,
+        config: FeederConfig | None = None,
     ) -> None:
         self._links = links
+        self._witness = witness
         self._conductor = conductor
         self._source = source
         self._config = config or FeederConfig()
@@ -107,6 +115,7 @@ class Feeder:
         self._pusher.set_servers(feed.servers)
         if feed.step != self._kept_step or (current is not None and feed.life != current.life):
             self._kept_step, self._kept = feed.step, {}
+        self._witness.watch(feed.step, feed.checks)
         self._task = asyncio.create_task(self._send_all(feed), name="pipeline-feed")
 
     async def _send_all(self, feed: Feed) -> None:
@@ -135,8 +144,9 @@ class Feeder:
                 tensors=specs,
             )
             self.num_sent += 1
-            if not await self._pusher.push(message, frames):
+            if (server := await self._pusher.push(message, frames)) is None:
                 return
+            self._witness.testify("input", server, 0, feed.attempt, item.id, specs, frames, samples=item.samples)
             reach("pipeline.fed", step=feed.step, micro=item.id)
             loss = await returned
             fed = Fed(step=feed.step, attempt=feed.attempt, id=item.id, loss=loss)
@@ -160,6 +170,7 @@ class Feeder:
         message, feed = incoming.message, self._feed
         if feed is None or (message.step, message.attempt) != (feed.step, feed.attempt):
             return
+        self._witness.testify("input gradient", incoming.sender, 0, message.attempt, message.id, loss=message.loss)
         returned = self._returned.get(message.id)
         if returned is not None and not returned.done():
             returned.set_result(message.loss)

@@ -68,8 +68,8 @@ class Pusher:
         self.router.forget_tasks()
         self._wake()
 
-    async def push(self, message: Forward, frames: Sequence[Buffer]) -> bool:
-        """Whether a server has computed it; False where the attempt is over. HandOverError where one is lost."""
+    async def push(self, message: Forward, frames: Sequence[Buffer]) -> str | None:
+        """The server that has computed it; None where the attempt is over. HandOverError where one is lost."""
         task = (message.attempt, message.id)
         self._bytes_per_sample = sum(map(num_bytes, frames)) / max(message.samples, 1)
         while True:
@@ -95,7 +95,7 @@ class Pusher:
             else:
                 self.router.dropped(server, task)
             self._wake()
-            return answer == "done"
+            return server if answer == "done" else None
 
     async def _choose(self, samples: int) -> str:
         while True:

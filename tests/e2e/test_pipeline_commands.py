@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import Visit, open_browser
 from commandline import PATIENCE_SECONDS, POTLUCK, Terminal, until_event
 from safetensors.torch import load_file
 
@@ -17,6 +18,7 @@ from potluck.testing.polling import poll_until_sync
 from potluck.testing.processes import ManagedProcess
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+PICTURES = os.environ.get("POTLUCK_SCREENSHOTS", "")
 LYING_SERVER = (sys.executable, str(Path(__file__).with_name("lyingserver.py")))
 RUN = """\
 name = "bakery"
@@ -60,8 +62,8 @@ def test_two_stages_train_lose_a_server_and_go_on(terminal: Terminal) -> None:
     (folder / "run.toml").write_text(RUN)
     hub = terminal.folder / "hub"
     host = terminal.start(
-        "host", folder, "--folder", hub, "--listen", "127.0.0.1", "--no-dashboard", "--backup-every", "4", "--json",
-        **ONE_THREAD,
+        "host", folder, "--folder", hub, "--listen", "127.0.0.1", "--dashboard-port", "0", "--backup-every", "4",
+        "--json", POTLUCK_NO_DASHBOARD="", **ONE_THREAD,
     )  # fmt: skip
     link = until_event(host, "ready")["link"]
     until_event(host, "pipeline conducting")
@@ -81,6 +83,8 @@ def test_two_stages_train_lose_a_server_and_go_on(terminal: Terminal) -> None:
     served = sorted(stage for peer in shown["peers"].values() for stage in peer["serves"])
     assert served == [0, 1]
     assert shown["stages"] == 2
+
+    see_the_page(until_event(host, "dashboard")["url"])
 
     os.kill(bob.pid, signal.SIGKILL)
     bob.wait(PATIENCE_SECONDS)
@@ -110,6 +114,25 @@ def test_two_stages_train_lose_a_server_and_go_on(terminal: Terminal) -> None:
     os.kill(host.pid, signal.SIGINT)
     assert host.wait(PATIENCE_SECONDS) == 0, host.output()
     look_at_the_whole_model(terminal, folder, hub)
+
+
+def see_the_page(url: str) -> None:
+    """Stages, servers and what flows between them, on a page that changes by itself."""
+    with open_browser() as browser, Visit(browser, url) as visit:
+        page = visit.see("/pipeline")
+        page.wait_for_selector("a.nav-link.here:text-is('Pipeline')")
+        page.wait_for_selector(".figure-value:text-is('2 stages')")
+        # From the feeder to stage 0, and on to stage 1.
+        page.wait_for_function("document.querySelectorAll('svg.flow path.flow-line').length >= 2")
+        names = page.locator("svg.flow .flow-name").all_text_contents()
+        assert {"ada", "bob", "carl"} == set(names)
+        step = page.locator(".figure.hero .figure-value")
+        before = int(step.inner_text())
+        poll_until_sync(lambda: int(step.inner_text()) > before or None, PATIENCE_SECONDS, "another step on the page")
+        assert page.locator(".item", has_text="serves stage 0").count() == 1
+        if PICTURES:
+            page.screenshot(path=f"{PICTURES}/pipeline.png", full_page=True)
+        assert visit.complaints == []
 
 
 def refuse_a_stage_that_is_not_there(terminal: Terminal, link: str) -> None:

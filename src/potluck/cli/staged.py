@@ -174,6 +174,11 @@ def words(event: str, about: Mapping[str, Any]) -> str:
         return f"Step {about['step']} is saved ({about['bytes'] / 1e6:,.1f} MB)."
     if event == "not saved":
         return f"Step {about['step']} is not saved: {about['reason']}"
+    if event == "evaluated":
+        figures = ", ".join(f"{name} {value:.4f}" for name, value in about.items() if name != "step")
+        return f"Step {about['step']} on held-out data: {figures or 'the recipe has no figures'}."
+    if event == "not evaluated":
+        return f"Step {about['step']} is not evaluated: {about['reason']}"
     if event == "failed":
         return f"Step {about['step']} fails: {about['reason']}"
     if event == "check failed":

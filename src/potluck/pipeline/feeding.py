@@ -19,7 +19,7 @@ from potluck.link.dispatch import Incoming
 from potluck.link.links import Links
 from potluck.pipeline.blocks import State
 from potluck.pipeline.following import Following
-from potluck.pipeline.messages import Fed, Feed, FeedItem, Forward, Locate, Located, Lost, Place, Returned
+from potluck.pipeline.messages import Fed, Feed, FeedItem, Forward, Locate, Located, Lost, Place, Returned, Sent
 from potluck.pipeline.pushing import HandOverError, Pusher
 from potluck.pipeline.routing import RouterConfig
 from potluck.pipeline.wire import RAW, encode_tensors
@@ -92,6 +92,10 @@ class Feeder:
         place = await asyncio.to_thread(self._source.after, ask.step, ask.place, ask.samples)
         return Located(place=place)
 
+    def sent(self) -> tuple[Sent, ...]:
+        """What was handed to the first stage so far."""
+        return tuple(Sent(server=server, stage=0, count=count) for server, count in self._pusher.sent.items())
+
     def statistics(self) -> dict[str, int]:
         """Counters."""
         return {"sent": self.num_sent, "in_flight": len(self._returned), "kept": len(self._kept)}
@@ -126,13 +130,14 @@ class Feeder:
                 group.create_task(self._send(feed, item, room))
 
     async def _send(self, feed: Feed, item: FeedItem, room: asyncio.Semaphore) -> None:
+        returned: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         try:
             key = (item.first, item.samples)
             batch = self._kept.get(key)
             if batch is None:
                 batch = await asyncio.to_thread(self._source.batch, feed.step, feed.place, item.first, item.samples)
                 self._kept[key] = batch
-            returned = self._returned[item.id] = asyncio.get_running_loop().create_future()
+            self._returned[item.id] = returned
             specs, frames = encode_tensors(batch, RAW)
             message = Forward(
                 step=feed.step,
@@ -156,7 +161,8 @@ class Feeder:
         except (PeerError, RetryableError) as error:
             logger.warning("the conductor cannot be told of micro-batch %d: %s", item.id, error)
         finally:
-            self._returned.pop(item.id, None)
+            if self._returned.get(item.id) is returned:  # or else the next attempt waits for the same one
+                del self._returned[item.id]
             room.release()
 
     async def _tell_lost(self, feed: Feed, error: HandOverError) -> None:

@@ -128,6 +128,7 @@ class PipelineMember:
         self.on_ready: Callable[[], None] = lambda: None
         self.on_step: Callable[[Begin], None] = lambda begin: None
         self._told_step = -1
+        self.on_saved: Callable[[int], None] = lambda step: None
         self.on_refused: Callable[[PotluckError], None] = lambda error: None
         """The conductor does not want this peer: asking again does not help."""
         links.handle(Assignment, self._assigned)
@@ -174,6 +175,8 @@ class PipelineMember:
             cuts=self.cuts.cuts if self.cuts is not None else (),
             is_leaving=part.is_leaving,
             arithmetic=arithmetic_of(holding.device),
+            waiting=self.server.num_waiting,
+            sent=(*self.server.sent(), *(self.feeder.sent() if self.feeder is not None else ())),
         )
 
     async def _keep_enlisted(self) -> None:
@@ -297,6 +300,7 @@ class PipelineMember:
             return dict(fetched.tensors)
 
         num_bytes = await self.cuts.save(order.cut, len(order.holders), fetch)
+        self.on_saved(order.cut.step)
         return Saved(step=order.cut.step, num_bytes=num_bytes)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -56,6 +56,14 @@ class Cut(Message, frozen=True, kw_only=True):
     loss_scale: float = 1.0
 
 
+class Sent(Message, frozen=True, kw_only=True):
+    """How many micro-batches a peer has handed to a server of a stage so far."""
+
+    server: Name
+    stage: Stage
+    count: Count
+
+
 class Enlist(Message, frozen=True, kw_only=True, tag="pipeline.enlist"):
     """A peer says what it would do, and what it holds already."""
 
@@ -84,6 +92,9 @@ class Enlist(Message, frozen=True, kw_only=True, tag="pipeline.enlist"):
     """It is about to be gone: others take over, then it leaves."""
     arithmetic: Name = ""
     """How it rounds (arithmetic.py)."""
+    waiting: Count = 0
+    """Micro-batches in its queue."""
+    sent: Annotated[tuple[Sent, ...], msgspec.Meta(max_length=MAX_SERVERS)] = ()
 
 
 class Enlisted(Message, frozen=True, kw_only=True, tag="pipeline.enlisted"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from potluck.clock import Clock
@@ -40,6 +41,8 @@ class Pusher:
         self._timeout_seconds = timeout_seconds
         self._changed = asyncio.Event()
         self._bytes_per_sample = 0.0
+        self.sent: Counter[str] = Counter()
+        """Micro-batches by server, so far."""
         self.router = StageRouter(config)
 
     def set_servers(self, servers: Iterable[str], *, unreachable: frozenset[str] = frozenset()) -> None:
@@ -91,6 +94,7 @@ class Pusher:
                 self.router.busy(server, now, task)
                 continue
             if answer == "done":
+                self.sent[server] += 1
                 self.router.finished(server, task, now)
             else:
                 self.router.dropped(server, task)

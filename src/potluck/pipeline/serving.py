@@ -46,6 +46,7 @@ from potluck.pipeline.messages import (
     Lost,
     Pushed,
     Returned,
+    Sent,
     StageIds,
     UnitAverage,
     UnitOrder,
@@ -138,7 +139,7 @@ class StageServer:
         )
         self._order = count()
         self._waiting: set[tuple[int, int]] = set()  # (stage, micro-batch): not computed, or not handed on
-        self._attempt_tasks: set[asyncio.Task[None]] = set()
+        self._attempt_tasks: set[asyncio.Task[Any]] = set()
         self._worker: asyncio.Task[None] | None = None
         self.num_computed = 0
         self.busy_seconds = 0.0
@@ -182,6 +183,19 @@ class StageServer:
     def statistics(self) -> dict[str, int]:
         """Counters."""
         return {"computed": self.num_computed, "waiting": len(self._waiting), "at_step": self.at_step}
+
+    @property
+    def num_waiting(self) -> int:
+        """Micro-batches that are not computed yet, or not handed on."""
+        return len(self._waiting)
+
+    def sent(self) -> tuple[Sent, ...]:
+        """What was handed on so far."""
+        return tuple(
+            Sent(server=server, stage=stage, count=count)
+            for stage, pusher in self._pushers.items()
+            for server, count in pusher.sent.items()
+        )
 
     # The fence
 
@@ -427,8 +441,15 @@ class StageServer:
         reach("pipeline.averaging", step=order.step, stage=first)
         divisor = begun.total_samples * begun.loss_scale
         running = [asyncio.create_task(self._average_unit(order, each, divisor)) for each in order.units]
+        for task in running:  # they wait for others: the next attempt ends them
+            self._attempt_tasks.add(task)
+            task.add_done_callback(self._attempt_tasks.discard)
         try:
             reports = await asyncio.gather(*running)
+        except asyncio.CancelledError:
+            if not self._is_current(order.step, order.attempt):
+                raise ProtocolError(f"attempt {order.attempt} of step {order.step} is over") from None
+            raise
         finally:
             await tasks.end(*running)
         reach("pipeline.averaged", step=order.step, stage=first)

@@ -8,7 +8,6 @@ The conductor is the coordinator of `main`: whoever may coordinate stands for it
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -235,7 +234,7 @@ class PipelinePart:
         session = self._peer.session
         while True:
             try:
-                news = Overview(text=json.dumps(conductor.overview()))
+                news = Overview.of(conductor.overview())
                 await session.hub.publish(session.subjects.news(session.peer_id, OVERVIEW_TOPIC), encode(news))
             except RetryableError as error:
                 logger.debug("the overview was not told: %s", error)

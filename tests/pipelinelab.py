@@ -18,6 +18,7 @@ from potluck.pipeline.conducting import Conductor, ConductorConfig
 from potluck.pipeline.cuts import CutShelf
 from potluck.pipeline.following import Following
 from potluck.pipeline.holding import Holding
+from potluck.pipeline.judging import Judge
 from potluck.pipeline.layout import Layout
 from potluck.pipeline.member import MemberConfig, Part, PipelineMember
 from potluck.pipeline.messages import Place
@@ -156,6 +157,7 @@ class Pipeline:
         self.course = LabCourse(max_norm)
         self.book = MemoryBook()
         self.term = 0
+        self.judge: Judge | None = None
         self.followings: list[Following] = []
         self.members: dict[str, PipelineMember] = {}
         self.peers: dict[str, MemoryPeer] = {}
@@ -179,6 +181,7 @@ class Pipeline:
             course=self.course,
             book=self.book,
             term=self.term,
+            judge=self.judge,
             config=config,
         )
         self.conductor.on_event = lambda event, about: self.events.append((event, about))
@@ -292,10 +295,12 @@ async def pipeline(
     config: ConductorConfig | None = None,
     *,
     max_norm: float = 0.0,
+    judge: Judge | None = None,
 ) -> AsyncIterator[Pipeline]:
     run = MemoryRun(clock=SystemClock())
     await run.open()
     made = Pipeline(run, num_stages, make_blocks, max_norm)
+    made.judge = judge
     await made.open(config)
     try:
         yield made

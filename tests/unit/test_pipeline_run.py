@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,10 +11,12 @@ import pytest
 from pipelinelab import assert_close, build, pipeline, reference
 from potluck import faultpoints
 from potluck.errors import RoundFailedError
+from potluck.link.carrier import Buffer
 from potluck.pipeline.compute import StageCompute
 from potluck.pipeline.conducting import ConductorConfig
 from potluck.pipeline.cuts import CutShelf
 from potluck.pipeline.member import Part
+from potluck.pipeline.messages import Forward
 from potluck.pipeline.serving import ServerConfig
 from potluck.pipeline.stepping import StepConfig
 from potluck.testing.polling import poll_until
@@ -154,6 +156,44 @@ def test_a_step_that_lost_a_stage_is_taken_again_with_the_same_servers() -> None
             reference(expected, STEPS)
             await made.settled()
             assert_close(made.weights(), flat(expected))
+
+    asyncio.run(case())
+
+
+def test_what_an_old_attempt_leaves_behind_does_not_take_the_answers_of_the_next() -> None:
+    """A hand-over that is broken off takes a while to end; by then the same micro-batch is under way again."""
+
+    async def case() -> None:
+        endless = ConductorConfig(step=StepConfig(stall_seconds=1e6, fence_seconds=60.0), lost_seconds=30.0)
+        async with pipeline(2, config=endless) as made:
+            await made.serve("s0")
+            await made.serve("s1")
+            feeder = (await made.feed("f")).feeder
+            assert feeder is not None
+            push, broken_off = feeder._pusher.push, []
+
+            async def slow_to_end(message: Forward, frames: Sequence[Buffer]) -> str | None:
+                try:
+                    return await push(message, frames)
+                except asyncio.CancelledError:
+                    broken_off.append(message.id)
+                    for _ in range(20):
+                        await asyncio.sleep(0)
+                    raise
+
+            feeder._pusher.push = slow_to_end  # type: ignore[method-assign]
+
+            def hook(name: str, labels: Mapping[str, object]) -> None:
+                running = made.conductor._runner._running
+                if name == "pipeline.queued" and running is not None and running.ledger.num_attempts == 1:
+                    running.events.put_nowait(running.ledger.stalled)
+
+            before = faultpoints.install(hook)
+            try:
+                await asyncio.wait_for(made.step(STEPS[0]), 60)
+            finally:
+                faultpoints.install(before)
+            assert broken_off
 
     asyncio.run(case())
 

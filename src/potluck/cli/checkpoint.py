@@ -334,7 +334,7 @@ def _backups(run: str, folder: Path | None, path: Path | None, group: str = "") 
         path, name = backups_of_run(run, folder)
     elif not _is_folder(path):
         raise ConfigurationError(f"there is no folder {path}: name one that has backups in it")
-    elif _is_folder(path / "backups"):
+    elif _is_folder(path / "backups") or _is_folder(path / "groups"):
         path /= "backups"  # as a peer keeps them
     if not group or group == MAIN:
         return Backups(path, run=name)

@@ -181,7 +181,7 @@ class Part:
             if peer.session.card.role == "trainer":
                 await train(peer, self.training, self.backups, stop, as_json)
             elif peer.session.card.role == "aux":
-                await help_others(peer, self.backups, stop)
+                await help_others(peer, self.training, self.backups, stop, as_json)
             else:
                 await console.unless_stopped(until_ended(peer), stop)
         finally:

@@ -7,6 +7,7 @@ Pure, no I/O:
     stepledger.py   one step: each micro-batch counts once in each stage, the step commits once
     rebalancing.py  where newcomers go, and who moves to the bottleneck
     planning.py     the best shape for each number of machines, by simulation
+    judging.py      spot checks: who is checked by whom, what is rounding, who is excluded
 
 What is computed and held:
     blocks.py       a model as blocks: cut, ties, seeded dropout
@@ -21,6 +22,8 @@ Who does it, on links:
     pushing.py      handing a micro-batch to whichever server has room
     serving.py      a stage's server
     feeding.py      a feeder
+    witnessing.py   what passed between a server and its neighbours, told to its verifier
+    verifying.py    a verifier: computes again what a server did       arithmetic.py   how a machine rounds
     averaging.py    StageGroup: the average of a unit, all or nothing
     transfer.py     a unit's state from one peer to another
     stepping.py     one step: carries out the ledger

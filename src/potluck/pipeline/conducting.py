@@ -20,7 +20,14 @@ from msgspec.structs import replace
 
 from potluck import tasks
 from potluck.clock import Clock
-from potluck.errors import ConfigurationError, PeerError, PotluckError, RetryableError, RoundFailedError
+from potluck.errors import (
+    ConfigurationError,
+    PeerError,
+    PermissionDeniedError,
+    PotluckError,
+    RetryableError,
+    RoundFailedError,
+)
 from potluck.faultpoints import reach
 from potluck.link.dispatch import Incoming
 from potluck.link.links import Links
@@ -28,6 +35,8 @@ from potluck.peer.roster import Roster, RosterEvent
 from potluck.pipeline.blocks import units_of
 from potluck.pipeline.blueprint import Blueprint
 from potluck.pipeline.book import Book, RunRecord, with_loss
+from potluck.pipeline.flows import FlowMeter
+from potluck.pipeline.judging import Check, CheckResult, Finding, Judge
 from potluck.pipeline.layout import Layout
 from potluck.pipeline.messages import (
     Accepted,
@@ -52,6 +61,8 @@ from potluck.pipeline.stepping import StageLostError, StepConfig, StepOutcome, S
 logger = logging.getLogger(__name__)
 
 SAVE_SECONDS = 3600.0
+MAX_EXCLUDED = 64
+MAX_SHOWN = 500
 
 
 class Course(Protocol):
@@ -110,6 +121,7 @@ class Conductor:
         course: Course,
         book: Book,
         term: int = 0,
+        judge: Judge | None = None,
         config: ConductorConfig | None = None,
     ) -> None:
         self._links = links
@@ -123,7 +135,11 @@ class Conductor:
         self._runner = StepRunner(links, self._config.step)
         self._runner.on_held = self._held
         self._runner.on_fenced = self._fenced
+        self._runner.on_checked = self._checked
+        self.judge = judge or Judge(rate=0.0)
         self._peers: dict[str, _Peer] = {}
+        self._flows = FlowMeter()
+        self._step_seconds = 0.0
         self.record = RunRecord()
         self._plan: Plan | None = None
         self._running: StepPlan | None = None
@@ -132,12 +148,13 @@ class Conductor:
         self._has_stepped = False
         self._saving: asyncio.Task[None] | None = None
         self._cut_due: tuple[str, SaveCut] | None = None
+        self._cut_wanted: asyncio.Future[None] | None = None
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._started_at = clock.monotonic()
         self._told = ""
         self.on_event: Callable[[str, Mapping[str, Any]], None] = lambda event, about: None
-        """For people: waiting, step, morph, move, lost, restored, saved."""
+        """For people: waiting, step, morph, move, lost, restored, saved, check failed, excluded."""
         self._unlisten = roster.listen(self._roster_changed)
         links.handle(Enlist, self._enlist)
         links.handle(Ready, self._ready)
@@ -154,15 +171,20 @@ class Conductor:
 
     def _enlist(self, incoming: Incoming[Enlist]) -> Enlisted:
         offer, sender = incoming.message, incoming.sender
-        num_stages = self._staff.layout_for(max(1, len(self._staff.servers))).num_stages
-        if sender not in self._peers and any(stage >= num_stages for stage in offer.stages):
+        if sender in self.judge.excluded:
+            raise PermissionDeniedError(f"it is excluded from this pipeline: {self.judge.excluded[sender]}")
+        num_stages = self._staff.num_stages or self._blueprint.num_blocks
+        if any(stage >= num_stages for stage in offer.stages):
             raise ConfigurationError(
-                f"--stage {offer.stages[0]}: there are stages 0 to {num_stages - 1}. Leave it out, and the run chooses"
+                f"--stage {max(offer.stages)}: there are stages 0 to {num_stages - 1}. Leave it out, and the run "
+                "chooses"
             )
         known = self._peers.get(sender)
         if known is None:
             known = self._peers[sender] = _Peer(offer)
         known.offer = offer
+        sent = {(each.server, each.stage): each.count for each in offer.sent}
+        self._flows.heard(sender, sent, self._clock.monotonic())
         self._note_standing(sender, offer.life, offer.at_step, offer.standing)
         self._staff.offer(
             sender,
@@ -227,6 +249,7 @@ class Conductor:
 
     def _gone(self, peer: str, reason: str) -> None:
         known = self._peers.pop(peer, None)
+        self._flows.gone(peer)
         self._staff.gone(peer)
         self._runner.gone(peer, reason)
         self._offer_feeders()
@@ -246,6 +269,7 @@ class Conductor:
 
     def _restaff(self) -> None:
         """Something has changed: plan anew, and tell those whose part is another one now."""
+        self._staff.disputed, self._staff.arbiters = self.judge.suspects, self.judge.trusted
         plan = self._staff.plan(self._clock.monotonic())
         if plan is not None:
             for move in plan.moves:
@@ -344,6 +368,7 @@ class Conductor:
         record = await self._persist(self._book.read)
         if record is not None:
             self.record = record
+            self.judge.excluded |= dict(record.excluded)
         self._started_at = self._clock.monotonic()
         while True:
             await self.until_ready()
@@ -362,6 +387,9 @@ class Conductor:
             self._changed.clear()
             self._restaff()
             self._changed.clear()
+            if (wanted := self._cut_wanted) is not None and not wanted.done():
+                await self._save_as_it_is()
+                wanted.set_result(None)
             reason = self._course.stands_still(self.record.step) or await self._obstacle()
             if not reason:
                 self._told = ""
@@ -486,7 +514,39 @@ class Conductor:
             last=record.last,
             loss=record.loss,
             pins=self._pins(standing),
+            are_checked=self.judge.rate > 0,
+            checks=self._checks(layout, members),
+            arithmetics={name: peer.offer.arithmetic for name, peer in self._peers.items()},
         )
+
+    def _checks(self, layout: Layout, members: Mapping[str, Member]) -> tuple[Check, ...]:
+        """Who is checked in the next step, and by whom."""
+
+        def blocks(stages: Iterable[int]) -> frozenset[int]:
+            return frozenset(block for stage in stages for block in layout.blocks_of(stage))
+
+        serving = {name: blocks(member.stages) for name, member in members.items() if member.stages}
+        holding = {name: self._peers[name].standing for name in members}
+        self.judge.has_arbiter = any(
+            peer.offer.listens for name, peer in self._peers.items() if name in self.judge.trusted
+        )
+        return self.judge.choose(serving, holding)
+
+    def _checked(self, check: Check, result: CheckResult) -> Finding:
+        """A verifier has answered: whoever lied is excluded, in this and all later steps."""
+        arithmetics = {name: peer.offer.arithmetic for name, peer in self._peers.items()}
+        finding = self.judge.hear(check, result, arithmetics)
+        if finding.failed:
+            about = {"step": self.record.step, "peer": check.server, "verifier": check.verifier}
+            self.on_event("check failed", {**about, "reason": finding.failed})
+        for peer, reason in finding.excluded.items():
+            logger.warning("%s is excluded: %s", peer, reason)
+            self.on_event("excluded", {"step": self.record.step, "peer": peer, "reason": reason})
+            self._peers.pop(peer, None)
+            self._staff.gone(peer)
+        excluded = tuple((peer, reason[:500]) for peer, reason in self.judge.excluded.items())[-MAX_EXCLUDED:]
+        self.record = replace(self.record, excluded=excluded)  # written with the step's commit
+        return finding
 
     async def take_step(self) -> StepOutcome:
         """One step, with whoever is ready."""
@@ -532,13 +592,14 @@ class Conductor:
         for name in outcome.members:
             self._spawn(self._tell(name, notice))
         self._must_load(set(plan.members) - set(outcome.members))
+        self._step_seconds = self._clock.monotonic() - started
         self.on_event(
             "step",
             {
                 "step": plan.step,
                 "loss": outcome.loss,
                 "samples": sum(plan.samples),
-                "seconds": self._clock.monotonic() - started,
+                "seconds": self._step_seconds,
                 "attempts": outcome.attempts,
                 "replayed": outcome.replayed,
                 "excluded": list(outcome.excluded),
@@ -620,6 +681,37 @@ class Conductor:
             peer.offer = replace(peer.offer, cuts=(*peer.offer.cuts, order.cut)[-64:])
         self.on_event("saved", {"step": order.cut.step, "bytes": saved.message.num_bytes})
 
+    async def save_now(self, seconds: float) -> bool:
+        """Save a cut at the next boundary, as before the host leaves; whether the newest step is on disk then."""
+        if self._saver() is None or self.record.step == 0:
+            return False
+        if self._cut_wanted is None or self._cut_wanted.done():
+            self._cut_wanted = asyncio.get_running_loop().create_future()
+        self._changed.set()
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.shield(self._cut_wanted)
+        except TimeoutError:
+            return False
+        return self.record.cut_step == self.record.step
+
+    async def _save_as_it_is(self) -> None:
+        """Between two steps nothing changes: once all have taken the last one, their states are the cut."""
+        saver, record = self._saver(), self.record
+        if saver is None or record.cut_step == record.step:
+            return
+        standing = self._standing()
+        if record.last is not None and record.last.step == record.step - 1:
+            await asyncio.gather(*(self._tell(name, record.last) for name in standing))
+        holders = tuple(
+            tuple(name for name, held in sorted(standing.items()) if unit in self._blueprint.units_in(held))
+            for unit in range(self._blueprint.num_units)
+        )
+        cut = Cut(step=record.step, place=record.place, loss_scale=record.loss_scale)
+        await tasks.end(self._saving)
+        await self._save(saver, SaveCut(life=record.life, cut=cut, holders=holders))
+        await self._write(self.record)
+
     # Writing
 
     async def _write(self, record: RunRecord) -> None:
@@ -644,33 +736,80 @@ class Conductor:
     # For people
 
     def overview(self) -> dict[str, Any]:
-        """Who does what now."""
+        """Who does what now, and where micro-batches flow."""
         layout, plan = self.layout, self._plan
+        flows = self._flows.per_second(self._clock.monotonic(), self._peers)
         return {
             "step": self.record.step,
             "life": self.record.life,
             "loss": self.record.loss,
+            "step_seconds": self._step_seconds,
             "phase": self._runner.phase,
             "waits": self._told,
             "first_blocks": list(self.record.starts),
             "target_first_blocks": list(plan.layout.starts) if plan is not None else [],
-            "peers": {
-                name: {
-                    "serves": list(plan.serves.get(name, ())) if plan is not None else [],
-                    "listens": list(plan.listens.get(name, ())) if plan is not None else [],
-                    "feeds": peer.offer.feeds,
-                    "saves": peer.offer.saves,
-                    "standing": sorted(peer.standing),
-                    "loading": sorted(peer.blocks - peer.standing),
-                    "rate": peer.offer.rate,
-                    "why": plan.why.get(name, "") if plan is not None else "",
-                }
-                for name, peer in self._peers.items()
-            },
+            "peers": {name: self._shown(name, peer) for name, peer in list(self._peers.items())[:MAX_SHOWN]},
             "stages": layout.num_stages if layout is not None else 0,
+            "rows": self._stage_rows(layout, plan) if layout is not None and plan is not None else [],
+            "flows": [
+                {"source": source, "target": target, "stage": stage, "per_second": round(rate, 3)}
+                for (source, target, stage), rate in sorted(flows.items())[:MAX_SHOWN]
+            ],
             "cut_step": self.record.cut_step,
+            "losses": list(self.record.losses),
             "morphs": list(self.record.morphs),
             "moves": [
                 {"peer": m.server, "from": m.source, "to": m.target, "reason": m.reason} for m in self._staff.moves
             ],
+            "checks": {
+                "rate": self.judge.rate,
+                "made": self.judge.num_checks,
+                "failed": self.judge.num_failed,
+                "not_possible": self.judge.num_unchecked,
+                "excluded": dict(self.record.excluded),
+                "tolerances": [
+                    {"one": one, "other": other, "of": kind, "limit": limit}
+                    for one, other, kind, limit in self.judge.tolerances.table()
+                ],
+            },
         }
+
+    def _shown(self, name: str, peer: _Peer) -> dict[str, Any]:
+        plan = self._plan
+        return {
+            "serves": list(plan.serves.get(name, ())) if plan is not None else [],
+            "listens": list(plan.listens.get(name, ())) if plan is not None else [],
+            "feeds": peer.offer.feeds,
+            "saves": peer.offer.saves,
+            "standing": sorted(peer.standing),
+            "loading": sorted(peer.blocks - peer.standing),
+            "rate": peer.offer.rate,
+            "waiting": peer.offer.waiting,
+            "why": plan.why.get(name, "") if plan is not None else "",
+        }
+
+    def _stage_rows(self, layout: Layout, plan: Plan) -> list[dict[str, Any]]:
+        """Of each stage: its blocks, its servers, and how many samples per second they can compute together."""
+        rows: list[dict[str, Any]] = []
+        for stage, blocks in enumerate(layout.stages):
+            is_planned = plan.layout == layout
+            offers = {
+                name: self._peers[name].offer
+                for name, stages in plan.serves.items()
+                if is_planned and stage in stages and name in self._peers
+            }
+            rates = [offer.rate / len(plan.serves[name]) for name, offer in offers.items()]
+            rows.append(
+                {
+                    "first_block": blocks.start,
+                    "last_block": blocks.stop - 1,
+                    "servers": list(offers),
+                    "listeners": [name for name, stages in plan.listens.items() if stage in stages],
+                    "samples_per_second": sum(rates) if rates and all(rates) else 0.0,
+                    "waiting": sum(offer.waiting for offer in offers.values()),
+                }
+            )
+        slowest = min((row["samples_per_second"] for row in rows), default=0.0)
+        for row in rows:  # nobody is, while one of them is not measured
+            row["is_bottleneck"] = bool(slowest) and len(rows) > 1 and row["samples_per_second"] == slowest
+        return rows

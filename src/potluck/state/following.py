@@ -1,7 +1,7 @@
 """Keeping without training: an aux peer takes over the trainers' state now and then, and sees that the run goes on.
 
-It has no model, so it fetches as a newcomer would: every so many epochs, with pauses; in
-between, for a twentieth, so that where epochs are long newcomers get the newest state from it, and no trainer has to
+It has no model, so it fetches as a newcomer would: every so many epochs, with pauses; in between, for a twentieth of
+the time, so that where epochs are long newcomers get the newest state from it, and no trainer has to
 give it to each of them; and what only those have who are about to leave (handingover.py). What it has it serves and
 saves, so that a run survives though all trainers are gone. And where the trainers have all come back
 from disk, and nobody has the state of the present epoch, it chooses with them what to go on from, as the coordinator
@@ -123,11 +123,9 @@ class Follower:
         """Whether trainers are there, and for a while none of them has had the state of the present epoch."""
         epoch, now = self._averager.lineage.epoch, self._clock.monotonic()
         has_trainers = any(presence.card.role == "trainer" for presence in self._roster)
-        has_moved, self._seen_epoch = (
-            epoch != self._seen_epoch,
-            epoch,
-        )  # epochs may pass faster than states are announced
-        is_up = has_moved or self._num_training() or self._keeper.directory.verdict(epoch) is not None
+        has_moved, self._seen_epoch = epoch != self._seen_epoch, epoch  # faster than states are announced
+        is_up = has_moved or self._keeper.is_in_the_making
+        is_up = is_up or self._num_training() > 0 or self._keeper.directory.verdict(epoch) is not None
         if is_up or not (epoch and has_trainers):
             self._up_at = now
         return now - self._up_at >= DOWN_SECONDS

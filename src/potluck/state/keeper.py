@@ -127,6 +127,7 @@ class StateKeeper:
         """What makes them, where this peer coordinates main."""
         if group.name == MAIN and not is_watching:
             self.cut_desk = CutDesk(session, self._links, averager.lease, self.config.cut_every_seconds)
+        self._handed_over: int | None = None  # the epoch
         self._stop_listening: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
@@ -229,9 +230,12 @@ class StateKeeper:
         Then it is saved here, if this peer may write: the run goes on from it when this peer comes back.
         """
         await self._publisher.until_idle()
+        if self.kept_epoch is not None and self.kept_epoch == self._handed_over:
+            return True
         is_safe = await hand_over(
             self._session, self.directory, self.shelf, lambda: self._serving.counts["chunks"], timeout_seconds
         )
+        self._handed_over = self.kept_epoch if is_safe else None
         if not is_safe and self.archive.keep_last_copy():
             logger.warning("the state is saved in %s: start this peer again, and the run has it", self.config.folder)
         return is_safe
@@ -435,6 +439,11 @@ class StateKeeper:
             return await self._resuming.resume(base, progress=progress, timeout_seconds=timeout_seconds)
         finally:
             self._pool.trim()
+
+    @property
+    def is_in_the_making(self) -> bool:
+        """Whether trainers have the averages of the present epoch, and will have its state."""
+        return self._resuming.is_in_the_making
 
     async def fetch_for_resuming(
         self,

@@ -238,9 +238,9 @@ def files_of_a_run(name: str, recipe: str, data: Path | None = None) -> dict[str
     if data is not None and data.is_file():
         words["model"] = words["model"].replace(_PICTURES, _PICTURES_IN_PARQUET)
     takes_a_folder = _PICTURES in start.model
-    files = start.files if data is None else data.name if takes_a_folder or data.is_file() else _pattern_of(data)
+    place = start.files if data is None else data.name if takes_a_folder or data.is_file() else _pattern_of(data)
     words = {
-        part: value.replace("{files}", files) if isinstance(value, str) else value for part, value in words.items()
+        part: value.replace("{files}", place) if isinstance(value, str) else value for part, value in words.items()
     }
     files = {RUN_FILE: _RUN.format(name=name, recipe=RECIPE_FILE if own else recipe, **words)}
     if own:

@@ -1,10 +1,16 @@
-"""What paths (DiPaCo) are worth beside dense models: losses on separable data and on natural text, without a network.
+"""What paths (DiPaCo) cost in a run, and what they are worth beside dense models.
 
-    scripts/bench paths [--json] [--seeds 3] [--only separable|natural]
+    scripts/bench paths [--json] [--only run|separable|separable_words|natural] [--seeds 3] [--seconds 40] [--repeats 3]
 
-The methods, router and shards of a run without hub, links and time. All ways take the same number of inner steps per
-path. `dense` has the inference cost of one path and the tokens of one path; `dense, all tokens` is DiLoCo with as many
-peers as there are paths, and so has seen all tokens. `independent` models share nothing. `shuffled` routes by chance.
+`run` is a run in processes, over a real hub (pathrun.py): the share of time outside inner steps, bytes per path and
+outer step, and how long the run misses a killed trainer or coordinator.
+
+`separable` and `natural` are losses on four made-up languages and on the standard library's source. They are trained in
+one process, by the outer step, feed, router and shards of a run (`ModuleLoop`, `PathFeed`, …), without hub and links:
+what travels there is averaged here at once. All ways take the same number of inner steps per path. `dense` has the
+inference cost of one path and the tokens of one path; `dense, all tokens` is DiLoCo with as many peers as there are
+paths, and so has seen all tokens. `independent` models share nothing. `shuffled` routes by chance. The tokens that
+documents are routed by are not scored.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from harness import parser, report
+from pathrun import own_modules, recoveries, shares
 from potluck.optim.methods.outer import Nesterov
 from potluck.optim.modelstate import ModelState
 from potluck.paths.cutting import cut
@@ -28,12 +35,13 @@ from potluck.paths.moduleloop import Change, ModuleLoop
 from potluck.paths.pathfeed import PathFeed, TokenLosses, document_losses, mean_loss
 from potluck.paths.pathstate import PathState, capture, restore
 from potluck.paths.router import fit_kmeans
-from potluck.paths.sharding import Routing, Shards, digest_of
+from potluck.paths.sharding import Routing, Shards
 from potluck.paths.weighing import Alpha, step_factor
 from potluck.recipes.stdlib_lm import EVALUATION_SHARE, SMALLEST_DOCUMENT, Config, StdlibLM
 from potluck.testing.languages import WordModel, languages, word_losses
 
 NUM_PATHS = 4
+VALIDATION_SHARE = 11  # one document in so many is not trained on; prime, so that all languages are among them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +60,15 @@ class Task:
 
 
 def shards_of(grid: Grid, task: Task, paths: list[int]) -> Shards:
-    """Documents by path."""
+    """Documents by path; those for validation are the same for all ways, however documents are routed."""
     lengths = [len(document) for document in task.documents]
-    digest = digest_of(task.documents)
-    return Shards(grid, Routing(levels=grid.levels, prefix=task.prefix, documents=digest, paths=paths, lengths=lengths))
+    routing = Routing(levels=grid.levels, prefix=task.prefix, documents="", paths=paths, lengths=lengths)
+    shards = Shards(grid, routing)
+    for number in range(grid.num_paths):
+        own = [document for document, path in enumerate(paths) if path == number]
+        shards.training[number] = [document for document in own if document % VALIDATION_SHARE]
+        shards.validation[number] = [document for document in own if not document % VALIDATION_SHARE]
+    return shards
 
 
 def train(task: Task, shards: Shards, seed: int, *, alpha: Alpha = "normalised", workers: int = 1) -> float:
@@ -74,9 +87,9 @@ def train(task: Task, shards: Shards, seed: int, *, alpha: Alpha = "normalised",
     }
     for module, loop in loops.items():
         through = [grid.number_of(path) for path in grid.paths_through(module)]
-        weight = sum(tokens[number] for number in through)
+        weight = sum(tokens[number] for number in through) / sum(tokens)
         # Workers of one path share its phases, so they count for one.
-        factor = step_factor(phases=len(through), round_weight=weight, all_tokens=sum(tokens), kind=alpha)
+        factor = step_factor(phases=len(through), round_weight=weight, num_paths=len(through), kind=alpha)
         loop.factor = lambda _epoch, factor=factor: factor  # type: ignore[misc]
     feed = PathFeed(task.documents, shards, task.window, seed)
     kept: dict[tuple[int, int], PathState] = {}
@@ -116,7 +129,7 @@ def train(task: Task, shards: Shards, seed: int, *, alpha: Alpha = "normalised",
 
 
 def ways(task: Task, routes: dict[str, list[int]], seed: int) -> dict[str, float]:
-    """All ways on one task. They are scored on nearly the same documents: one in twenty of each path."""
+    """All ways on one task, scored on the same documents."""
     square, flat, one = Grid((2, 2)), Grid((NUM_PATHS,), ()), Grid((1,))
     everywhere = [0] * len(task.documents)
     found = {}
@@ -126,7 +139,7 @@ def ways(task: Task, routes: dict[str, list[int]], seed: int) -> dict[str, float
         found[f"paths 2×2, {name}, raw α"] = train(task, shards, seed, alpha="raw")
     first = next(iter(routes.values()))
     found["4 independent models"] = train(task, shards_of(flat, task, first), seed)
-    shuffled = [random.Random(seed).randrange(NUM_PATHS) for _ in task.documents]
+    shuffled = random.Random(seed).choices(range(NUM_PATHS), k=len(task.documents))
     found["paths 2×2, shuffled"] = train(task, shards_of(square, task, shuffled), seed)
     found["dense, tokens of one path"] = train(task, shards_of(one, task, everywhere), seed)
     found["dense, all tokens"] = train(task, shards_of(one, task, everywhere), seed, workers=NUM_PATHS)
@@ -134,7 +147,25 @@ def ways(task: Task, routes: dict[str, list[int]], seed: int) -> dict[str, float
 
 
 def separable(seed: int) -> tuple[Task, dict[str, list[int]]]:
-    """Four languages with the same words."""
+    """Four languages with the same words, and a transformer: the words before tell it which language it reads."""
+    recipe = StdlibLM(Config(layers=2, width=64, heads=4, context=64))
+    documents, _ = languages(4000, seed=seed, length=65)
+    task = Task(
+        documents=documents,
+        make=recipe.model,
+        losses=recipe.token_losses,
+        window=64,
+        prefix=32,
+        inner_steps=20,
+        batch_size=8,
+        phases=16,
+        learning_rate=3e-3,
+    )
+    return task, {"k-means": routes_by_kmeans(task, seed)}
+
+
+def separable_words(seed: int) -> tuple[Task, dict[str, list[int]]]:
+    """The same languages, and a model that sees one word alone: it cannot know the language by itself."""
     documents, _ = languages(2000, seed=seed, length=65)
     task = Task(
         documents=documents,
@@ -213,14 +244,18 @@ def measure(make: Callable[[int], tuple[Task, dict[str, list[int]]]], seeds: int
 
 def main() -> None:
     """Print losses by way."""
-    options = parser(__doc__, repeats=None)
-    options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--only", choices=["separable", "natural"])
+    options = parser(__doc__, repeats=3)
+    options.add_argument("--seeds", type=int, default=3, help="for losses")
+    options.add_argument("--seconds", type=float, default=40.0, help="of the run whose time is shared out")
+    tasks = {"separable": separable, "separable_words": separable_words, "natural": natural}
+    options.add_argument("--only", choices=["run", *tasks])
     chosen = options.parse_args()
     torch.set_num_threads(1)
-    tasks = {"separable": separable, "natural": natural}
-    found = {name: measure(make, chosen.seeds) for name, make in tasks.items() if chosen.only in (None, name)}
-    report(found, as_json=chosen.json, title="losses of paths and of dense models")
+    found: dict[str, Any] = {}
+    if chosen.only in (None, "run"):
+        found |= shares(chosen.seconds, inner_steps=150) | own_modules(10) | recoveries(chosen.repeats, 10)
+    found |= {name: measure(make, chosen.seeds) for name, make in tasks.items() if chosen.only in (None, name)}
+    report(found, as_json=chosen.json, title="paths")
 
 
 if __name__ == "__main__":

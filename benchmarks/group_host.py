@@ -1,6 +1,8 @@
-"""The host of bench_groups.py: hub and guard, and a link by which trainers may coordinate.
+"""The host of bench_groups.py and others: hub and guard, and a link by which peers may coordinate.
 
-python group_host.py FOLDER      says {"link": …, "hub": PID}, then serves until its input ends
+python group_host.py FOLDER      says {"link": …, "volunteers": …, "hub": PID}, then serves until its input ends
+
+Peers that come by the link for volunteers train, and do not coordinate.
 """
 
 from __future__ import annotations
@@ -20,18 +22,19 @@ from potluck.hub.subjects import Subjects
 from potluck.run.host import Host, HostConfig
 
 RUN = "groups"
-SCOPES = Scopes(roles=("trainer",), coordinates=True, trusted=True)
+SCOPES = Scopes(roles=("trainer", "aux"), coordinates=True, trusted=True)
+VOLUNTEERS = Scopes(roles=("trainer",))
 
 
-async def invite(host: Host) -> str:
+async def invite(host: Host, scopes: Scopes) -> str:
     assert host._hub is not None
     keys = host._hub.keys
     connection = await NatsConnection.connect(host.address, seed=keys.organiser_seed, run=RUN, name="main")
     try:
         _, secret = await Organiser(connection, Subjects(RUN), keys.organiser_public).create_invite(
-            scopes=SCOPES, uses=None
+            scopes=scopes, uses=None
         )
-        return secret
+        return str(replace(host.link, invite=secret))
     finally:
         await connection.close()
 
@@ -41,8 +44,8 @@ async def main(folder: Path) -> None:
     host = Host(HostConfig(hub=hub, guard=GuardConfig(run=RUN), peer=None))
     await host.start()
     try:
-        link = replace(host.link, invite=await invite(host))
-        print(json.dumps({"link": str(link), "hub": int((folder / "server.pid").read_text())}), flush=True)
+        links = {"link": await invite(host, SCOPES), "volunteers": await invite(host, VOLUNTEERS)}
+        print(json.dumps({**links, "hub": int((folder / "server.pid").read_text())}), flush=True)
         await asyncio.to_thread(sys.stdin.read)
     finally:
         await host.stop()

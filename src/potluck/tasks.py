@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from potluck.errors import AccessError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 async def end(*tasks: asyncio.Task[Any] | None, every_seconds: float = 0.2) -> None:
@@ -27,7 +29,7 @@ async def end(*tasks: asyncio.Task[Any] | None, every_seconds: float = 0.2) -> N
     log_failures(ours)
 
 
-async def finish(works: Iterable[Coroutine[Any, Any, object]]) -> None:
+async def finish(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Do all of this side by side, to its end: a caller that is cancelled meanwhile is so only when all is done."""
     ours = [asyncio.create_task(work) for work in works]
     cancelled: asyncio.CancelledError | None = None
@@ -39,7 +41,7 @@ async def finish(works: Iterable[Coroutine[Any, Any, object]]) -> None:
     if cancelled is not None:
         log_failures(ours)
         raise cancelled
-    await asyncio.gather(*ours)
+    return await asyncio.gather(*ours)
 
 
 def forgive(task: asyncio.Task[Any]) -> None:

@@ -48,6 +48,7 @@ class PathLab:
         self.shards = Shards(self.grid, routed(self.grid, self.documents, router, prefix=8, kind="kmeans"))
         self.end = 4
         self.grace_seconds = options.pop("grace_seconds", 10.0)
+        self.codecs = options.pop("codecs", EXACT)
         self.config = PathConfig(
             **{
                 "inner_steps": 3,
@@ -66,9 +67,8 @@ class PathLab:
         return ModuleConfig(
             group=name,
             num_paths=len(self.grid.paths_through(name)),
-            all_tokens=self.shards.all_tokens,
             grace_seconds=self.grace_seconds,
-            codecs=EXACT,
+            codecs=self.codecs,
             num_threads=1,
         )
 

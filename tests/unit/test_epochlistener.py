@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from potluck.errors import RoundFailedError
+from potluck.errors import RoundFailedError, StateUnavailableError
 from potluck.optim.epochlistener import EpochListener
 from potluck.sim.virtualloop import in_virtual_time
 
@@ -27,6 +27,9 @@ class Rounds:
     async def average(self, tensors: Mapping[str, Tensor], **_: Any) -> Any:
         assert tensors == {}
         return await self.outcome
+
+    async def hear_late(self, _tensors: Mapping[str, Tensor], *, epoch: int) -> None:
+        raise StateUnavailableError(f"nobody has the averages of epoch {epoch}")
 
 
 class Nothing:
@@ -134,8 +137,35 @@ async def fetched(hearing: EpochListener, rounds: Rounds, seconds: float) -> tup
     return await hearing.meanwhile(fetch), num_starts
 
 
+class Kept(Passing):
+    """Rounds whose averages can be had afterwards, after so long."""
+
+    async def hear_late(self, _tensors: Mapping[str, Tensor], *, epoch: int) -> None:
+        await asyncio.sleep(4.0)
+
+
 @in_virtual_time
-async def test_a_fetch_begins_anew_when_an_epoch_passes_unheard() -> None:
+async def test_an_epoch_that_passed_unheard_is_heard_afterwards_and_the_fetch_goes_on() -> None:
+    rounds = Kept(2.0, 3.0)
+    hearing = await listener(rounds)
+    assert await fetched(hearing, rounds, 10.0) == (4, 1)
+    rounds.outcome.cancel()
+    await hearing.close()
+    assert sorted(hearing.averages) == [5, 6]
+
+
+@in_virtual_time
+async def test_what_was_missed_last_is_waited_for() -> None:
+    rounds = Kept(2.0)
+    rounds.is_in_round = False
+    hearing = await listener(rounds)
+    await asyncio.sleep(1.5)
+    await hearing.finish()
+    assert sorted(hearing.averages) == [5]
+
+
+@in_virtual_time
+async def test_a_fetch_begins_anew_when_an_epoch_passes_that_nobody_has() -> None:
     rounds = Passing(2.0)
     hearing = await listener(rounds)  # takes a second
     began = asyncio.get_running_loop().time()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gatheringroom import Room
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -21,9 +22,10 @@ from potluck.monitor.dashboard.pages.paths import describe, picture
 from potluck.monitor.pathview import view_paths
 from potluck.monitor.view import GroupRow
 from potluck.optim.methods.quorum import AdaptiveGrace
-from potluck.paths.cutting import cut
+from potluck.paths.cutting import cut, cut_for
 from potluck.paths.features import bag_of_tokens, prefixes_of
 from potluck.paths.grid import Grid, path_name, read_path
+from potluck.paths.modulepart import coordinating_module
 from potluck.paths.phasebook import (
     PhaseBook,
     Report,
@@ -45,12 +47,16 @@ from potluck.paths.sharding import (
     routed,
     write_routing,
 )
-from potluck.paths.weighing import alphas, step_factor
+from potluck.paths.weighing import MOST_WEIGHT, alphas, phase_weight, step_factor
 from potluck.recipes.reference import FileRef, RecipeRef
+from potluck.recipes.stdlib_lm import Config, StdlibLM
+from potluck.round.coordinator.gathering import GatherConfig
 from potluck.round.coordinator.trigger import ReadySender
 from potluck.testing.languages import WordModel, languages
 from potluck.training.manifest.manifest import DiLoCoSettings, Manifest, PathSpec, Route, Settings
-from potluck.training.trainer.pathuse import with_route
+from potluck.training.manifest.organising import taken_over
+from potluck.training.manifest.runfile import read_run_file
+from potluck.training.trainer.pathuse import prepare, with_route
 from potluck.training.trainer.pathwork import paths_of, route_at
 
 LEVELS = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
@@ -101,6 +107,16 @@ def test_a_model_is_cut_by_its_layers_by_marks_or_as_the_recipe_says() -> None:
     assert cut(model, 2)["level-1"] == ("blocks.2.weight", "blocks.2.bias")
 
 
+def test_a_model_of_few_blocks_is_cut_between_them_and_not_inside() -> None:
+    model = StdlibLM(Config(layers=2, width=16, heads=2)).model()
+    parts = cut(model, 2)
+    assert {name.split(".")[0] + name.split(".")[1] for name in parts["level-0"]} == {"blocks0"}
+    assert {name.split(".")[0] + name.split(".")[1] for name in parts["level-1"]} == {"blocks1"}
+    assert not any(name.startswith("blocks") for name in (*parts["embedding"], *parts["head"]))
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))  # no two neighbours are alike
+    assert cut(plain, 2)["level-1"] == ("2.weight", "2.bias")
+
+
 def test_levels_that_do_not_fit_the_recipe_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="longest list of layers has 2"):
         cut(WordModel(layers=2), 3)
@@ -110,6 +126,8 @@ def test_levels_that_do_not_fit_the_recipe_are_refused() -> None:
     model.blocks[0].path_level = 2  # type: ignore[assignment]
     with pytest.raises(ConfigurationError, match="marked for level 2"):
         cut(model, 2)
+    with pytest.raises(ConfigurationError, match="module shared would have no parameters: the model has no embedding"):
+        cut_for(Grid((2, 2)), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lambda _level: ())
     with pytest.raises(ConfigurationError, match="longest list of layers has 0"):
         cut(nn.Linear(2, 2), 1)
 
@@ -128,15 +146,33 @@ def test_a_rounds_mean_times_the_factor_is_the_formula(levels: tuple[int, ...], 
     direct = math.sqrt(len(through)) * sum(weights[path] * deltas[path] for path in through)
     whole = sum(tokens[path] for path in through)
     mean = sum(tokens[path] * deltas[path] for path in through) / whole
+    all_tokens = sum(tokens.values())
+    shares = [phase_weight(tokens[path], all_tokens) for path in through]
     factor = step_factor(
         phases=len(through),
-        round_weight=whole,
-        all_tokens=sum(tokens.values()),
+        round_weight=sum(shares),
+        num_paths=len(through),
         kind=kind,  # type: ignore[arg-type]
     )
     assert mean * factor == pytest.approx(direct, abs=1e-9)
     if kind == "normalised":
         assert sum(weights.values()) == pytest.approx(1.0)
+
+
+def test_paths_count_as_their_tokens_say_and_nobody_for_more_than_the_run_has() -> None:
+    coordinator = coordinating_module(GatherConfig(), num_paths=3, min_phases=1, grace_seconds=1.0)
+    room = Room(weight_cap=coordinator.gather.weight_cap, most_weight=coordinator.gather.most_weight)
+    tokens = {"small": 10, "middle": 90, "large": 9900}
+    for peer, count in tokens.items():
+        room.add(peer, weight=phase_weight(count, 10_000), phases=1.0)
+    given = {member.peer: (member.weight, member.claimed) for member in room.plan().members}
+    assert given == {peer: (count / 10_000, 0.0) for peer, count in tokens.items()}
+    room.add("liar", weight=1e6, phases=1e6, card={"trusted": True})
+    [liar] = [member for member in room.plan().members if member.peer == "liar"]
+    assert (liar.weight, liar.claimed) == (MOST_WEIGHT, 1e6)
+    most = {"phases": 1e6, "round_weight": 1e6, "num_paths": 3}
+    assert step_factor(**most) == math.sqrt(3)
+    assert step_factor(**most, kind="raw") == pytest.approx(math.sqrt(3), rel=1e-5)
 
 
 # Phases
@@ -430,8 +466,42 @@ def test_a_new_routing_counts_from_one_phase_on_for_all_paths() -> None:
     changed = with_route(manifest, ref, 7)
     assert [route_at(changed, phase).sha256[0] for phase in (0, 6, 7, 100)] == ["0", "0", "1", "1"]
     assert changed.files == (ref,)
+    assert taken_over(changed, manifest, epoch=3, by="", at=0.0) is None, "a host that starts again keeps it"
     again = with_route(changed, FileRef(name="paths-routing-5.json", sha256="2" * 64, num_bytes=10), 5)
     assert [route_at(again, phase).sha256[0] for phase in (4, 5, 8)] == ["0", "2", "2"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (("layers = 2", "layers = 1"), "levels has 2 levels, and the model's longest list of layers has 1"),
+        (("route_prefix = 8", "route_prefix = 100000"), "take a smaller route_prefix"),
+        (('route = "kmeans"', 'route = "mine.json"'), "mine.json cannot be read"),
+        (("[paths]", "[patience]\n[paths2]"), "paths2"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_the_run_and_nothing_is_lost(
+    edit: tuple[str, str], message: str, tmp_path: Path
+) -> None:
+    text = """\
+        name = "grove"
+        recipe = "stdlib-lm"
+        [model]
+        layers = 2
+        width = 16
+        heads = 2
+        [paths]
+        levels = [2, 2]
+        route = "kmeans"
+        route_prefix = 8
+        [training]
+        algorithm = "diloco"
+        """
+    (tmp_path / "run.toml").write_text(text.replace(*edit))
+    (tmp_path / "paths-routing.json").write_text("what was routed before")
+    with pytest.raises(ConfigurationError, match=message):
+        prepare(read_run_file(tmp_path / "run.toml"), tmp_path)
+    assert (tmp_path / "paths-routing.json").read_text() == "what was routed before"
 
 
 def test_what_run_toml_says_of_paths_is_checked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from trainlab import PATIENCE_SECONDS, together, train_lab
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.optim.diloco import DiLoCo
 from potluck.optim.methods.outer import OuterSGD
+from potluck.optim.methods.quantised import Quantised
+from potluck.optim.methods.sparseloco import SparseLoCo
+from potluck.optim.methods.transform import ErrorFeedback, Transform
 from potluck.paths.cutting import cut
 from potluck.paths.evaluating import evaluate
 from potluck.paths.features import bag_of_tokens, prefixes_of
@@ -28,8 +32,12 @@ from potluck.paths.pathtrainer import PathConfig
 from potluck.paths.router import fit_kmeans
 from potluck.paths.sharding import Shards, routed
 from potluck.paths.weighing import step_factor
+from potluck.round.codecs import CodecChoice
+from potluck.state.backups import BackupConfig, Backups, backup_folder
 from potluck.testing.languages import languages, word_losses
 from potluck.testing.polling import poll_until_sync
+
+COARSE = CodecChoice.everything("blockwise8")
 
 
 def test_three_peers_train_four_paths_in_turn() -> None:
@@ -42,7 +50,7 @@ def test_three_peers_train_four_paths_in_turn() -> None:
         assert sum(trainer.counts.shares for trainer, _ in found) == 4 * paths.end
         shared = [trainer.modules["shared"] for trainer, _ in found]
         newest = max(part.epoch for part in shared)
-        assert newest == paths.end, "each epoch held a phase of each path"
+        assert newest >= paths.end, "on a busy machine a round may begin without a phase, which counts in the next"
         alike = [part.loop.shared["head.weight"] for part in shared if part.epoch == newest]
         assert len(alike) > 1
         assert all(torch.equal(alike[0], other) for other in alike)
@@ -108,7 +116,7 @@ def test_one_step_phases_of_sgd_shared_by_two_peers_are_data_parallel() -> None:
         for offer in offers:
             offer.tensors[name].copy_(mean)
     for loop, offer in zip(loops, offers, strict=True):
-        loop.factor = lambda _epoch: step_factor(phases=1.0, round_weight=1.0, all_tokens=1.0)
+        loop.factor = lambda _epoch: step_factor(phases=1.0, round_weight=1.0, num_paths=1)
         loop.accept(offer, epoch=1, alone=False)
     whole = torch.optim.SGD(model.parameters(), lr=0.1)
     word_losses(model, torch.cat(batches)).mean().backward()
@@ -120,7 +128,7 @@ def test_one_step_phases_of_sgd_shared_by_two_peers_are_data_parallel() -> None:
 
 def test_a_peer_that_carries_several_paths_gives_their_weighted_mean() -> None:
     like = {"w": torch.zeros(3)}
-    loop = ModuleLoop(like, OuterSGD(1.0), factor=lambda _epoch: step_factor(phases=2, round_weight=4, all_tokens=8))
+    loop = ModuleLoop(like, OuterSGD(1.0), factor=lambda _epoch: step_factor(phases=2, round_weight=0.5, num_paths=2))
     one, two = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 2.0, 1.0])
     loop.add(Change({"w": one}, 1.0))
     loop.add(Change({"w": two}, 3.0))
@@ -144,6 +152,67 @@ def test_changes_that_come_late_count_in_the_next_round_and_spent_ones_do_not() 
     assert loop.shared["w"].tolist() == [5.0, 5.0]
     with pytest.raises(ConfigurationError, match="of another model"):
         loop.load({"parameter/w": torch.zeros(3)}, {})
+
+
+@pytest.mark.parametrize("make", [lambda: SparseLoCo(k=3, decay=1.0), lambda: Quantised(COARSE)])
+def test_what_a_compression_leaves_out_of_a_module_is_owed_to_that_module(make: Callable[[], ErrorFeedback]) -> None:
+    loops = {name: ModuleLoop({"w": torch.zeros(100)}, OuterSGD(1.0), transform=make()) for name in ("one", "two")}
+    whole = {name: torch.zeros(100) for name in loops}
+    for phase in range(3):
+        for number, (name, loop) in enumerate(loops.items()):
+            delta = torch.randn(100, generator=torch.Generator().manual_seed(10 * phase + number))
+            loop.add(Change({"w": delta}, 1.0))
+            loop.withdraw(loop.offer(phase + 1))  # a round that failed: nothing is sent, and nothing owed twice
+            loop.accept(loop.offer(phase + 1), epoch=phase + 1, alone=True)
+            whole[name] -= delta
+    for name, loop in loops.items():
+        assert isinstance(loop.transform, ErrorFeedback)
+        owed = loop.transform.error_of("w")
+        assert owed is not None
+        assert owed.abs().max() > 0, "the compression leaves something out"
+        assert torch.allclose(loop.shared["w"] - owed, whole[name], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("codecs", "transform"),
+    [
+        (COARSE, lambda: Quantised(COARSE)),
+        (EXACT, lambda: SparseLoCo(k=16)),
+    ],
+    ids=["error feedback", "sparseloco"],
+)
+def test_modules_are_exchanged_compressed(codecs: CodecChoice, transform: Callable[[], Transform | None]) -> None:
+    with train_lab() as lab:
+        paths = PathLab(lab, (2,), codecs=codecs)
+        paths.end = 3
+        paths.open_host()
+        found = [paths.add_trainer(name, transform=transform) for name in ("alice", "bob")]
+        together(*(lambda t=t, s=s: t.train(s) for t, s in found))
+        parts = [trainer.modules["shared"] for trainer, _ in found]
+        assert parts[0].epoch == parts[1].epoch >= paths.end
+        for name, value in parts[0].loop.shared.items():
+            assert torch.equal(value, parts[1].loop.shared[name])
+            assert not torch.equal(value, dict(make_model().named_parameters())[name])
+        for trainer, _ in found:
+            for part in trainer.modules.values():
+                memory = part.loop.transform.state_dict().get("error", {})
+                assert memory.keys() <= part.loop.shared.keys(), "each module has a memory of its own"
+
+
+def test_all_who_stop_at_once_leave_the_newest_modules_with_the_host(tmp_path: Path) -> None:
+    with train_lab() as lab:
+        paths = PathLab(lab)
+        paths.end = 3
+        paths.open_host(tmp_path, backups=BackupConfig(every_epochs=100))
+        found = [paths.add_trainer(name) for name in ("alice", "bob")]
+        together(*(lambda t=t, s=s: t.train(s) for t, s in found))
+        newest = {
+            name: max(t.modules[name].epoch for t, _ in found if name in t.modules) for name in paths.grid.modules
+        }
+        together(*(run.close for run in lab.runs))
+    saved = {name: max(Backups(backup_folder(tmp_path, name)).epochs(), default=0) for name in paths.grid.modules}
+    assert saved == newest
+    assert min(newest.values()) >= paths.end
 
 
 def test_a_module_of_one_path_never_changes_another() -> None:

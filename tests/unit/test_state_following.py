@@ -162,6 +162,32 @@ async def test_it_chooses_what_to_go_on_from_when_nobody_trains(tmp_path: Path) 
 
 
 @in_virtual_time
+async def test_it_takes_no_older_state_while_trainers_are_about_to_have_the_present_one(tmp_path: Path) -> None:
+    async with state_lab() as lab:
+        aux = await lab.join("aux", role="aux", folder=tmp_path, backups=EVERY)
+        aux.epochs.lease.is_held = True
+        trainer = await lab.join("trainer", coordinates=False)
+        async with following(lab, aux, num_training=0):
+            for epoch in (1, 2):
+                lab.commit(epoch, trainer)
+                await asyncio.sleep(200.0)  # as a step of a large model takes, or DiLoCo in the background
+                assert aux.keeper.kept_epoch == (epoch - 1 or None), "nothing is taken for the state of the epoch"
+                await trainer.publish(model(epoch, 2), epoch)
+                await asyncio.sleep(30.0)
+                assert aux.keeper.kept_epoch == epoch
+            lab.commit(3, trainer)
+            await lab.kill(trainer)  # with what it had
+            await lab.join("trainer", identity=trainer.peer.identity, coordinates=False)
+            await asyncio.sleep(100.0)
+            assert aux.keeper.kept_epoch == 2, "the one who came back might have it"
+            returned = lab.there[-1]
+            fetched = await returned.keeper.resume(timeout_seconds=TIMEOUT_SECONDS)
+            assert fetched is not None
+            with fetched:
+                assert (fetched.epoch, fetched.made_at) == (3, 2)
+
+
+@in_virtual_time
 async def test_who_leaves_saves_what_was_not_due(tmp_path: Path) -> None:
     async with state_lab(backups=BackupConfig(every_epochs=100)) as lab:
         trainer = await lab.join("trainer", folder=tmp_path, keep="never")

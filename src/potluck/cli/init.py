@@ -44,9 +44,7 @@ def init(
     is_copy = (Path(recipe) / "run.toml").is_file()
     if is_copy and data is not None:
         raise ConfigurationError(f"the run.toml of {recipe} names its own data: leave out --data")
-    files = (
-        copied(name, Path(recipe)) if is_copy else files_of_a_run(name, recipe, data.name if data is not None else "")
-    )
+    files = copied(name, Path(recipe)) if is_copy else files_of_a_run(name, recipe, data)
     there = [file for file in files if (folder / file).exists()]
     if there and not force:
         raise ConfigurationError(f"{folder} has {' and '.join(there)} already: choose another folder, or --force")

@@ -1,7 +1,8 @@
 """Which state a peer stands on: taken over at the start, caught up with, repaired, rolled back; and kept for others.
 
     begin       the run's state, from whoever has it, in memory or on disk; this peer's own where there is none
-    catch_up    the lineage is further than this peer: the newest state there is, and what came since (epochlistener.py)
+    catch_up    the lineage is further than this peer: the averages that it missed; where nobody has them, the newest
+                state there is, and what came since (epochlistener.py)
     mend        this peer's bits are not those of the others: the chunks that differ
     roll_back   a step made something that is not finite: another peer's state, or the last good one
 
@@ -16,13 +17,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from potluck.errors import ConfigurationError, DeadlineExceededError, FatalError, RetryableError
-from potluck.optim.epochlistener import EpochListener
+from potluck.optim.epochlistener import EpochListener, room_for
 from potluck.optim.lastgood import LastGood
 from potluck.optim.method import Hyperparameters, Method, Offer, Published, RunState, StateSource
 from potluck.optim.parameters import are_finite
@@ -33,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
 ELSEWHERE_SECONDS = 5.0  # for somebody to give a state that is finite
+MOST_MISSED_EPOCHS = 8  # that are heard afterwards; for more than that a state is less to fetch
 MEND_SECONDS = 30.0  # for a repair; the others train on meanwhile
 MEND_SHARE = 0.05  # of the time
 MEND_ALLOWANCE_SECONDS = 10.0  # beyond that, so that what happens once is repaired at once
@@ -107,7 +111,7 @@ class Recovery:
         if self._source is not None:
             self._resume(self._source)
         if self._averager.epoch > self.epoch:
-            self.catch_up()
+            self._fetch_newest()
         else:
             self.keep(at_once=True)  # many a program sets its weights right after it has made its optimizer
         self._listens_on = False  # whoever missed an epoch later is waited for at once: its batches take no longer
@@ -125,11 +129,15 @@ class Recovery:
                 self._take_up(snapshot, listener)
 
     def catch_up(self) -> None:
-        """Fetch the run's state, if it is further than this peer's. What becomes of work done is up to the method."""
+        """Stand where the run does, if it is further than this peer. What becomes of work done is up to the method."""
         self.hear_out()
+        self._hear_missed()
+        if self._averager.epoch > self.epoch:
+            self._fetch_newest()
+
+    def _fetch_newest(self) -> None:
+        """Take over the newest state of the run, whatever this peer has."""
         head = self._averager.epoch
-        if head <= self.epoch:
-            return
         logger.info("this peer is at epoch %d and the run at %d: fetching its state", self.epoch, head)
         num_restored = self._averager.num_restored
         with self._listening() as listener:
@@ -142,6 +150,28 @@ class Recovery:
             self.counts["caught_up"] += 1
             self._take_up(snapshot, listener)
         self.keep()
+
+    def _hear_missed(self) -> None:
+        """Take the steps that the others have taken, as far as somebody has the averages of each."""
+        before = self.epoch
+        while self.epoch < self._averager.epoch <= self.epoch + MOST_MISSED_EPOCHS and self._is_of_one_line():
+            if self.epoch == before:
+                self._method.discard()
+            heard = room_for(self._method, self.epoch + 1)
+            try:
+                self._run.call_unless_leaving(self._averager.hear_late(heard, epoch=self.epoch + 1))
+            except RetryableError as error:
+                logger.info("epoch %d cannot be heard afterwards: %s", self.epoch + 1, error)
+                break
+            self._step_by(heard)
+            self.counts["heard_late"] += 1
+        if self.epoch > before:
+            self.num_loaded += 1
+            self.keep()
+
+    def _is_of_one_line(self) -> bool:
+        """Whether the run has not gone back since this peer's state was made."""
+        return self._averager.num_restored == self._num_restored
 
     @contextmanager
     def _listening(self) -> Iterator[EpochListener]:
@@ -192,13 +222,17 @@ class Recovery:
     def _replay(self, listener: EpochListener) -> None:
         while (heard := listener.averages.get(self.epoch + 1)) is not None:
             with listener.turn:
-                offer = self._method.blank(self.epoch + 1)
-                for name, tensor in offer.tensors.items():
-                    tensor.copy_(heard[name])
-                self.accept(offer, epoch=self.epoch + 1, alone=False)
+                self._step_by(heard)
                 self.counts["replayed"] += 1
-                if self._bring_in(self.epoch + 1):
-                    self._remember()
+
+    def _step_by(self, heard: Mapping[str, Tensor]) -> None:
+        """Take the step of the next epoch with averages that were heard."""
+        offer = self._method.blank(self.epoch + 1)
+        for name, tensor in offer.tensors.items():
+            tensor.copy_(heard[name])
+        self.accept(offer, epoch=self.epoch + 1, alone=False)
+        if self._bring_in(self.epoch + 1):
+            self._remember()
 
     def accept(self, offer: Offer, *, epoch: int, alone: bool) -> None:
         """Have the method take in the averages of an epoch. The one call that may come from another thread."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from potluck.optim.collaboration import join_collaboration
 from potluck.optim.driver import Driver, DriverConfig
@@ -13,7 +12,7 @@ from potluck.optim.keptstates import source_of_states
 from potluck.optim.methods.quorum import AdaptiveGrace
 from potluck.paths.moduleloop import ModuleLoop
 from potluck.paths.phasequorum import PhaseQuorum
-from potluck.paths.weighing import Alpha, step_factor
+from potluck.paths.weighing import MOST_WEIGHT, Alpha, step_factor
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator.coordinator import CoordinatorConfig
 from potluck.round.coordinator.gathering import GatherConfig
@@ -34,9 +33,6 @@ class ModuleConfig:
     group: str
     num_paths: int
     """That go through the module."""
-
-    all_tokens: float
-    """|D|, for raw weights."""
 
     alpha: Alpha = "normalised"
     min_phases: int = 1
@@ -63,15 +59,13 @@ def coordinating_module(
     """How the rounds of a module are started, whoever coordinates them."""
     grace = AdaptiveGrace(least_seconds=min(0.5, grace_seconds), most_seconds=grace_seconds)
     trigger = PhaseQuorum(num_paths=num_paths, min_phases=min(min_phases, num_paths), grace=grace)
-    return CoordinatorConfig(gather=gather, trigger=trigger)
+    return CoordinatorConfig(gather=replace(gather, weight_cap=None, most_weight=MOST_WEIGHT), trigger=trigger)
 
 
 class ModulePart:
     """One module, as this peer has it. For the thread that trains."""
 
-    def __init__(
-        self, run: Joined, loop: ModuleLoop, config: ModuleConfig, on_commit: Callable[[Commit], None] = lambda _: None
-    ) -> None:
+    def __init__(self, run: Joined, loop: ModuleLoop, config: ModuleConfig) -> None:
         """Enters the group, and takes over the module's state."""
         self.name = config.group
         self.loop = loop
@@ -80,7 +74,6 @@ class ModulePart:
         self.num_steps = 0
         """Outer steps that hold something of this peer's."""
         self._config = config
-        self._on_commit = on_commit
         self._commits: dict[int, tuple[float, float]] = {}  # phases and weight of each epoch
         self._not_before = 0.0
         loop.factor = self._factor
@@ -138,10 +131,8 @@ class ModulePart:
         self._commits[commit.epoch] = (sum(m.phases for m in given), sum(m.weight for m in given))
         while len(self._commits) > REMEMBERED_COMMITS:
             self._commits.pop(next(iter(self._commits)))
-        self._on_commit(commit)
 
     def _factor(self, epoch: int) -> float:
         phases, weight = self._commits.get(epoch, (float(self._config.num_paths), 0.0))
-        return step_factor(
-            phases=phases, round_weight=weight, all_tokens=self._config.all_tokens, kind=self._config.alpha
-        )
+        config = self._config
+        return step_factor(phases=phases, round_weight=weight, num_paths=config.num_paths, kind=config.alpha)

@@ -11,6 +11,7 @@ peer waits for a module it asks again: a path that has come back from a dead pee
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import threading
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from potluck.errors import PotluckError, StoppedError
 from potluck.faultpoints import reach
+from potluck.optim.keptstates import HAND_OVER_SECONDS
 from potluck.optim.methods.outer import OuterOptimizer
 from potluck.optim.methods.transform import Transform
 from potluck.optim.modelstate import ModelState
@@ -37,6 +39,7 @@ from potluck.paths.pathstate import PathState, capture, restore
 from potluck.paths.phasebook import Lease, Report
 from potluck.paths.phasedesk import PhaseLeases, PhaseTaken
 from potluck.paths.sharding import Shards
+from potluck.paths.weighing import phase_weight
 from potluck.run.joined import Joined
 
 logger = logging.getLogger(__name__)
@@ -176,6 +179,7 @@ class PathTrainer:
         except StoppedError:
             pass
         self._flush()
+        self._hand_over()
         return self._progress()
 
     def _train_phase(self, taken: PhaseTaken, stop: threading.Event) -> None:
@@ -244,7 +248,7 @@ class PathTrainer:
             self._states.pop(lease.path, None)
             return
         self._states[lease.path] = state
-        weight = max(1.0, float(shards.tokens(lease.path))) * share
+        weight = phase_weight(shards.tokens(lease.path), shards.all_tokens) * share
         for name in names:
             delta = {p: began[p] - now[p].float() for p in self._names_of(name)}
             self.modules[name].loop.add(Change(delta, weight, share))
@@ -398,6 +402,26 @@ class PathTrainer:
                 time.sleep(LOOK_EVERY_SECONDS)
         except PotluckError as error:
             logger.warning("what was trained last could not be handed in: %s", error)
+        lost = [name for name, part in self.modules.items() if part.driver.is_busy or part.loop.phases]
+        if lost:
+            logger.warning(
+                "the last phase of this peer is not in %s: no round came in time. (To wait longer for it: "
+                "--hand-in-seconds)",
+                ", ".join(lost),
+            )
+
+    def _hand_over(self) -> None:
+        """See to it that somebody who stays has the newest state of each module: of all at once, since each waits."""
+        session = self._run.peer.session
+        if self._run.is_interrupted or session.ended.done() or not session.hub.is_connected:
+            return
+        seconds = self._run.seconds_to_leave(HAND_OVER_SECONDS)
+        keepers = [part.collaboration.keeper for part in self.modules.values() if part.epoch]
+
+        async def all_at_once() -> None:
+            await asyncio.gather(*(keeper.hand_over(timeout_seconds=seconds) for keeper in keepers if keeper))
+
+        self._run.call(all_at_once())
 
     # Told to others
 

@@ -194,6 +194,13 @@ class Averager:
         """The epoch that this peer stands by for is due."""
         self._participation.confirm()
 
+    async def hear_late(self, tensors: Mapping[str, Tensor], *, epoch: int) -> None:
+        """Write the averages of an epoch that is committed into these tensors, from a peer that holds them.
+
+        StateUnavailableError when nobody gives them; then the tensors are as they were.
+        """
+        await self._participation.hear_late(self._bind(tensors), epoch)
+
     async def tell_late(self, epoch: int, weight: float) -> None:
         """Say that this peer would be ready now for an epoch that was made without it."""
         await self._participation.tell_late(epoch, weight)

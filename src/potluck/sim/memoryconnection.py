@@ -210,8 +210,8 @@ class MemoryConnection:
             await subscription.cancel()
         for reply in list(self._replies):
             reply.fail("the connection was closed")
-        if self in self.hub._connections:
-            self.hub._connections.remove(self)
+        if self in self.hub.connections:
+            self.hub.connections.remove(self)
 
     # For the stores, which obey the same permissions
 

@@ -1,7 +1,7 @@
 """Keeping without training: an aux peer takes over the trainers' state now and then, and sees that the run goes on.
 
-It has no model, so it fetches as a newcomer would: every so many epochs, and for a tenth of the time at most; in
-between, for a twentieth, so that where epochs are long newcomers get the newest state from it, and no trainer has to
+It has no model, so it fetches as a newcomer would: every so many epochs, with pauses; in between, for a twentieth of
+the time, so that where epochs are long newcomers get the newest state from it, and no trainer has to
 give it to each of them; and what only those have who are about to leave (handingover.py). What it has it serves and
 saves, so that a run survives though all trainers are gone. And where the trainers have all come back
 from disk, and nobody has the state of the present epoch, it chooses with them what to go on from, as the coordinator
@@ -30,8 +30,9 @@ LOOK_EVERY_SECONDS = 1.0
 DOWN_SECONDS = 3.0  # without a state of the present epoch: each epoch is without one for a moment
 FETCH_SECONDS = 600.0  # without anything coming
 PAUSE_FACTOR = 9  # a fetch that took a second is followed by nine without
-# … but by no more than this: on a slow line the fetch took long, and took little from the rounds (link/line.py).
-LONGEST_PAUSE_SECONDS = 300.0
+# … but by no more than this: on a slow line the fetch took long, and took little from the rounds (link/line.py). The
+# next one may come over a faster line, and the death of all trainers should cost no more than the interval of backups.
+LONGEST_PAUSE_SECONDS = 30.0
 FRESH_PAUSE_FACTOR = 19  # … and by nineteen, where no state is due and one that is newer would only be nice to have
 FAILED_PAUSE_SECONDS = 2.0
 EPOCHS_WITHOUT_BACKUPS = 10  # between two fetches, where nothing is saved
@@ -61,6 +62,7 @@ class Follower:
         self._due_epoch: int | None = None  # of the one that was taken last because it was due, and is saved
         self._fresh_at = 0.0
         self._num_late = 0  # how many epochs after it was due the last fetch had ended
+        self._seen_epoch = 0
         self._up_at = clock.monotonic()  # when somebody had the state of the present epoch, or trained, last
         self._task: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
@@ -121,7 +123,10 @@ class Follower:
         """Whether trainers are there, and for a while none of them has had the state of the present epoch."""
         epoch, now = self._averager.lineage.epoch, self._clock.monotonic()
         has_trainers = any(presence.card.role == "trainer" for presence in self._roster)
-        if not (epoch and has_trainers) or self._num_training() or self._keeper.directory.verdict(epoch) is not None:
+        has_moved, self._seen_epoch = epoch != self._seen_epoch, epoch  # faster than states are announced
+        is_up = has_moved or self._keeper.is_in_the_making
+        is_up = is_up or self._num_training() > 0 or self._keeper.directory.verdict(epoch) is not None
+        if is_up or not (epoch and has_trainers):
             self._up_at = now
         return now - self._up_at >= DOWN_SECONDS
 

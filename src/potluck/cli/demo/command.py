@@ -40,7 +40,7 @@ def demo(
     console.set_up_logging(verbose=False)
     if epochs < FEWEST_EPOCHS:
         raise ConfigurationError(f"--epochs {epochs}: the play needs at least {FEWEST_EPOCHS}")
-    where = new_folder(folder, prepare)
+    where = new_folder(folder, lambda chosen: prepare(chosen, epochs))
     outcome = run_play(_perform(where, epochs, quiet=as_json))
     if as_json:
         console.print_json(summary.as_json(outcome))

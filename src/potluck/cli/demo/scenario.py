@@ -28,6 +28,8 @@ HOST = "host"
 ADA, GRACE, EDSGER, ALAN, BARBARA = "Ada", "Grace", "Edsger", "Alan", "Barbara"
 BATCH = ("--batch-size", "16")
 FEWEST_EPOCHS = 20  # fewer, and the parts of the play would overlap
+BATCH_SIZE = 384
+SHORT_EPOCHS, SHORT_BATCH_SIZE = 40, 128  # a play of fewer epochs has smaller ones, too
 
 # A model so small that two cores learn something in two minutes.
 RUN_FILE = f"""\
@@ -40,7 +42,7 @@ heads = 4
 context = 64
 [training]
 algorithm = "sync"
-target_batch_size = 384
+target_batch_size = {BATCH_SIZE}
 matchmaking_seconds = 1.0
 [optimizer]
 learning_rate = 4e-3
@@ -61,10 +63,11 @@ class Script:
         return max(1, round(self.epochs * share))
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, epochs: int) -> None:
     """Write what the play needs; OSError where that cannot be."""
     (folder / "keys").mkdir(parents=True, exist_ok=True)
-    (folder / "run.toml").write_text(RUN_FILE, encoding="utf-8")
+    size = SHORT_BATCH_SIZE if epochs < SHORT_EPOCHS else BATCH_SIZE
+    (folder / "run.toml").write_text(RUN_FILE.replace(f" = {BATCH_SIZE}", f" = {size}"), encoding="utf-8")
 
 
 async def play(folder: Path, script: Script, display: Display, record: DemoRecord) -> None:

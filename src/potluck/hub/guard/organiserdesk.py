@@ -115,6 +115,7 @@ class OrganiserDesk:
     # Invites
 
     async def _invite(self, organiser: str, request: organise.CreateInvite) -> Message:
+        self._registry.policy.check_groups(request.scopes.groups)
         invite, secret = new_invite(
             scopes=request.scopes,
             now=self._clock.wall(),

@@ -8,13 +8,15 @@ have written is put right again, from memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from potluck.errors import ProtocolError, RevisionConflictError
 from potluck.hub.access import invite as invites
 from potluck.hub.access.invite import Invite
-from potluck.hub.access.member import AccessRequest, Ban, Member, Policy, ban_key
+from potluck.hub.access.member import AccessRequest, Ban, GroupRule, Member, Policy, ban_key
 from potluck.hub.connection import Entry, HubConnection, Store, Subscription
 from potluck.hub.presence import Role
 from potluck.hub.queues import QueueDefinition
@@ -185,6 +187,11 @@ class Registry:
             await table.start()
         await self.policies.create(POLICY_KEY, first_policy)
         await self.policies.fetch(POLICY_KEY)
+
+    async def declare_groups(self, groups: Mapping[str, GroupRule]) -> None:
+        """Which groups the run has beside `main`; none: any that a program makes."""
+        if self.policy.groups != groups:
+            await self.policies.change(POLICY_KEY, lambda policy: msgspec.structs.replace(policy, groups=dict(groups)))
 
     async def stop(self) -> None:
         """Follow the stores no more. Calling it twice does no harm."""

@@ -53,10 +53,10 @@ class AdaptiveGrace:
     def seconds(self) -> float:
         """The window: what would have done in nine of ten of the rounds before, and a margin; and a share of the work.
 
-        Nothing is known before the second round.
+        Nothing is known before the second round: then all that are there are waited for as long as may be.
         """
         if not self._work:
-            return max(self.most_seconds / 4, self.least_seconds)
+            return self.most_seconds
         ordered = sorted(self._latest)
         typical = ordered[math.ceil(0.9 * len(ordered)) - 1]
         share = LEAST_SHARE * median(self._work)

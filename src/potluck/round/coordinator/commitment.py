@@ -41,6 +41,7 @@ def make_commit(
         parent=parent,
         layout=plan.layout,
         runs=plan.runs,
+        chunk_bytes=plan.chunk_bytes,
         aggregator=plan.aggregator,
         committed_at=committed_at,
         seconds=seconds,

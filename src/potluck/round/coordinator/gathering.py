@@ -10,6 +10,7 @@ then. They are ready once all who are have the weight together that makes an epo
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,9 @@ class GatherConfig:
     weight_cap: float | None = DEFAULT_CAP
     """Nobody's weight counts for more than so many times what others usually give, but of trusted peers; None: as all
     say. Robust aggregators do not look at weights; the books do."""
+
+    most_weight: float = math.inf
+    """Nobody's weight counts for more, whoever it is: where a run knows how much one can have (paths/)."""
 
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     """How parts are cut."""
@@ -165,7 +169,8 @@ class Gathering:
             cap=self.config.weight_cap,
             exempt={candidate.peer for candidate in found if candidate.presence.trusted},
         )
-        return [replace(candidate, weight=counted.get(candidate.peer, 0.0)) for candidate in found]
+        most = self.config.most_weight
+        return [replace(candidate, weight=min(counted.get(candidate.peer, 0.0), most)) for candidate in found]
 
     def propose(
         self, candidates: Sequence[Candidate], key: RoundKey, *, hub_now: float, barred: Mapping[str, str] | None = None

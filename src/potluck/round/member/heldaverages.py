@@ -10,8 +10,10 @@ from collections.abc import Iterator
 
 import xxhash
 
+from potluck import tasks
 from potluck.round.codecs import EncodedChunk
 from potluck.round.codecs.memory import Buffer
+from potluck.round.member.workers import Workers
 from potluck.round.plan.chunks import Chunk, ChunkGrid
 from potluck.round.plan.layout import FlatTensors
 
@@ -46,13 +48,19 @@ class HeldAverages:
         assert all(self._hashes), "averages are missing"
         return self._hashes
 
-    def pieces(self, num_pieces: int) -> Iterator[range]:
+    def _pieces(self, num_pieces: int) -> Iterator[range]:
         """The chunks in nearly equal runs, for as many threads."""
         for piece in range(num_pieces):
             yield range(len(self.grid) * piece // num_pieces, len(self.grid) * (piece + 1) // num_pieces)
 
-    def write(self, chunks: range, tensors: FlatTensors) -> None:
-        """Decode these chunks into the tensors."""
+    async def write(self, tensors: FlatTensors, workers: Workers) -> None:
+        """Decode all chunks into the tensors: who is cancelled meanwhile finds all of them written, not some."""
+        await tasks.finish(
+            workers.run(lambda chunks=chunks: self._decode(chunks, tensors))  # type: ignore[misc]
+            for chunks in self._pieces(workers.num_threads)
+        )
+
+    def _decode(self, chunks: range, tensors: FlatTensors) -> None:
         for index in chunks:
             chunk = self.grid.chunks[index]
             tensors.write_encoded(chunk.start, chunk.stop, EncodedChunk(chunk.reply, self.frame(index)))

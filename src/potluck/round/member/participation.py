@@ -34,6 +34,7 @@ from potluck.round.audit.witness import Witness
 from potluck.round.lineage import Lineage
 from potluck.round.member.incoming import IncomingFrames
 from potluck.round.member.intent import Intent, StandBy, ready_message
+from potluck.round.member.lateaverages import LateAverages
 from potluck.round.member.messenger import Messenger, ReportTarget
 from potluck.round.member.roundwork import RoundWork
 from potluck.round.member.tensorwork import SealedWork, TensorWork
@@ -100,6 +101,7 @@ class Participation:
         self._incoming_frames = IncomingFrames(links, self._round_work, self._expects)
         self._messenger = Messenger(links, session, ready=self._ready, target=self._target)
         self._witness = Witness(links, workers, self._target)
+        self._late = LateAverages(links, session, workers)
 
     async def start(self) -> None:
         """Listen to coordinators, and speak."""
@@ -121,7 +123,7 @@ class Participation:
     def statistics(self) -> dict[str, int | float]:
         """Counters of all rounds that are over, and the seconds that went into those that were committed."""
         seconds = {f"{phase}_seconds": seconds for phase, seconds in asdict(self._seconds).items()}
-        return {**self.counts, **seconds, **self._incoming_frames.counts, **self._witness.counts}
+        return {**self.counts, **seconds, **self._incoming_frames.counts, **self._witness.counts, **self._late.counts}
 
     @property
     def is_in_round(self) -> bool:
@@ -193,6 +195,10 @@ class Participation:
         if self._wish is not None:
             self._wish.confirm()
 
+    async def hear_late(self, tensors: FlatTensors, epoch: int) -> None:
+        """The averages of an epoch that was committed without this peer; StateUnavailableError if nobody has them."""
+        await self._late.fetch(epoch, tensors)
+
     async def tell_late(self, epoch: int, weight: float) -> None:
         """Say that this peer would be ready for an epoch now that others have made: so it is seen how late it is."""
         session = self._session.card.session
@@ -237,8 +243,10 @@ class Participation:
             return self._result(wish, commit, round_work, seconds, "it lacked averages when the epoch was committed")
         alone = wish.ready.sends and self._is_alone(round_work.plan)
         round_work.applying()
-        if not alone:
-            await self._apply(round_work, wish.tensors)
+        if not alone and wish.tensors is not None:
+            await round_work.averages.write(wish.tensors, self._workers)
+        if not self._is_made_alone(round_work.plan):
+            self._late.keep(commit.epoch, commit.digest, round_work.averages)
         seconds = replace(seconds, applying=self._clock.monotonic() - now)
         return replace(self._result(wish, commit, round_work, seconds, ""), alone=alone)
 
@@ -248,15 +256,10 @@ class Participation:
         others = [roster.get(member.peer) for member in plan.members if member.peer != self._session.peer_id]
         return all(other is not None and other.card.role == "aux" for other in others)
 
-    async def _apply(self, round_work: RoundWork, tensors: FlatTensors | None) -> None:
-        if tensors is None:
-            return
-        averages = round_work.averages
-        # A caller that gives up now must find all of its tensors written, not some, nor any that still change.
-        await tasks.finish(
-            self._workers.run(lambda chunks=chunks: averages.write(chunks, tensors))  # type: ignore[misc]
-            for chunks in averages.pieces(self._workers.num_threads)
-        )
+    def _is_made_alone(self, plan: Plan) -> bool:
+        """Whether the one trainer in it took its own values in place of the averages."""
+        members = [self._session.roster.get(member.peer) for member in plan.members]
+        return sum(member is None or member.card.role == "trainer" for member in members) < 2
 
     def _result(
         self, wish: Intent, commit: Commit, round_work: RoundWork | None, seconds: PhaseSeconds, reason: str
@@ -313,6 +316,7 @@ class Participation:
 
     def committed(self, commit: Commit) -> None:
         """The head of the lineage has moved."""
+        self._late.committed(commit)
         wish = self._wish
         if wish is not None and commit.epoch >= wish.epoch and not wish.committed.done():
             wish.committed.set_result(commit)

@@ -229,7 +229,8 @@ class Commit(Message, frozen=True, kw_only=True):
     digest: Name
     parent: Name  # digest of the commit before
     layout: Name
-    runs: tuple[CodecSpan, ...] = ()  # how the averages were encoded
+    runs: tuple[CodecSpan, ...] = ()  # how the averages were encoded …
+    chunk_bytes: Count = 0  # … and cut
     aggregator: AggregatorSpec = MEAN
     committed_at: float = 0.0  # hub time
     seconds: Seconds = 0.0  # from plan to commit

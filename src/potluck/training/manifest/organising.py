@@ -43,7 +43,8 @@ def taken_over(present: Manifest, wanted: Manifest, *, epoch: int, by: str, at: 
     """The next revision, by what has changed in run.toml or in Potluck; None where neither has."""
     before, present = present, _with_planning(present, wanted)
     names = [field.name for field in msgspec.structs.fields(Manifest) if field.name not in NOT_OF_THE_FILE]
-    fixed = [name for name in names if getattr(wanted, name) != getattr(present, name)]
+    at_first = _before_rerouting(present)
+    fixed = [name for name in names if getattr(wanted, name) != getattr(at_first, name)]
     if (wanted.recipe.name, wanted.recipe.digest) != (present.recipe.name, present.recipe.digest):
         fixed.append("recipe")
     if type(wanted.newest.training) is not type(present.newest.training):
@@ -75,6 +76,12 @@ def taken_over(present: Manifest, wanted: Manifest, *, epoch: int, by: str, at: 
     if renewed != present:
         return renewed.recorded(f"Potluck {potluck.__version__}", by=by, at=at, from_epoch=epoch)
     return None
+
+
+def _before_rerouting(manifest: Manifest) -> Manifest:
+    """Without the routings that `potluck paths reroute` has added since."""
+    later = {route.name for route in manifest.routes if route.from_phase}
+    return msgspec.structs.replace(manifest, files=tuple(file for file in manifest.files if file.name not in later))
 
 
 def _with_planning(manifest: Manifest, wanted: Manifest) -> Manifest:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from potluck.errors import ConfigurationError
+from potluck.paths.cutting import cut_for
 from potluck.paths.evaluating import Evaluation, evaluate
 from potluck.paths.features import bag_of_tokens, prefixes_of
 from potluck.paths.grid import Grid
@@ -68,9 +69,7 @@ def prepare(found: RunFile, folder: FilePath) -> Prepared:
     recipe = open_recipe(ref, found.model, folder / found.recipe, folder_files(folder))
     recipe.data = data_of(recipe, found.data)
     model = untrained(recipe, found.seed)
-    from potluck.paths.cutting import cut
-
-    cut(model, len(spec.levels), recipe.modules)  # says so where the levels do not fit
+    cut_for(grid, model, recipe.modules)  # says so where the levels do not fit
     documents = recipe.documents()
     routing = _first_routing(spec, grid, documents, folder, found.seed)
     shards = Shards(grid, routing)

@@ -13,7 +13,7 @@ from potluck.errors import ConfigurationError
 from potluck.optim import compiler
 from potluck.optim.cores import share_cores
 from potluck.optim.driver import DriverConfig
-from potluck.paths.cutting import cut
+from potluck.paths.cutting import cut_for
 from potluck.paths.modulepart import ModuleConfig, coordinating_module
 from potluck.paths.pathhost import PathHost
 from potluck.paths.pathkeeping import PathKeeper
@@ -63,7 +63,7 @@ def shards_of(manifest: Manifest, file: FilePath | None) -> Shards:
 
 def parts_of(manifest: Manifest, recipe: Recipe[Any], model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Which parameters belong to which level; ConfigurationError where the levels do not fit the recipe."""
-    return cut(model, len(paths_of(manifest).levels), recipe.modules)
+    return cut_for(paths_of(manifest).grid(), model, recipe.modules)
 
 
 def coordinating_paths(manifest: Manifest) -> Callable[[str], CoordinatorConfig]:
@@ -125,7 +125,6 @@ def path_trainer(
 
     compiler.postpone()
     inner = inner_optimizer(manifest.settings[0].optimizer, model)
-    all_tokens = float(shards(0).all_tokens)
     driver = DriverConfig(
         averaging_timeout_seconds=manifest.patience.round_seconds or 300.0,
         load_state_timeout_seconds=manifest.patience.load_seconds,
@@ -135,7 +134,6 @@ def path_trainer(
         return ModuleConfig(
             group=name,
             num_paths=len(grid.paths_through(name)),
-            all_tokens=all_tokens,
             alpha=spec.alpha,
             min_phases=spec.min_phases,
             grace_seconds=training.grace_seconds,

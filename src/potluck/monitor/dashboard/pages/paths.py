@@ -11,6 +11,7 @@ from potluck.paths.grid import path_name
 
 EVERY_SECONDS = 2.0
 SHOWN = 64  # paths and modules that are listed; the picture has all
+LABELLED = 64  # losses that are written into the picture, if there are no more
 
 
 class PathsPage:
@@ -79,22 +80,22 @@ def picture(view: PathView) -> dict[str, Any]:
     across = sorted({row.path[-1] for row in view.paths})
     known = [row.validation for row in view.paths if row.validation is not None]
     fields = [
-        [row.path[-1], down.index(path_name(row.path[:-1]) if row.path[:-1] else ""), row.validation]
+        [row.path[-1], down.index(path_name(row.path[:-1]) if row.path[:-1] else ""), round(row.validation, 3)]
         for row in view.paths
         if row.validation is not None
     ]
     return {
         "tooltip": {},
         "grid": {"left": 60, "right": 20, "top": 10, "bottom": 60},
-        "xAxis": {"type": "category", "data": [str(number) for number in across]},
-        "yAxis": {"type": "category", "data": down},
+        "xAxis": {"type": "category", "data": [f"… {number})" for number in across]},
+        "yAxis": {"type": "category", "data": [name.removesuffix(")") + " …" for name in down]},
         "visualMap": {
             "min": min(known, default=0.0),
             "max": max(known, default=1.0),
             "orient": "horizontal",
             "left": "center",
             "bottom": 0,
-            "precision": 2,
+            "text": [f"{max(known):.3f}", f"{min(known):.3f}"] if known else ["", ""],
         },
-        "series": [{"type": "heatmap", "data": fields}],
+        "series": [{"type": "heatmap", "data": fields, "label": {"show": len(fields) <= LABELLED}}],
     }

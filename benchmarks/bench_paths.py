@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness import parser, report
+from harness import parser, report, say
 from pathrun import own_modules, recoveries, shares
 from potluck.optim.methods.outer import Nesterov
 from potluck.optim.modelstate import ModelState
@@ -191,9 +191,9 @@ def natural(seed: int) -> tuple[Task, dict[str, list[int]]]:
         losses=recipe.token_losses,
         window=64,
         prefix=32,
-        inner_steps=20,
+        inner_steps=50,
         batch_size=8,
-        phases=10,
+        phases=12,
         learning_rate=3e-3,
     )
     files = [path for number, path in enumerate(recipe._files) if number % EVALUATION_SHARE]
@@ -223,11 +223,11 @@ def routes_by_kmeans(task: Task, seed: int) -> list[int]:
     return [int(number) for number in fit_kmeans(features, NUM_PATHS, seed).route(features)]
 
 
-def measure(make: Callable[[int], tuple[Task, dict[str, list[int]]]], seeds: int) -> dict[str, Any]:
+def measure(make: Callable[[int], tuple[Task, dict[str, list[int]]]], seeds: range) -> dict[str, Any]:
     """Means over seeds, with the lowest and the highest, and the tokens of each path."""
     found: dict[str, list[float]] = {}
     tokens: dict[str, list[int]] = {}
-    for seed in range(seeds):
+    for seed in seeds:
         task, routes = make(seed)
         for name, loss in ways(task, routes, seed).items():
             found.setdefault(name, []).append(loss)
@@ -246,6 +246,7 @@ def main() -> None:
     """Print losses by way."""
     options = parser(__doc__, repeats=3)
     options.add_argument("--seeds", type=int, default=3, help="for losses")
+    options.add_argument("--first-seed", type=int, default=0, help="… from this one on")
     options.add_argument("--seconds", type=float, default=40.0, help="of the run whose time is shared out")
     tasks = {"separable": separable, "separable_words": separable_words, "natural": natural}
     options.add_argument("--only", choices=["run", *tasks])
@@ -253,8 +254,11 @@ def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     if chosen.only in (None, "run"):
-        found |= shares(chosen.seconds, inner_steps=150) | own_modules(10) | recoveries(chosen.repeats, 10)
-    found |= {name: measure(make, chosen.seeds) for name, make in tasks.items() if chosen.only in (None, name)}
+        found |= recoveries(chosen.repeats, inner_steps=10) | own_modules(inner_steps=10)
+        say(str(found))
+        found |= shares(chosen.seconds, inner_steps=150)
+    seeds = range(chosen.first_seed, chosen.first_seed + chosen.seeds)
+    found |= {name: measure(make, seeds) for name, make in tasks.items() if chosen.only in (None, name)}
     report(found, as_json=chosen.json, title="paths")
 
 

@@ -85,6 +85,7 @@ def test_two_stages_train_lose_a_server_and_go_on(terminal: Terminal) -> None:
     assert shown["stages"] == 2
 
     see_the_page(until_event(host, "dashboard")["url"])
+    assert until_event(host, "pipeline evaluated")["evaluation_loss"] > 0
 
     os.kill(bob.pid, signal.SIGKILL)
     bob.wait(PATIENCE_SECONDS)
@@ -93,7 +94,7 @@ def test_two_stages_train_lose_a_server_and_go_on(terminal: Terminal) -> None:
     until_steps(host, before + 4)
     dora = join("dora")
     until_event(dora, "stage")
-    until_steps(host, len(steps(host)) + 8)
+    until_steps(host, len(steps(host)) + 4)
     refuse_a_stage_that_is_not_there(terminal, link)
     mallory = join("mallory", program=LYING_SERVER)
     until_event(mallory, "stage")

@@ -40,8 +40,7 @@ def test_honest_servers_pass_every_check(num_stages: int, codec: str, spans: lis
             for number, stages in enumerate(spans):
                 await made.serve(f"s{number}", *stages, config=ServerConfig(codec=codec))
             if spans[0] == ():
-                await made.join("listener", Part(listens=True))
-                await poll_until(lambda: len(made.members["listener"].holding.standing) == 6, 30, "the listener")
+                await made.listen("listener")
             await made.feed("f")
             outcomes = [await made.step(samples) for samples in STEPS]
             assert all(outcome.attempts == 1 for outcome in outcomes)

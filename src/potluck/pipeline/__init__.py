@@ -27,7 +27,9 @@ Who does it, on links:
     averaging.py    StageGroup: the average of a unit, all or nothing
     transfer.py     a unit's state from one peer to another
     stepping.py     one step: carries out the ledger
-    conducting.py   the conductor: one step after the other; who does what; goes back to a cut
+    conducting.py   the conductor: one step after the other; new layouts; goes back to a cut
+    roll.py         who is there, what each has and is to hold      saving.py   when a cut is made, and of what
+    showing.py      what people see of it                           flows.py    where micro-batches flow
     book.py         the run's record: one compare-and-set for each commit
     member.py       one peer's part, whole                         following.py   who conducts
 """

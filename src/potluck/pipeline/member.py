@@ -88,7 +88,7 @@ class PipelineMember:
         self._links = links
         self._clock = clock
         self._self_id = self_id
-        self._following = following
+        self.following = following
         self.holding = holding
         self.part = part
         self._config = config or MemberConfig()
@@ -182,10 +182,10 @@ class PipelineMember:
     async def _keep_enlisted(self) -> None:
         while True:
             self._again.clear()
-            if self._following.peer:
+            if self.following.peer:
                 try:
                     await self._links.request(
-                        self._following.peer, self.offer(), reply=Enlisted, timeout_seconds=ENLIST_EVERY_SECONDS * 2
+                        self.following.peer, self.offer(), reply=Enlisted, timeout_seconds=ENLIST_EVERY_SECONDS * 2
                     )
                 except (ConfigurationError, PermissionDeniedError) as error:
                     self.on_refused(error)
@@ -216,7 +216,7 @@ class PipelineMember:
 
     async def _assigned(self, incoming: Incoming[Assignment]) -> Accepted:
         assignment = incoming.message
-        if not await self._following.accepts(incoming.sender):
+        if not await self.following.accepts(incoming.sender):
             raise ProtocolError("only the conductor says who does what")
         num_blocks = self.holding.blueprint.num_blocks
         if any(block >= num_blocks for block in assignment.blocks):
@@ -267,11 +267,11 @@ class PipelineMember:
             holding = self.holding
             ready = Ready(life=holding.life, step=holding.step, standing=holding.standing)
             try:
-                await self._links.send(self._following.peer, ready, timeout_seconds=ENLIST_EVERY_SECONDS)
+                await self._links.send(self.following.peer, ready, timeout_seconds=ENLIST_EVERY_SECONDS)
             except PotluckError as error:
                 logger.debug("the conductor was not told: %s", error)
 
-        if self._following.peer:
+        if self.following.peer:
             self._spawn(tell())
 
     async def _begun(self, begin: Begin) -> None:
@@ -289,7 +289,7 @@ class PipelineMember:
 
     async def _save(self, incoming: Incoming[SaveCut]) -> Saved:
         order = incoming.message
-        if self.cuts is None or not await self._following.accepts(incoming.sender):
+        if self.cuts is None or not await self.following.accepts(incoming.sender):
             raise ProtocolError("only the conductor orders cuts")
 
         async def fetch(unit: int) -> dict[str, object]:

@@ -15,7 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +77,30 @@ class ToyCourse:
         return ""
 
 
-async def ours(size: str, steps: int) -> float:
+@dataclass
+class Bench:
+    """A run in processes, with its conductor and one feeder in this one."""
+
+    toy: Toy
+    size: str
+    link: JoinLink
+    conductor: Conductor
+    feeder: PipelineMember
+    processes: ExitStack
+
+    def serve(self, **options: object) -> subprocess.Popen[str]:
+        """One more server."""
+        arguments = {"link": str(self.link), "size": self.size, "conductor": self.conductor_id, "recompute": "never"}
+        return self.processes.enter_context(process("pipeline_member.py", json.dumps({**arguments, **options})))
+
+    @property
+    def conductor_id(self) -> str:
+        return self.feeder.following.peer
+
+
+@asynccontextmanager
+async def bench(size: str, layout_for: Callable[[int], Layout], *, listens: bool = False) -> AsyncIterator[Bench]:
+    """Open a run; servers are still to come."""
     toy = SIZES[size]
     async with AsyncExitStack() as stack:
         processes = stack.enter_context(ExitStack())
@@ -88,13 +113,12 @@ async def ours(size: str, steps: int) -> float:
         await peer.start()
         stack.push_async_callback(peer.close)
         blueprint = Blueprint.of(toy.blocks, SEED)
-        layout = Layout.even(blueprint.num_blocks, toy.num_stages)
         conductor = Conductor(
             peer.links,
             peer.session.roster,
             peer.clock,
             blueprint=blueprint,
-            staff=Staff([1.0] * blueprint.num_blocks, [1] * blueprint.num_blocks, lambda _count: layout),
+            staff=Staff([1.0] * blueprint.num_blocks, [1] * blueprint.num_blocks, layout_for),
             course=ToyCourse(toy),
             book=HubBook(peer.session.hub.store("groups")),
         )
@@ -105,16 +129,22 @@ async def ours(size: str, steps: int) -> float:
             peer.peer_id,
             Following(peer.peer_id),
             Holding(blueprint, Optimizing(lambda named: torch.optim.SGD(named.values(), lr=1e-3))),
-            Part(feeds=True),
+            Part(feeds=True, listens=listens),
             source=ToySource(toy),
             config=MemberConfig(feeder=FeederConfig(in_flight=IN_FLIGHT)),
         )
         await feeder.start()
         stack.push_async_callback(feeder.close)
+        yield Bench(toy, size, link, conductor, feeder, processes)
+
+
+async def ours(size: str, steps: int) -> float:
+    toy = SIZES[size]
+    layout = Layout.even(toy.num_stages * toy.layers_per_stage, toy.num_stages)
+    async with bench(size, lambda _count: layout) as made:
         for stage in range(toy.num_stages):
-            arguments = {"link": str(link), "size": size, "conductor": peer.peer_id, "stage": stage}
-            arguments["recompute"] = "never"
-            processes.enter_context(process("pipeline_member.py", json.dumps(arguments)))
+            made.serve(stage=stage)
+        conductor = made.conductor
         await poll_until(lambda: len(conductor.overview()["peers"]) > toy.num_stages, 120, "all servers")
         began = 0.0
         for step in range(WARM_UP + steps):

@@ -1,6 +1,8 @@
-"""One server of bench_pipeline.py. It ends with its input.
+"""One server of bench_pipeline.py and bench_morph.py. It ends with its input; at a line "leave" it hands over first.
 
 python pipeline_member.py '{"link": …, "size": …, "conductor": …, "stage": …, "recompute": …}'
+
+Without a stage it serves the one that the run needs most.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import sys
 
 import torch
+import torch._dynamo  # the first optimizer imports it: before this peer is counted on
 import uvloop
 
 from pipelinetoy import SEED, SIZES
@@ -48,11 +51,12 @@ async def main() -> None:
         peer.peer_id,
         Following(arguments["conductor"]),
         holding,
-        Part(serves=True, stages=(arguments["stage"],)),
+        Part(serves=True, stages=(arguments["stage"],) if "stage" in arguments else ()),
         config=MemberConfig(server=ServerConfig(recompute=arguments["recompute"])),
     )
     await member.start()
-    await asyncio.to_thread(sys.stdin.read)
+    if (await asyncio.to_thread(sys.stdin.readline)).strip() == "leave":
+        print(json.dumps({"handed_over": await member.leave(30)}), flush=True)
     await member.close()
     await peer.close()
 

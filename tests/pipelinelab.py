@@ -18,6 +18,7 @@ from potluck.pipeline.conducting import Conductor, ConductorConfig
 from potluck.pipeline.cuts import CutShelf
 from potluck.pipeline.following import Following
 from potluck.pipeline.holding import Holding
+from potluck.pipeline.judging import Judge
 from potluck.pipeline.layout import Layout
 from potluck.pipeline.member import MemberConfig, Part, PipelineMember
 from potluck.pipeline.messages import Place
@@ -156,6 +157,7 @@ class Pipeline:
         self.course = LabCourse(max_norm)
         self.book = MemoryBook()
         self.term = 0
+        self.judge: Judge | None = None
         self.followings: list[Following] = []
         self.members: dict[str, PipelineMember] = {}
         self.peers: dict[str, MemoryPeer] = {}
@@ -179,10 +181,11 @@ class Pipeline:
             course=self.course,
             book=self.book,
             term=self.term,
+            judge=self.judge,
             config=config,
         )
         self.conductor.on_event = lambda event, about: self.events.append((event, about))
-        self.conductor._rate_of = lambda peer, offer: 1.0  # type: ignore[method-assign]  # of equal speed here
+        self.conductor.roll.rate_of = lambda peer, offer: 1.0  # type: ignore[method-assign]  # of equal speed here
         self.conductor.record = self.book.record or self.conductor.record
         for following in self.followings:
             following.set(self.home.peer_id)
@@ -219,6 +222,16 @@ class Pipeline:
         member_config = MemberConfig(server=config) if config is not None else None
         member = await self.join(name, Part(serves=True, stages=stages), member_config)
         await poll_until(lambda: member.holding.blocks and not member.holding.missing, 30, f"{name} to hold its blocks")
+        return member
+
+    async def listen(self, name: str, part: Part | None = None) -> PipelineMember:
+        """A member that holds all blocks, and that the conductor counts on to hear their averages."""
+        member = await self.join(name, part or Part(listens=True))
+        known, num_blocks = self.conductor.roll.peers, self.blueprint.num_blocks
+        peer_id = self.peers[name].peer_id
+        await poll_until(
+            lambda: peer_id in known and len(known[peer_id].blocks) == num_blocks, 30, f"{name} to be counted on"
+        )
         return member
 
     async def feed(self, name: str) -> PipelineMember:
@@ -292,10 +305,12 @@ async def pipeline(
     config: ConductorConfig | None = None,
     *,
     max_norm: float = 0.0,
+    judge: Judge | None = None,
 ) -> AsyncIterator[Pipeline]:
     run = MemoryRun(clock=SystemClock())
     await run.open()
     made = Pipeline(run, num_stages, make_blocks, max_norm)
+    made.judge = judge
     await made.open(config)
     try:
         yield made

@@ -31,7 +31,6 @@ from potluck.fleet.value.ways import LearnerWay, ValueWay
 from potluck.run.joined import Joined
 
 NUM_ENVIRONMENTS = 8
-TELL_EVERY = 10  # iterations
 CHECKPOINT = Path("checkpoints/laptop.pt")
 
 
@@ -54,7 +53,7 @@ def join(link: str, way: str, job: potluck.fleet.CurrentJob) -> potluck.fleet.Fl
     return potluck.fleet.connect(link) if link else job.fleet
 
 
-def train(laptop: PPO, job: potluck.fleet.CurrentJob, steps: int) -> None:
+def train(laptop: PPO, job: potluck.fleet.CurrentJob, steps: int, tell_every: int) -> None:
     """Train until there are so many steps, or the job is told to end."""
     if CHECKPOINT.exists():
         laptop.restore(torch.load(CHECKPOINT, weights_only=True))
@@ -63,8 +62,8 @@ def train(laptop: PPO, job: potluck.fleet.CurrentJob, steps: int) -> None:
     while laptop.num_steps < steps and not job.stopping.is_set():
         laptop.iterate()
         iteration += 1
-        tell(laptop, job, aloud=iteration % TELL_EVERY == 0)
-        if iteration % TELL_EVERY == 0:
+        tell(laptop, job, aloud=iteration % tell_every == 0)
+        if iteration % tell_every == 0:
             save(laptop, job)
     save(laptop, job)
 
@@ -101,6 +100,7 @@ def main() -> None:
     parser.add_argument("--way", choices=("learner", "together"), default="learner")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=150_000)
+    parser.add_argument("--tell-every", type=int, default=10, help="iterations between two lines, and two checkpoints")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("potluck.fleet.value").setLevel(logging.INFO)
@@ -110,7 +110,7 @@ def main() -> None:
     with job, join(arguments.link, arguments.way, job) as place:
         way = TogetherWay(place) if isinstance(place, Joined) else LearnerWay(place)
         laptop = make_laptop(way, name, arguments.task, arguments.policy, arguments.seed)
-        train(laptop, job, arguments.steps)
+        train(laptop, job, arguments.steps, arguments.tell_every)
         laptop.pooled.close()
     print(f"done: return {laptop.environments.recent_return():.1f}", flush=True)
 

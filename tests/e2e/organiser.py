@@ -13,17 +13,24 @@ from potluck.testing.polling import poll_until_sync
 from potluck.testing.processes import ManagedProcess
 
 LONG_SECONDS = 120.0  # several processes import torch at once
+# A step takes as long as a larger model's would. Else each trainer of a test computes without end, at many epochs a
+# second, and whoever starts beside it waits for a core.
+STEP, STEP_SECONDS = "        x, y = batch\n", 0.04
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # each peer has a machine of its own in earnest; here they share one
 
 
 class Organiser:
     """Somebody with a run of their own."""
 
-    def __init__(self, terminal: Terminal, *init: str) -> None:
+    def __init__(self, terminal: Terminal, *init: str, step_seconds: float = STEP_SECONDS) -> None:
         self.terminal = terminal
         self.folder = terminal.folder / "waves"
         terminal.run("init", self.folder, *init)
         self.recipe = self.folder / "recipe.py"
+        if step_seconds and self.recipe.exists():
+            text = self.recipe.read_text()
+            assert STEP in text
+            self.recipe.write_text(text.replace(STEP, f"        __import__('time').sleep({step_seconds})\n{STEP}"))
 
     def edit(self, before: str, after: str) -> None:
         path = self.folder / "run.toml"

@@ -53,6 +53,12 @@ def test_a_run_whose_processes_are_all_killed_goes_on_from_one_cut(terminal: Ter
     party, trainers = start(terminal, "--cut")
     cut: dict[str, Any] = until_event(trainers[0], "cut")
     until_later(trainers, {group: epoch + LATER_EPOCHS for group, epoch in cut["epochs"].items()})
+    elsewhere = terminal.folder / "saved"
+    saved = terminal.ask("checkpoint", "save", str(party.link), "--cut", "--to", elsewhere)
+    assert [(row["run"], row["cut"] > cut["number"]) for row in saved] == [("bakery", True), ("bakery/critic", True)]
+    assert [row["epoch"] for row in saved] == [
+        row["epoch"] for row in terminal.ask("checkpoint", "list", "--path", elsewhere)
+    ]
     poll_until_sync(
         lambda: all(newest_saved(terminal, group) > cut["epochs"][group] for group in GROUPS),
         PATIENCE_SECONDS,

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commandline import PATIENCE_SECONDS, Terminal, until_event
+from browser import Visit, open_browser
+from commandline import PATIENCE_SECONDS, POTLUCK, Terminal, until_event
 from safetensors.torch import load_file
 
 from potluck.testing.polling import poll_until_sync
 from potluck.testing.processes import ManagedProcess
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+PICTURES = os.environ.get("POTLUCK_SCREENSHOTS", "")
+LYING_SERVER = (sys.executable, str(Path(__file__).with_name("lyingserver.py")))
 RUN = """\
 name = "bakery"
 recipe = "stdlib-lm"
@@ -38,6 +42,7 @@ warmup_epochs = 0
 
 [pipeline]
 stages = 2
+check_rate = 1.0
 """
 
 
@@ -57,16 +62,16 @@ def test_two_stages_train_lose_a_server_and_go_on(terminal: Terminal) -> None:
     (folder / "run.toml").write_text(RUN)
     hub = terminal.folder / "hub"
     host = terminal.start(
-        "host", folder, "--folder", hub, "--listen", "127.0.0.1", "--no-dashboard", "--backup-every", "4", "--json",
-        **ONE_THREAD,
+        "host", folder, "--folder", hub, "--listen", "127.0.0.1", "--dashboard-port", "0", "--backup-every", "4",
+        "--json", POTLUCK_NO_DASHBOARD="", **ONE_THREAD,
     )  # fmt: skip
     link = until_event(host, "ready")["link"]
     until_event(host, "pipeline conducting")
 
-    def join(name: str, *options: str) -> ManagedProcess:
+    def join(name: str, *options: str, program: tuple[str, ...] = POTLUCK) -> ManagedProcess:
         place = ("--identity-path", terminal.folder / f"{name}.key")
         return terminal.start(
-            "join", link, "--json", "--yes", "--name", name, *options, *place, name=name, **ONE_THREAD
+            "join", link, "--json", "--yes", "--name", name, *options, *place, name=name, program=program, **ONE_THREAD
         )
 
     ada, bob, feeder = join("ada"), join("bob"), join("carl", "--feed")
@@ -79,6 +84,9 @@ def test_two_stages_train_lose_a_server_and_go_on(terminal: Terminal) -> None:
     assert served == [0, 1]
     assert shown["stages"] == 2
 
+    see_the_page(until_event(host, "dashboard")["url"])
+    assert until_event(host, "pipeline evaluated")["evaluation_loss"] > 0
+
     os.kill(bob.pid, signal.SIGKILL)
     bob.wait(PATIENCE_SECONDS)
     until_event(host, "pipeline gone")
@@ -86,7 +94,15 @@ def test_two_stages_train_lose_a_server_and_go_on(terminal: Terminal) -> None:
     until_steps(host, before + 4)
     dora = join("dora")
     until_event(dora, "stage")
-    until_steps(host, len(steps(host)) + 8)
+    until_steps(host, len(steps(host)) + 4)
+    refuse_a_stage_that_is_not_there(terminal, link)
+    mallory = join("mallory", program=LYING_SERVER)
+    until_event(mallory, "stage")
+    named = until_event(host, "pipeline excluded")
+    assert "differs" in named["reason"]
+    assert mallory.wait(PATIENCE_SECONDS) != 0, "it is told, and ends"
+    assert "excluded from this pipeline" in mallory.output()
+    until_steps(host, len(steps(host)) + 2)
     losses = [step["loss"] for step in steps(host)]
     numbers = [step["step"] for step in steps(host)]
     assert numbers == list(range(len(numbers))), "no step is lost, and none is taken twice"
@@ -99,6 +115,31 @@ def test_two_stages_train_lose_a_server_and_go_on(terminal: Terminal) -> None:
     os.kill(host.pid, signal.SIGINT)
     assert host.wait(PATIENCE_SECONDS) == 0, host.output()
     look_at_the_whole_model(terminal, folder, hub)
+
+
+def see_the_page(url: str) -> None:
+    """Stages, servers and what flows between them, on a page that changes by itself."""
+    with open_browser() as browser, Visit(browser, url) as visit:
+        page = visit.see("/pipeline")
+        page.wait_for_selector("a.nav-link.here:text-is('Pipeline')")
+        page.wait_for_selector(".figure-value:text-is('2 stages')")
+        # From the feeder to stage 0, and on to stage 1.
+        page.wait_for_function("document.querySelectorAll('svg.flow path.flow-line').length >= 2")
+        names = page.locator("svg.flow .flow-name").all_text_contents()
+        assert {"ada", "bob", "carl"} == set(names)
+        step = page.locator(".figure.hero .figure-value")
+        before = int(step.inner_text())
+        poll_until_sync(lambda: int(step.inner_text()) > before or None, PATIENCE_SECONDS, "another step on the page")
+        assert page.locator(".item", has_text="serves stage 0").count() == 1
+        if PICTURES:
+            page.screenshot(path=f"{PICTURES}/pipeline.png", full_page=True)
+        assert visit.complaints == []
+
+
+def refuse_a_stage_that_is_not_there(terminal: Terminal, link: str) -> None:
+    key = terminal.folder / "eve.key"
+    said = terminal.refuse("join", link, "--yes", "--stage", "7", "--identity-path", key, code=2, **ONE_THREAD)
+    assert "there are stages 0 to 1" in said
 
 
 def look_at_the_whole_model(terminal: Terminal, folder: Path, hub: Path) -> None:

@@ -76,7 +76,13 @@ def test_a_newcomer_with_three_terminals(terminal: Terminal) -> None:
 @pytest.mark.timeout(300)
 def test_what_changes_in_run_toml_is_followed_by_all(terminal: Terminal) -> None:
     organiser = Organiser(terminal)
+    organiser.edit("# [groups] ", "[groups] ")
+    organiser.edit('# critic = "all"', 'critic = "all"')
+    place = ("--folder", terminal.folder / "hub")
+    unknown = "the run has no group 'critc': it has critic, main"
+    assert unknown in terminal.refuse("host", organiser.folder, *place, "--group", "critc", code=2)
     host, link = organiser.host()
+    assert unknown in terminal.refuse("members", "invite", *place, "--group", "critc", code=2)
     ada = organiser.join(link, "Ada", "--batch-size", "64")
     few = organiser.join(link, "Few", "--batch-size", "8", "--max-steps", "3")
     assert few.wait(LONG_SECONDS) == 0, few.output()

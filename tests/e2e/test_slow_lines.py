@@ -30,7 +30,7 @@ class ThinLines:
     def __init__(
         self, terminal: Terminal, *, width: int, bandwidth: str, inner_steps: int = 0, overlap_steps: int = 0
     ) -> None:
-        organiser = Organiser(terminal)
+        organiser = Organiser(terminal, step_seconds=0.0)
         organiser.edit("width = 64", f"width = {width}")
         if inner_steps:
             organiser.edit('algorithm = "sync" ', 'algorithm = "diloco" ')

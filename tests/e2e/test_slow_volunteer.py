@@ -14,7 +14,7 @@ STEP_SECONDS = 0.02
 
 @pytest.mark.timeout(300)
 def test_a_slow_volunteer_takes_part_and_is_told_what_the_book_says(terminal: Terminal) -> None:
-    organiser = Organiser(terminal)
+    organiser = Organiser(terminal, step_seconds=0.0)
     organiser.edit('algorithm = "sync" ', 'algorithm = "diloco" ')
     organiser.edit("target_batch_size = 256 ", "inner_steps = 20 ")
     recipe = organiser.recipe.read_text()

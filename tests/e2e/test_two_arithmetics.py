@@ -17,15 +17,6 @@ from potluck.testing.processes import ManagedProcess
 
 EVERY_EPOCHS = 10  # how often a host saves
 SCALAR = {"ATEN_CPU_CAPABILITY": "default"}
-STEP = "        x, y = batch\n"
-
-
-def slowed(organiser: Organiser) -> None:
-    """A step takes as long as a larger model's would: epochs pass no faster than a busy machine can tell."""
-    text = organiser.recipe.read_text()
-    assert STEP in text
-    organiser.recipe.write_text(text.replace(STEP, f"        __import__('time').sleep(0.05)\n{STEP}"))
-    organiser.edit("target_batch_size = 256", "target_batch_size = 64")
 
 
 def saved_epochs(organiser: Organiser) -> list[int]:
@@ -61,7 +52,7 @@ def trainer(organiser: Organiser, link: str, name: str, **environment: str) -> M
 @pytest.mark.timeout(400)
 def test_backups_advance_a_newcomer_gets_in_and_little_is_lost_when_all_trainers_die(terminal: Terminal) -> None:
     organiser = Organiser(terminal)
-    slowed(organiser)
+    organiser.edit("target_batch_size = 256", "target_batch_size = 64")
     host, link = organiser.host()
     ada = trainer(organiser, link, "Ada")
     grace = trainer(organiser, link, "Grace", **SCALAR)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from potluck.hub.access.member import Scopes
+from potluck.hub.access.member import GroupRule, Scopes
 from potluck.hub.access.organise import Organiser
 from potluck.hub.address import HubAddress
 from potluck.hub.guard.guard import GuardConfig
@@ -23,10 +23,10 @@ NO_COORDINATOR = Scopes(roles=("trainer", "aux", "observer"))
 class RoundHouse:
     """A host without a peer of its own, which can be restarted in place."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, groups: Mapping[str, GroupRule] | None = None) -> None:
         self._config = HostConfig(
             hub=HubConfig(folder=folder, run=RUN, host="127.0.0.1", websocket_port=None, sync_always=False),
-            guard=GuardConfig(run=RUN),
+            guard=GuardConfig(run=RUN, groups=groups),
             peer=None,
         )
         self._host = Host(self._config)
@@ -61,8 +61,8 @@ class RoundHouse:
 
 
 @asynccontextmanager
-async def open_house(folder: Path) -> AsyncIterator[RoundHouse]:
-    house = RoundHouse(folder)
+async def open_house(folder: Path, groups: Mapping[str, GroupRule] | None = None) -> AsyncIterator[RoundHouse]:
+    house = RoundHouse(folder, groups)
     await house.start()
     try:
         yield house

@@ -22,6 +22,7 @@ from potluck.testing.processes import Children, ManagedProcess
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "four_laptops"
 PATIENCE_SECONDS = 100.0
+ACROBAT = ("--task", "acrobot", "--policy", "relu")
 FRESH = r"\(version [1-9]\d*, [0-8] fragments behind\)"
 
 
@@ -33,6 +34,8 @@ async def link_for(house: RunHouse, rights: Rights) -> str:
 
 def start(children: Children, folder: Path, link: str, program: str, *arguments: str) -> ManagedProcess:
     folder.mkdir(exist_ok=True)
+    if program == "laptop.py":
+        arguments = (*arguments, "--steps", "1000000000", "--tell-every", "2")
     env = {**environment(folder, link), "POTLUCK_IDENTITY": str(folder / "key.nkey")}
     return children.spawn([sys.executable, str(EXAMPLE / program), *arguments], name=folder.name, env=env, cwd=folder)
 
@@ -57,11 +60,8 @@ async def test_laptops_learn_on_while_the_learner_is_dead(
         )
         put = await link_for(house, {"experience": ("put",), "value": ("take",)})
         take = await link_for(house, {"experience": ("take",), "value": ("put", "take")})
-        ada = start(children, tmp_path / "ada", put, "laptop.py", "--name", "ada", "--steps", "1000000000")
-        bob = start(
-            children, tmp_path / "bob", put, "laptop.py", "--name", "bob", "--task", "acrobot", "--policy", "relu",
-            "--steps", "1000000000",
-        )  # fmt: skip
+        ada = start(children, tmp_path / "ada", put, "laptop.py", "--name", "ada")
+        bob = start(children, tmp_path / "bob", put, "laptop.py", "--name", "bob", *ACROBAT)
         await until_says(ada, 0, r"value of own \(version 0")
         learner = start(children, tmp_path / "learner", take, "learner.py")
         for laptop in (ada, bob):
@@ -90,21 +90,9 @@ async def test_laptops_train_the_trunk_together_without_a_learner(tmp_path: Path
         scopes = Scopes(roles=("trainer",), groups=("value",), coordinates=True, trusted=True)
         _, secret = await (await house.organiser()).create_invite(scopes=scopes, uses=None)
         link = str(replace(house.host.link, invite=secret))
-        way = ("--way", "together", "--steps", "1000000000")
+        way = ("--way", "together")
         ada = start(children, tmp_path / "ada", link, "laptop.py", "--name", "ada", *way)
-        bob = start(
-            children,
-            tmp_path / "bob",
-            link,
-            "laptop.py",
-            "--name",
-            "bob",
-            "--task",
-            "acrobot",
-            "--policy",
-            "relu",
-            *way,
-        )
+        bob = start(children, tmp_path / "bob", link, "laptop.py", "--name", "bob", *ACROBAT, *way)
         for laptop in (ada, bob):
             await until_says(laptop, 0, r"uses version [1-9]\d* of the pooled network")
             await until_says(laptop, 0, r" ([2-9]|\d\d+) rounds\)")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from roundhouse import ANYTHING, NO_COORDINATOR, RUN, RoundHouse, open_house
 
-from potluck.errors import AccessError, PermissionDeniedError
+from potluck.errors import AccessError, ConfigurationError, PermissionDeniedError
 from potluck.hub.access.member import Scopes
 from potluck.hub.keys import public_key
 from potluck.peer.grouplease import in_order
@@ -115,7 +115,9 @@ async def test_the_coordinator_of_two_groups_is_killed_in_the_middle_of_a_round(
 
 
 async def test_an_invite_names_the_groups_that_it_allows(tmp_path: Path) -> None:
-    async with open_house(tmp_path / "hub") as house:
+    async with open_house(tmp_path / "hub", groups={"x": "all", "y": "all", "secret": "invited"}) as house:
+        with pytest.raises(ConfigurationError, match=r"no group 'yy': it has main, secret, x, y\. Another"):
+            await house.invite(Scopes(roles=("trainer",), groups=("yy",)))
         invite = await house.invite(Scopes(roles=("trainer",), groups=("main", "x")))
         peer = Peer(house.address, RUN, Identity.temporary(), PeerConfig(invite=invite, client_mode=True))
         try:
@@ -124,13 +126,33 @@ async def test_an_invite_names_the_groups_that_it_allows(tmp_path: Path) -> None
             await group.enter()
             assert [presence.peer for presence in group.members] == [peer.peer_id]
             other = Group(peer, "y")
-            with pytest.raises(AccessError, match="may not be in the group 'y'"):
+            with pytest.raises(AccessError, match=r"may not be in the group 'y'.*invite --group y"):
                 await other.enter()
+            with pytest.raises(AccessError, match="no group 'xx': it has main, secret, x, y"):
+                await Group(peer, "xx").enter()
             subjects = other.session.subjects
             with pytest.raises(PermissionDeniedError):
                 await peer.session.hub.subscribe(subjects.plan("*"), lambda _delivery: None)
             await group.leave()
             assert peer.session.card.groups == ("main",)
             assert not peer.session.ended.done()
+        finally:
+            await peer.close()
+        await check_secret_group(house)
+
+
+async def check_secret_group(house: RoundHouse) -> None:
+    """An invite for all groups does not open one that only the invited may join; one that names it does."""
+    for groups, is_let_in in (((), False), (("main", "secret"), True)):
+        invite = await house.invite(Scopes(roles=("trainer",), groups=groups))
+        peer = Peer(house.address, RUN, Identity.temporary(), PeerConfig(invite=invite, client_mode=True))
+        try:
+            await peer.start()
+            group = Group(peer, "secret")
+            if is_let_in:
+                await group.enter()
+                continue
+            with pytest.raises(AccessError, match="its invite does not name the group 'secret'"):
+                await group.enter()
         finally:
             await peer.close()

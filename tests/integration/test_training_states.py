@@ -58,10 +58,10 @@ async def test_machines_that_compute_differently_fetch_nothing_because_of_roundi
     tmp_path: Path, children: Children, num_each: tuple[int, int]
 ) -> None:
     """Trainers with and without vector instructions; a high bit is flipped in the last of them."""
-    num_trainers, flip_at, num_epochs = sum(num_each), 6, 30  # values are compared every ten seconds
-    victim = num_trainers - 1
+    num_trainers, flip_at = sum(num_each), 3
+    victim, is_seen = num_trainers - 1, tmp_path / "seen"
     async with house_with_link(tmp_path) as (_, link):
-        company = Company(children, link, tmp_path, num_epochs, "sync")
+        company = Company(children, link, tmp_path, 1000, "sync")
         await company.start(
             num_trainers,
             environment=lambda number: {"ATEN_CPU_CAPABILITY": "default"} if number >= num_each[0] else {},
@@ -70,8 +70,12 @@ async def test_machines_that_compute_differently_fetch_nothing_because_of_roundi
             adam=True,
             lr=1e-3,
             hidden=2000,
-            pause_seconds=0.5,
+            pause_seconds=0.1,
+            compare_every_seconds=2.0,
+            until=str(is_seen),
         )
+        await company.processes[victim].until_line(r"others hold: repaired", PATIENCE_SECONDS)
+        is_seen.touch()
         results = await company.finish(list(range(num_trainers)))
     statistics = [result["statistics"] for result in results]
     digests = [

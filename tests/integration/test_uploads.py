@@ -11,7 +11,7 @@ import torch
 from huggingfacerepos import READER, TOKEN, Repositories, repositories
 from runhouse import open_run
 
-from potluck.cli.host import Backing, _state_config
+from potluck.cli.hosting import Backing, state_config
 from potluck.errors import AccessError, ConfigurationError, RetryableError
 from potluck.optim.auxiliary import AuxiliaryPeer
 from potluck.state.backupfile import BackupInfo
@@ -229,7 +229,7 @@ async def test_a_host_uploads_each_of_its_backups(
     monkeypatch.setenv("POTLUCK_HF_ENDPOINT", hub.url)
     async with open_run(tmp_path) as house:
         backing = Backing(every_epochs=1, keep_last=1, keep_every=0, upload_to="hf://bakers/bread")
-        helper = await AuxiliaryPeer.of(house.own_peer, num_threads=1, state=_state_config(house.host, backing))
+        helper = await AuxiliaryPeer.of(house.own_peer, num_threads=1, state=state_config(house.host, backing))
         keeper = helper.collaboration.keeper
         assert keeper is not None
         try:

@@ -60,6 +60,11 @@ class Options:
     pause_seconds: float = 0.0
     """What a batch takes."""
 
+    until: str = ""
+    """A file: the training ends before the last epoch, as soon as it is there."""
+
+    compare_every_seconds: float = 10.0
+
     batch_size: int = 4
     target: int = 48
     matchmaking_seconds: float = 20.0  # nobody is to be left behind because this machine is busy
@@ -120,7 +125,12 @@ def make_optimizer(run: Any, model: nn.Module, kind: str, options: Options) -> A
     common: dict[str, Any] = {
         "codecs": EXACT,
         "num_threads": 1,
-        "state": potluck.StateConfig(folder=folder, backups=potluck.BackupConfig(every_epochs=1), grace_seconds=5.0),
+        "state": potluck.StateConfig(
+            folder=folder,
+            backups=potluck.BackupConfig(every_epochs=1),
+            grace_seconds=5.0,
+            compare_every_seconds=options.compare_every_seconds,
+        ),
     }
     if kind == "diloco":
         inner = torch.optim.SGD(model.parameters(), lr=options.lr / 10)  # so that hundreds of epochs stay finite
@@ -177,7 +187,7 @@ def main(number: int, link: str, key: Path, num_epochs: int, kind: str, options:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, resource.RLIM_INFINITY))
         is_flipped = False
         position = 1_000_000 * number + options.first_batch
-        while optimizer.epoch < num_epochs:
+        while optimizer.epoch < num_epochs and not (options.until and Path(options.until).exists()):
             epoch = optimizer.epoch
             if options.flip_at and epoch >= options.flip_at and not is_flipped:
                 flip_a_bit(model, optimizer, kind, options.flipped_bit)

@@ -95,7 +95,7 @@ class Keeping:
     @property
     def served(self) -> int:
         """Chunks given to others."""
-        return self.keeper._serving.counts["chunks"]
+        return int(self.keeper.statistics().get("serve_chunks", 0))
 
 
 class StateLab:

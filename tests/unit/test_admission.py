@@ -82,10 +82,10 @@ class House:
 
     def assert_closed(self) -> None:
         """Nobody but the guard is connected any more."""
-        assert [connection.peer for connection in self.hub._connections] == ["GUARD"]
+        assert [connection.peer for connection in self.hub.connections] == ["GUARD"]
 
     async def close(self) -> None:
-        for connection in list(self.hub._connections):
+        for connection in list(self.hub.connections):
             await connection.close()
 
 

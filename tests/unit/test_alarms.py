@@ -12,6 +12,7 @@ from potluck.errors import ConfigurationError
 from potluck.hub.presence import Beacon, Card, Presence
 from potluck.monitor.alarms import AlarmConfig, Alarms
 from potluck.round.plan.messages import Commit, CommittedMember, Restoration, RoundKey
+from potluck.run.cutboard import Cut, PartRecord
 from potluck.run.hostnews import FRESH_SECONDS, HostNews
 from potluck.state.announcement import Kept, KeptState
 
@@ -292,3 +293,36 @@ def test_who_claims_a_little_more_than_counts_is_named_when_it_goes_on() -> None
     assert scene.kinds() == []
     scene.epochs(1.0, members=(fast,))
     assert scene.kinds() == ["claims"]
+
+
+def cut_of(number: int) -> Cut:
+    return Cut(number=number, parts={}, coordinator="host", made_at=0.0)
+
+
+def test_cuts_that_stop_becoming_safe() -> None:
+    scene = Scene()
+    cuts, patience = scene.alarms.cuts, AlarmConfig().cut_seconds + 1.0
+    cuts.group_committed("critic", 1)
+    cuts.cuts_changed(7, cut_of(7), scene.now)
+    cuts.group_committed("critic", 2)
+    assert scene.kinds(after=patience) == [], "no newer one is wanted"
+    cuts.cuts_changed(8, cut_of(7), scene.now)
+    cuts.part_told("main", PartRecord(number=8, is_saved=True))
+    cuts.part_told("critic", PartRecord(number=7, is_saved=True, trouble="its disk is full"))
+    assert scene.kinds() == ["no cut"]
+    assert "go back to cut 7. Not saved: critic (its disk is full)." in scene.text()
+    cuts.cuts_changed(8, cut_of(8), scene.now)
+    assert scene.kinds(after=patience) == []
+    cuts.cuts_changed(9, cut_of(8), scene.now)
+    assert scene.kinds(after=patience) == [], "nothing has moved, so nothing would be lost"
+    cuts.group_committed("critic", 3)
+    assert scene.kinds() == ["no cut"]
+
+
+def test_a_run_whose_cuts_were_never_safe() -> None:
+    scene = Scene()
+    scene.alarms.cuts.cuts_changed(1, None, scene.now)
+    scene.alarms.cuts.group_committed("critic", 5)
+    assert scene.kinds(after=AlarmConfig().cut_seconds) == []
+    assert scene.kinds(after=1.0) == ["no cut"]
+    assert "Not saved: critic, main." in scene.text()

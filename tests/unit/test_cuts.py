@@ -122,7 +122,7 @@ async def test_parts_are_held_until_they_are_on_a_trusted_disk(tmp_path: Path) -
         cut = await cuts.propose(there.peers["ann"], {}, False, 100.0)
         for group in ("main", "x"):
             await there.until_epoch(group, cut.epochs[group] + 6)
-            held = there.posts["ann"][group].keeper._shelf.of_cut(cut.number)
+            held = there.posts["ann"][group].keeper.shelf.of_cut(cut.number)
             assert held is not None
             assert held.snapshot.digest == cut.parts[group].digest
         assert there.board.safe is None
@@ -130,7 +130,7 @@ async def test_parts_are_held_until_they_are_on_a_trusted_disk(tmp_path: Path) -
         assert (await there.until_safe(cut.number)) == cut, "whoever comes later saves it"
         await there.until(
             lambda: all(
-                posts[group].keeper._shelf.of_cut(cut.number) is None
+                posts[group].keeper.shelf.of_cut(cut.number) is None
                 for posts in there.posts.values()
                 for group in ("main", "x")
             ),

@@ -98,7 +98,7 @@ async def contest() -> AsyncIterator[Contest]:
     for candidate in there.all:
         for lease in candidate.leases.values():
             await lease.close()
-    for connection in list(there.hub._connections):
+    for connection in list(there.hub.connections):
         await connection.close()
 
 

@@ -60,6 +60,9 @@ class HubUnderTest(Protocol):
     async def connect(self, **options: Any) -> Connection:
         """A connection that may do everything."""
 
+    async def connect_impatient(self) -> Connection:
+        """One that does not wait for answers for long."""
+
     async def connect_member(self) -> Connection:
         """One with the rights of an ordinary member."""
 
@@ -82,6 +85,9 @@ class MemoryUnderTest:
 
     async def connect(self, **options: Any) -> Connection:
         return self._add(self._hub.connect(f"ADMIN{next(self._names)}", **options))
+
+    async def connect_impatient(self) -> Connection:
+        return await self.connect()
 
     async def connect_member(self) -> Connection:
         return self._add(self._hub.connect(MEMBER.peer, MEMBER_PERMISSIONS))
@@ -118,6 +124,9 @@ class NatsUnderTest:
     async def connect(self, **options: Any) -> Connection:
         return await self._connect(ADMIN, **options)
 
+    async def connect_impatient(self) -> Connection:
+        return await self._connect(ADMIN, reply_timeout_seconds=1.0)
+
     async def connect_member(self) -> Connection:
         return await self._connect(MEMBER)
 
@@ -142,11 +151,13 @@ class NatsUnderTest:
             await connection.close()
             await gate.shut()
 
-    async def _connect(self, user: PlainUser, **options: Any) -> NatsConnection:
+    async def _connect(self, user: PlainUser, *, reply_timeout_seconds: float = 30.0, **options: Any) -> NatsConnection:
         gate = Forwarder(self._server.port)
         await gate.open()
         keeper = KeeperConfig(backoff_first_seconds=0.01, backoff_limit_seconds=0.05, connect_timeout_seconds=30.0)
-        config = ConnectionConfig(keeper=keeper, reply_timeout_seconds=30.0, backlog_messages=SMALL_BACKLOG)
+        config = ConnectionConfig(
+            keeper=keeper, reply_timeout_seconds=reply_timeout_seconds, backlog_messages=SMALL_BACKLOG
+        )
         connection = await NatsConnection.connect(
             self._server.address(f"nats://127.0.0.1:{gate.port}"),
             seed=user.seed,
@@ -772,7 +783,7 @@ async def test_a_key_with_a_time_to_live_goes_by_itself_and_watchers_see_it(
 
 
 async def test_a_store_that_is_not_there(hub: HubUnderTest) -> None:
-    alice = await hub.connect()
+    alice = await hub.connect_impatient()
     store = alice.store("nowhere")
     uses = (store.get("k"), store.entries(), store.put("k", b""), store.delete("k"), store.watch(lambda _: None))
     found = await asyncio.gather(*uses, return_exceptions=True)  # together, since each waits for an answer in vain

@@ -313,14 +313,36 @@ def test_a_checkpoint_keeps_its_own_tokens(tmp_path: Path) -> None:
         manifest_of(read_run_file(tmp_path), tmp_path)
 
 
-@pytest.mark.parametrize("recipe", ["hf-causal-lm", "hf-masked-lm"])
-def test_what_init_writes_trains_as_it_is(tmp_path: Path, recipe: str) -> None:
-    for name, text in files_of_a_run("bakery", recipe, "bread.jsonl").items():
+@pytest.mark.parametrize(("recipe", "data"), [("hf-causal-lm", "texts"), ("hf-masked-lm", "bread.jsonl")])
+def test_what_init_writes_trains_as_it_is(tmp_path: Path, recipe: str, data: str) -> None:
+    place = tmp_path / data / "bread.jsonl" if data == "texts" else tmp_path / data
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(400)))
+    for name, text in files_of_a_run("bakery", recipe, tmp_path / data).items():
         (tmp_path / name).write_text(text.replace("= 256 ", "= 16 ").replace("= 8\n", "= 2\n").replace("704", "64"))
-    (tmp_path / "bread.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(400)))
     manifest = manifest_of(read_run_file(tmp_path), tmp_path)
     assert manifest.evaluation.every_epochs
     assert try_out(recipe_of(manifest, tmp_path), manifest)
+
+
+def test_init_names_pictures_in_parquet_as_such_and_refuses_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "cats.parquet").write_bytes(b"")
+    assert (
+        'parquet = "cats.parquet"' in files_of_a_run("zoo", "image-classifier", tmp_path / "cats.parquet")["run.toml"]
+    )
+    assert f'folder = "{tmp_path.name}"' in files_of_a_run("zoo", "image-classifier", tmp_path)["run.toml"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigurationError, match="no files in it"):
+        files_of_a_run("zoo", "hf-causal-lm", tmp_path / "empty")
+
+
+def test_a_parquet_column_without_texts_is_named(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": [{"en": "bread"}]}), tmp_path / "t.parquet")
+    with pytest.raises(ConfigurationError, match=r"column='text': in t.parquet it is a dict, not a text"):
+        list(local_rows([tmp_path / "t.parquet"], "text", 0, 1))
 
 
 def test_an_export_is_loaded_strictly_with_tied_weights(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from potluck.errors import PeerUnreachableError
 from potluck.link.carrier import Buffer
+from potluck.link.channel.packet import Urgency
 from potluck.round.member import lane as lane_module
 from potluck.round.member.lane import ENCODED_AHEAD, IN_FLIGHT_BYTES, Lane, Letter, close_lanes
 from potluck.round.plan.messages import Average, Contribution, RoundKey
@@ -47,12 +48,16 @@ class FakeLinks:
         self.failures = 0  # so many sends fail from now on
         self.acknowledges = True
         self.speed: float | None = None
+        self.group = "critic"
+
+    def queue_to(self, peer: str) -> FakeLinks:
+        assert peer == "other"
+        return self
 
     async def send(
-        self, peer: str, message: Any, frames: Sequence[Buffer], *, timeout_seconds: float, bulk: bool
+        self, message: Any, frames: Sequence[Buffer], *, group: str, urgency: Urgency, timeout_seconds: float
     ) -> FakeReceipt:
-        assert bulk
-        assert peer == "other"
+        assert (group, urgency) == (self.group, Urgency.BULK)
         if self.failures:
             self.failures -= 1
             raise PeerUnreachableError("not just now")

@@ -51,7 +51,7 @@ async def candidates() -> AsyncIterator[Candidates]:
     yield those
     for lease in those.leases:
         await lease.close()
-    for connection in list(those.hub._connections):
+    for connection in list(those.hub.connections):
         await connection.close()
 
 

@@ -48,7 +48,7 @@ async def run() -> AsyncIterator[Run]:
     yield run
     for lineage in run.followers:
         await lineage.close()
-    for connection in list(run.hub._connections):
+    for connection in list(run.hub.connections):
         await connection.close()
 
 

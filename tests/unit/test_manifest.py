@@ -219,6 +219,10 @@ def test_what_init_writes_can_be_used_as_it_is(tmp_path: Path, recipe: str) -> N
         ('name = "x"\nseed = 9223372036854775808', "seed"),
         ('name = "x"\n[optimizer]\nlearning_rate = inf', "learning_rate"),
         ('name = "x"\n[optimizer]\nmax_grad_norm = inf', "max_grad_norm"),
+        ('name = "x"\n[groups]\n"a b" = "all"', "cannot name a group"),
+        ('name = "x"\n[groups]\ncritic = "some"', "some"),
+        ('name = "x"\n[groups]\nmain = "all"', "every run has the group main"),
+        ('name = "x"\n[groups]\ncritic = "all"\n[pipeline]\nstages = 2', r"\[groups\] are those of programs"),
     ],
 )
 def test_a_run_file_that_is_wrong_says_where(tmp_path: Path, text: str, words: str) -> None:
@@ -245,6 +249,13 @@ def test_what_another_algorithm_left_in_run_toml_is_passed_over_and_told_once(
     assert getattr(found.training, "inner_steps", 7) in (7, 100)
     [record] = caplog.records
     assert f"{left} counts with {algorithm} only, and is passed over" in record.getMessage()
+
+
+def test_groups_are_declared_by_the_organiser_or_by_the_modules_of_paths(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('name = "x"\n[groups]\ncritic = "invited"')
+    assert read_run_file(tmp_path).declared_groups() == {"critic": "invited"}
+    (tmp_path / "run.toml").write_text('name = "x"\n[paths]\nlevels = [2]\nshared = ["embedding", "head"]')
+    assert read_run_file(tmp_path).declared_groups() == dict.fromkeys(["shared", "level-0-0", "level-0-1"], "all")
 
 
 def test_what_no_algorithm_knows_is_refused(tmp_path: Path) -> None:

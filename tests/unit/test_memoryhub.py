@@ -21,7 +21,7 @@ TURNS = 10  # of the event loop: more than any message needs
 async def hub() -> AsyncIterator[MemoryHub]:
     hub = MemoryHub("test", clock=VirtualClock())
     yield hub
-    for connection in list(hub._connections):
+    for connection in list(hub.connections):
         await connection.close()
 
 

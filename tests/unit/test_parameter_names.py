@@ -14,7 +14,7 @@ from potluck.optim.methods.outer import Nesterov
 from potluck.optim.methods.streaming import FragmentSchedule
 from potluck.optim.modelstate import ModelState
 from potluck.optim.outerloop import OuterLoop
-from potluck.optim.parameters import MAX_ORDERED, in_order, is_named, order_of
+from potluck.optim.parameters import MAX_ORDERED, buffers_of, in_order, is_named, order_of
 from potluck.optim.targetbatch import TargetBatch
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias", "10.weight"]
@@ -119,3 +119,11 @@ def test_a_run_with_buffers_asks_a_peer_of_diloco_for_them() -> None:
     late = method_of(diloco, nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), named=False)
     with pytest.raises(ConfigurationError, match=r"extra_tensors=dict\(model.named_buffers\(\)\)"):
         late.load(run.tensors(), run.metadata())
+
+
+def test_the_state_has_the_buffers_that_a_model_saves_and_no_others() -> None:
+    """One rule for all: trainers of the command line and programs with a loop of their own take part in one run."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    model.register_buffer("table", torch.arange(4.0), persistent=False)
+    model.register_buffer("scale", torch.ones(2))
+    assert set(buffers_of(model)) == {"1.running_mean", "1.running_var", "scale"}, "no counter, and no constant"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,10 +11,12 @@ import pytest
 from pipelinelab import assert_close, build, pipeline, reference
 from potluck import faultpoints
 from potluck.errors import RoundFailedError
+from potluck.link.carrier import Buffer
 from potluck.pipeline.compute import StageCompute
 from potluck.pipeline.conducting import ConductorConfig
 from potluck.pipeline.cuts import CutShelf
 from potluck.pipeline.member import Part
+from potluck.pipeline.messages import Forward
 from potluck.pipeline.serving import ServerConfig
 from potluck.pipeline.stepping import StepConfig
 from potluck.testing.polling import poll_until
@@ -124,9 +126,6 @@ def test_a_server_that_dies_at_any_point_changes_nothing(point: str) -> None:
     asyncio.run(case())
 
 
-# Not sure yet: under heavy load, two of twelve runs of this, the newcomer's and the morphs' test did not end within
-# 150 s. Which of the three it was, and whether it stood still or was slow, is not known.
-@pytest.mark.soak
 def test_a_step_that_lost_a_stage_is_taken_again_with_the_same_servers() -> None:
     """The only server of a stage is given up in the middle of a step, wrongly: it lives, and has heard of attempts."""
 
@@ -154,6 +153,44 @@ def test_a_step_that_lost_a_stage_is_taken_again_with_the_same_servers() -> None
             reference(expected, STEPS)
             await made.settled()
             assert_close(made.weights(), flat(expected))
+
+    asyncio.run(case())
+
+
+def test_what_an_old_attempt_leaves_behind_does_not_take_the_answers_of_the_next() -> None:
+    """A hand-over that is broken off takes a while to end; by then the same micro-batch is under way again."""
+
+    async def case() -> None:
+        endless = ConductorConfig(step=StepConfig(stall_seconds=1e6, fence_seconds=60.0), lost_seconds=30.0)
+        async with pipeline(2, config=endless) as made:
+            await made.serve("s0")
+            await made.serve("s1")
+            feeder = (await made.feed("f")).feeder
+            assert feeder is not None
+            push, broken_off = feeder._pusher.push, []
+
+            async def slow_to_end(message: Forward, frames: Sequence[Buffer]) -> str | None:
+                try:
+                    return await push(message, frames)
+                except asyncio.CancelledError:
+                    broken_off.append(message.id)
+                    for _ in range(20):
+                        await asyncio.sleep(0)
+                    raise
+
+            feeder._pusher.push = slow_to_end  # type: ignore[method-assign]
+
+            def hook(name: str, labels: Mapping[str, object]) -> None:
+                running = made.conductor._runner._running
+                if name == "pipeline.queued" and running is not None and running.ledger.num_attempts == 1:
+                    running.events.put_nowait(running.ledger.stalled)
+
+            before = faultpoints.install(hook)
+            try:
+                await asyncio.wait_for(made.step(STEPS[0]), 60)
+            finally:
+                faultpoints.install(before)
+            assert broken_off
 
     asyncio.run(case())
 
@@ -192,8 +229,7 @@ def test_a_stage_with_one_server_and_a_listener_loses_the_server_and_goes_on() -
         async with pipeline(2, config=PATIENT) as made:
             await made.serve("s0", 0)
             await made.serve("s1", 1)
-            listener = await made.join("listener", Part(listens=True, feeds=True))
-            await poll_until(lambda: len(listener.holding.standing) == 6, 30, "the listener to hold both stages")
+            listener = await made.listen("listener", Part(listens=True, feeds=True))
             await made.step(STEPS[0])
             await made.settled()
             assert listener.server.num_computed == 0
@@ -324,6 +360,31 @@ def test_a_stage_that_all_holders_left_comes_back_from_the_newest_cut(tmp_path: 
             reference(expected, steps)
             await made.settled()
             assert_close(made.weights(), flat(expected))
+
+    asyncio.run(case())
+
+
+def test_a_host_that_stops_saves_the_newest_step(tmp_path: Path) -> None:
+    async def case() -> None:
+        async with pipeline(2, lambda: build(tied=True), QUICK) as made:
+            await made.serve("s0")
+            await made.serve("s1")
+            cuts = CutShelf(tmp_path)
+            saver = await made.join("saver", Part(feeds=True, saves_every=1000), cuts=cuts)
+            seen: list[int] = []
+            saver.on_saved = seen.append
+            for samples in STEPS:
+                await made.step(samples)
+            saving = asyncio.create_task(made.conductor.save_now(60))
+            await asyncio.sleep(0)
+            await made.step(STEPS[0])
+            assert await saving
+            assert cuts.cuts[-1].step == 3 == seen[-1]
+            expected = build(tied=True)
+            reference(expected, STEPS)
+            found = cuts.load(1, 3)
+            inner = dict(expected[1].named_parameters())["inner.weight"]
+            assert_close([found["parameter/1.inner.weight"]], [inner.detach()])
 
     asyncio.run(case())
 

@@ -25,6 +25,7 @@ from potluck.pipeline.stepledger import (
     Phase,
     StageLost,
     StepLedger,
+    Verify,
     partition_error,
 )
 
@@ -35,6 +36,7 @@ class Server:
     def __init__(self, name: str, stages: tuple[int, ...]) -> None:
         self.name, self.stages = name, stages
         self.attempt = 0
+        self.valid_from = 0
         self.added: dict[int, list[int]] = {stage: [] for stage in stages}
 
 
@@ -69,6 +71,8 @@ class World:
         self.lost: StageLost | None = None
         self.routes: tuple[tuple[str, ...], ...] = ()
         self.moved_at = 0.0
+        self.liar = ""
+        self.tainted: set[tuple[str, int, int]] = set()  # (server, stage, id): added out of what the liar gave
 
     def later(self, seconds: float, event: Callable[[], None]) -> None:
         heapq.heappush(self.events, (self.now + seconds, next(self.order), event))
@@ -95,16 +99,27 @@ class World:
                     self.send(action.feeder, lambda item=item, a=action.attempt: self.forward(item, a, 0, []))
             elif isinstance(action, Average):
                 self.average(action)
+            elif isinstance(action, Verify):
+                self.send(action.verifier, lambda action=action: self.verify(action))
             elif isinstance(action, Commit):
                 self.commits.append(action)
             elif isinstance(action, StageLost):
                 self.lost = action
+
+    def verify(self, verify: Verify) -> None:
+        if verify.server == self.liar:
+            self.take(self.ledger.lied(verify.server, verify.attempt, "its output differs"))
+        else:
+            self.take(self.ledger.checked(verify.server, verify.attempt))
 
     def fence(self, fence: Fence) -> None:
         self.routes = fence.servers
 
         def hear(server: Server) -> None:
             server.attempt = max(server.attempt, fence.attempt)
+            if fence.valid_from > server.valid_from:
+                server.valid_from = fence.valid_from
+                server.added = {stage: [] for stage in server.stages}
             held = {stage: frozenset(ids) for stage, ids in server.added.items()}
             if server.attempt == fence.attempt:
                 self.later(0.01, lambda: self.take(self.ledger.held(server.name, fence.attempt, held)))
@@ -124,7 +139,8 @@ class World:
 
         self.send(name, compute)
 
-    def backward(self, item: Item, attempt: int, route: list[str]) -> None:
+    def backward(self, item: Item, attempt: int, route: list[str], whole: list[str] | None = None) -> None:
+        whole = whole or route
         if not route:
             self.later(0.01, lambda: self.take(self.ledger.fed(item.id, attempt)))
             return
@@ -136,7 +152,9 @@ class World:
                 return
             if stage not in item.held_by:
                 server.added[stage].append(item.id)
-            self.backward(item, attempt, route[:-1])
+                key = (name, stage, item.id)
+                self.tainted = self.tainted | {key} if self.liar in whole else self.tainted - {key}
+            self.backward(item, attempt, route[:-1], whole)
 
         self.send(name, compute)
 
@@ -251,6 +269,41 @@ def test_every_micro_batch_counts_once_whoever_dies(
     commit = world.commits[0]
     assert commit.is_applied
     assert commit.total_norm == pytest.approx(math.sqrt(4.0 * len(world.ledger.units)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_stages=st.integers(1, 4),
+    replicas=st.integers(2, 3),
+    kills=st.integers(0, 2),
+    freezes=st.integers(0, 1),
+)
+def test_nothing_counts_that_a_liar_had_a_hand_in(
+    seed: int, num_stages: int, replicas: int, kills: int, freezes: int
+) -> None:
+    world = World(seed, num_stages=num_stages, replicas=replicas, num_ids=6, tied=False, listeners=True)
+    world.liar = "s0.0"
+    world.ledger.checks = {"s0.0": "l0", f"s{num_stages - 1}.1": f"l{num_stages - 1}"}
+    for _ in range(kills):
+        victim = world.random.choice([name for name in sorted(world.servers) if name != "l0"])
+        world.later(world.random.uniform(0, 4), lambda victim=victim: world.kill(victim))
+    for _ in range(freezes):
+        name = world.random.choice(sorted(world.servers))
+        world.later(world.random.uniform(0, 3), lambda n=name: world.frozen_until.__setitem__(n, world.now + 20))
+    world.run()
+    if world.lost is not None or "l0" not in world.ledger.members:
+        return  # a verifier that is gone finds nothing
+    assert len(world.commits) == 1
+    assert "s0.0" not in world.ledger.members
+    counted = [
+        (name, stage, micro)
+        for unit in range(num_stages)
+        for (name, stage), ids in world.contributions[unit].items()
+        for micro in ids
+    ]
+    assert len(counted) == 6 * num_stages
+    assert not world.tainted.intersection(counted)
 
 
 def test_many_stages_and_servers() -> None:

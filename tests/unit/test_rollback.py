@@ -64,7 +64,7 @@ def desks(lab: TrainLab, board: Board, *trainers: Trainer) -> Iterator[list[Rest
 
 def digest_of(trainer: Trainer, epoch: int) -> str:
     """Of the state that this trainer keeps of an epoch."""
-    shelf = trainer.optimizer.collaboration.keeper._shelf
+    shelf = trainer.optimizer.collaboration.keeper.shelf
     return str(poll_until_sync(lambda: shelf.get(epoch), PATIENCE_SECONDS, f"epoch {epoch}").snapshot.digest)
 
 

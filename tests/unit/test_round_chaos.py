@@ -136,7 +136,9 @@ def test_two_hundred_seeds(capsys: pytest.CaptureFixture[str]) -> None:
             with capsys.disabled():
                 print(f"\nPOTLUCK_SEED={seed} fails: {error!r}", flush=True)
     assert not failed
-    assert min(counts[kind] for kind in KINDS) > SOAK_SEEDS // 2, counts
+    # A seed strikes about 18 times, and the rarest kind ("drop") is one strike in 32: 110 are expected of 200 seeds.
+    # 89 have been seen; far fewer mean that a kind has gone missing.
+    assert min(counts[kind] for kind in KINDS) > SOAK_SEEDS // 4, counts
 
 
 @pytest.mark.soak

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,6 +14,8 @@ from roundlab import assert_same_average, lab
 from roundworld import KEY, make_plan
 
 from potluck.link.carrier import Buffer
+from potluck.link.channel.sendreceipt import SendReceipt
+from potluck.link.dispatch import Incoming
 from potluck.round.codecs import CodecSpec
 from potluck.round.codecs.floats import Float32
 from potluck.round.member import roundwork as module
@@ -24,6 +25,7 @@ from potluck.round.member.tensorwork import TensorWork
 from potluck.round.plan.chunks import CodecSpan
 from potluck.round.plan.messages import Average, Contribution, Part, Plan
 from potluck.sim.inlineworkers import InlineWorkers
+from potluck.sim.virtualclock import VirtualClock
 from potluck.sim.virtualloop import LoopClock, in_virtual_time
 
 CHUNK_BYTES = 32 * 1024
@@ -41,13 +43,40 @@ def values(value: float) -> bytes:
     return torch.full((CHUNK_ELEMENTS,), value).numpy().tobytes()
 
 
+class FakeLinks:
+    """Takes what is sent, which arrives at once, and knows who handles what."""
+
+    group = ""
+
+    def __init__(self, handlers: dict[type, Callable[[Any], Any]], sent: list[tuple[str, int]]) -> None:
+        self.handle = handlers.__setitem__
+        self._sent = sent
+
+    def queue_to(self, peer: str) -> FakeQueue:
+        return FakeQueue(peer, self._sent)
+
+    def upload_bytes_per_second(self, _peer: str) -> float | None:
+        return None
+
+
+class FakeQueue:
+    def __init__(self, peer: str, sent: list[tuple[str, int]]) -> None:
+        self._peer, self._sent = peer, sent
+
+    async def send(self, message: Average, _frames: list[Buffer], **_options: Any) -> SendReceipt:
+        self._sent.append((self._peer, message.chunk))
+        receipt = SendReceipt()
+        receipt.settle()
+        return receipt
+
+
 class Desk:
     """The reducer of a round, and what its members send it."""
 
     def __init__(self, plan: Plan) -> None:
         self.sent: list[tuple[str, int]] = []  # averages: to whom, and of which chunk
         self._handlers: dict[type, Callable[[Any], Any]] = {}
-        links: Any = SimpleNamespace(handle=self._handlers.__setitem__, send=self._send)
+        links: Any = FakeLinks(self._handlers, self.sent)
         self.incoming_frames = IncomingFrames(links, lambda: self.round_work, lambda _key: True)
         self.round_work = RoundWork(
             links,
@@ -67,13 +96,9 @@ class Desk:
     def _broke(self, error: Exception) -> None:
         raise AssertionError("its work failed") from error
 
-    async def _send(self, peer: str, message: Average, _frames: list[Buffer], **_options: Any) -> Any:
-        self.sent.append((peer, message.chunk))
-        return SimpleNamespace(error=None, watch=lambda callback: callback())
-
     def contribute(self, sender: int, chunk: int, value: float = 1.0, generation: int = 0) -> None:
         message = Contribution(key=KEY, chunk=chunk, generation=generation)
-        mail = SimpleNamespace(sender=f"peer{sender}", message=message, frames=[values(value)])
+        mail = Incoming(sender=f"peer{sender}", message=message, frames=[memoryview(values(value))])
         waiting = self._handlers[Contribution](mail)
         if waiting is not None:
             self._waiting.append(asyncio.ensure_future(waiting))
@@ -102,7 +127,7 @@ def test_how_far_contributions_may_be_ahead(monkeypatch: pytest.MonkeyPatch) -> 
             plan_for(num_senders, num_chunks),
             0,
             None,
-            SimpleNamespace(monotonic=lambda: 0.0),  # type: ignore[arg-type]
+            VirtualClock(),
             on_news=lambda: None,
             on_broken=lambda _error: None,
         )

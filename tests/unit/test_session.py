@@ -91,7 +91,7 @@ class House:
         await delivery.respond(encode(self.clock.wall() + self.hub_ahead_seconds))
 
     async def close(self) -> None:
-        assert [connection.peer for connection in self.hub._connections] == ["GUARD"], "a session stays connected"
+        assert [connection.peer for connection in self.hub.connections] == ["GUARD"], "a session stays connected"
         await self.guard.close()
 
 

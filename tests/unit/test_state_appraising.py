@@ -137,7 +137,7 @@ async def test_who_answers_for_another_state_than_it_serves_is_found_by_the_firs
         await honest[1].publish(computed(1, 2), 1)
         poisoned = {**computed(1, 0), "weight": -computed(1, 0)["weight"]}
         liar.keeper._appraiser._shelf = FalseShelf(  # type: ignore[assignment]
-            liar.keeper._shelf, honest[0].keeper._shelf.get(1).snapshot
+            liar.keeper.shelf, honest[0].keeper.shelf.get(1).snapshot
         )
         await liar.publish(poisoned, 1)
         caplog.set_level(logging.WARNING)
@@ -178,7 +178,7 @@ async def test_who_never_answers_is_not_waited_for_forever() -> None:
             def find(self, digest: str) -> Any:
                 return None
 
-        silent.keeper._appraiser._shelf = NoShelf(silent.keeper._shelf, None)  # type: ignore[assignment, arg-type]
+        silent.keeper._appraiser._shelf = NoShelf(silent.keeper.shelf, None)  # type: ignore[assignment, arg-type]
         with await joiner.keeper.fetch(timeout_seconds=600.0) as fetched:
             assert same(fetched.tensors(), computed(1, 0)), "the first by id, and the only one that answers"
 

@@ -155,7 +155,7 @@ async def test_a_lying_keeper_is_dropped_and_named(caplog: pytest.LogCaptureFixt
         lab.commit(1, liar, honest)
         for keeper in (liar, honest):
             await keeper.publish(model(1, 16), 1)
-        held = liar.keeper._shelf.get(1)
+        held = liar.keeper.shelf.get(1)
         assert held is not None
         for chunk in held.snapshot._chunks:
             chunk.data[7] ^= 1
@@ -174,7 +174,7 @@ async def test_a_wrong_inventory_is_refused() -> None:
         lab.commit(1, liar, honest)
         for keeper in (liar, honest):
             await keeper.publish(model(1), 1)
-        held = liar.keeper._shelf.get(1)
+        held = liar.keeper.shelf.get(1)
         assert held is not None
         held.snapshot.inventory.__dict__["encoded"] = held.snapshot.inventory.encoded[:-1] + b"\x00"
         claims = {"liar": liar.id, "honest": honest.id}
@@ -191,7 +191,7 @@ async def test_when_all_lie_the_fetch_fails_and_says_who() -> None:
         joiner = await lab.join("joiner")
         lab.commit(1, liar)
         await liar.publish(model(1), 1)
-        held = liar.keeper._shelf.get(1)
+        held = liar.keeper.shelf.get(1)
         assert held is not None
         for chunk in held.snapshot._chunks:
             chunk.data[0] ^= 1
@@ -381,8 +381,8 @@ async def test_who_announces_a_common_part_that_it_does_not_have_is_asked_last(l
         for number, keeper in enumerate(keepers):
             await publish_with_own(keeper, number, weight=5.0 if keeper is liar else 0.0)
         await asyncio.sleep(1.0)
-        true = keepers[1].keeper._shelf.newest().announced()  # type: ignore[union-attr]
-        said = liar.keeper._shelf.newest().announced()  # type: ignore[union-attr]
+        true = keepers[1].keeper.shelf.newest().announced()  # type: ignore[union-attr]
+        said = liar.keeper.shelf.newest().announced()  # type: ignore[union-attr]
         digest = said.digest if lie == "another state" else "0" * 64
         lies = Kept(session=liar.peer.session.card.session, states=(structs.replace(true, digest=digest),))
         liar.keeper.directory._kept = lambda: lies  # type: ignore[method-assign]
@@ -562,7 +562,7 @@ async def test_on_a_slow_way_chunks_are_packed_and_on_a_fast_one_they_are_not() 
             assert same(fetched.tensors(), model(1, 96))
             report = fetched.report
             assert report.fetched_bytes == fetched.snapshot.inventory.num_bytes > report.travelled_bytes
-        packed = [keeper.keeper._serving.counts["packed_chunks"] for keeper in (slow, fast)]
+        packed = [keeper.keeper.statistics().get("serve_packed_chunks", 0) for keeper in (slow, fast)]
         assert packed[0] > 0
         assert packed[1] == 0
 

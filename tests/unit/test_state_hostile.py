@@ -128,9 +128,8 @@ class FalseKeeper:
 
     def __init__(self, keeping: Keeping, chunks: list[list[bytes]]) -> None:
         self._chunks = chunks
-        serving = keeping.keeper._serving
-        serving._serve = self._serve  # type: ignore[method-assign]
-        keeping.peer.links._streams._handlers["state.chunks"] = (FetchChunks, self._serve)
+        keeping.peer.links.unhandle(FetchChunks)
+        keeping.peer.links.handle_stream(FetchChunks, self._serve)
 
     async def _serve(self, stream: Stream) -> None:
         await stream.receive(timeout_seconds=5)
@@ -175,7 +174,7 @@ async def test_a_vouched_digest_of_something_that_is_no_inventory_does_no_harm()
         liar, joiner = await lab.join("liar"), await lab.join("joiner")
         lab.commit(1, liar)
         await liar.publish(model(1), 1)
-        held = liar.keeper._shelf.get(1)
+        held = liar.keeper.shelf.get(1)
         assert held is not None
         nonsense = b"\x00" * 100
         held.snapshot.inventory.__dict__["encoded"] = nonsense
@@ -196,6 +195,7 @@ async def test_what_is_not_an_answer_is_not_taken_for_one() -> None:
         def answer(_: Incoming[AskInventory]) -> tuple[InventoryAnswer, list[bytes]]:
             return InventoryAnswer(), [b"a", b"b"]
 
-        liar.peer.links._dispatcher._registrations["state.inventory"].handler = answer
+        liar.peer.links.unhandle(AskInventory)
+        liar.peer.links.handle(AskInventory, answer)
         with pytest.raises(StateUnavailableError):
             await joiner.keeper.fetch(timeout_seconds=30.0)

@@ -69,7 +69,7 @@ async def test_a_chunk_may_take_minutes_as_long_as_bytes_come() -> None:
             assert same(fetched.tensors(), model(1, 2))
             assert fetched.report.given == {keeper.id: 3}
         assert now() - began > 150.0, "it was to take much longer than anybody waits where nothing comes"
-        assert keeper.keeper._serving.counts["streams"] == 1, "it was never given up"
+        assert keeper.keeper.statistics()["serve_streams"] == 1, "it was never given up"
 
 
 @in_virtual_time

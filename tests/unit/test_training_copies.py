@@ -81,7 +81,7 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
 
 def on_shelf(lab: TrainLab, trainer: Trainer, epoch: int) -> dict[str, Tensor] | None:
     async def look() -> dict[str, Tensor] | None:
-        found = [held.snapshot for held in keeper_of(trainer)._shelf if held.epoch == epoch]
+        found = [held.snapshot for held in keeper_of(trainer).shelf if held.epoch == epoch]
         return found[0].tensors() if found else None
 
     return lab.loop.call(look())

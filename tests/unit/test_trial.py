@@ -10,7 +10,7 @@ import pytest
 from trainlab import train_lab
 from typer.testing import CliRunner
 
-from potluck.cli import host
+from potluck.cli import hostrecipe
 from potluck.cli.main import app
 from potluck.errors import ConfigurationError
 from potluck.recipes.catalogue import open_recipe
@@ -114,5 +114,5 @@ async def test_previews_look_for_the_recipe_where_run_toml_says(
         address = keys = None
 
     run_file = folder_of_run(tmp_path, recipe=recipe) / "run.toml"
-    assert await host._put_up(run_file, Somebody()) == tmp_path / recipe  # type: ignore[arg-type]
+    assert await hostrecipe.put_up(run_file, Somebody()) == tmp_path / recipe  # type: ignore[arg-type]
     assert put_up[0].recipe.name == Path(recipe).name

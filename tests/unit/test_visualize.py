@@ -67,18 +67,18 @@ async def test_it_is_shown_every_so_many_epochs_and_tried_again(shown: list[int]
     viewer: Any = Viewer(11)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(30.5):
-            await visualize._keep_showing(viewer, None, every=10, once=False, as_json=False)
+            await visualize.keep_showing(viewer, None, every=10, once=False, as_json=False)
     assert shown == [1, 16, 26]
     assert viewer.asked == [1, 11, 11, 26]
 
 
 @in_virtual_time
 async def test_once_is_once(shown: list[int]) -> None:
-    await visualize._keep_showing(Viewer(), None, every=10, once=True, as_json=False)  # type: ignore[arg-type]
+    await visualize.keep_showing(Viewer(), None, every=10, once=True, as_json=False)  # type: ignore[arg-type]
     assert shown == [1]
     failing: Any = Viewer(*range(100))
     with pytest.raises(StateUnavailableError):
-        await visualize._keep_showing(failing, None, every=10, once=True, as_json=False)
+        await visualize.keep_showing(failing, None, every=10, once=True, as_json=False)
 
 
 @in_virtual_time
@@ -89,7 +89,7 @@ async def test_who_is_banned_does_not_wait_for_ever() -> None:
     began = loop.time()
     loop.call_later(5.0, ended.set_exception, AccessError("an organiser has banned you"))
     with pytest.raises(AccessError, match="banned"):
-        await visualize._unless_ended(peer, asyncio.sleep(1e6))
+        await visualize.unless_ended(peer, asyncio.sleep(1e6))
     assert loop.time() - began < 10.0
     peer.session.ended = loop.create_future()
-    await visualize._unless_ended(peer, asyncio.sleep(1))
+    await visualize.unless_ended(peer, asyncio.sleep(1))

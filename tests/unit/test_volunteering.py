@@ -207,7 +207,7 @@ async def test_what_a_trainer_names_is_looked_at_first(tmp_path: Path, recipe: s
     file.write_text(recipe)
     options: Any = SimpleNamespace(recipe=file, device=device)
     with pytest.raises(ConfigurationError, match=says):
-        await takingpart._check_choices(options)
+        await takingpart.check_choices(options)
 
 
 @in_virtual_time

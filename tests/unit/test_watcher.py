@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from potluck.cli import host
+from potluck.cli import hosting
 from potluck.cli.monitor import picture
 from potluck.errors import HubUnavailableError
 from potluck.hub.access.member import Scopes
@@ -161,11 +161,11 @@ async def test_groups_are_seen_when_there_is_more_than_one() -> None:
 async def test_a_host_says_when_something_goes_wrong_and_when_it_is_over(capsys: pytest.CaptureFixture[str]) -> None:
     scene = Scene()
     peer: Any = SimpleNamespace(session=scene.session)
-    telling = asyncio.create_task(host._tell_alarms(peer, as_json=True))
+    telling = asyncio.create_task(hosting.tell_alarms(peer, as_json=True))
     for loss in (2.0, math.nan, math.nan, 2.0):
         await scene.say(loss=loss)
-        await asyncio.sleep(host.ALARMS_EVERY_SECONDS)
-    await asyncio.sleep(host.ALARMS_EVERY_SECONDS)
+        await asyncio.sleep(hosting.ALARMS_EVERY_SECONDS)
+    await asyncio.sleep(hosting.ALARMS_EVERY_SECONDS)
     telling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await telling

@@ -2,7 +2,8 @@
 
     __main__.py  where it begins     main.py      the frame: help, version, exit codes, errors in plain words
     console.py   how answers look: tables for people, JSON for programs, Ctrl-C that leaves cleanly
-    host.py      start a run        join.py     join, train, aux: take part in one (takingpart.py, training.py)
+    host.py      start a run; hosting.py: what goes on while it is open; hostrecipe.py: what it is to train
+    join.py      join, train, aux: take part in one (takingpart.py, training.py)
     options.py   what several commands can be told; optiongroups.py: those that belong together
     run.py       steer one: pause, resume, settings, rollback, and the log of all that
     visualize.py, checkpoint.py, receipts.py   what came of it     download.py   what a recipe needs

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from potluck.run.peer import Peer
     from potluck.state.backupfile import BackupInfo
     from potluck.state.backups import Backups
+    from potluck.state.fetched import FetchedState
+    from potluck.state.shelf import Held
     from potluck.state.uploadtargets import UploadTarget
     from potluck.training.trainer.viewing import StateViewer
 
@@ -112,28 +114,38 @@ def save(
         Path | None, typer.Option(help="File with the key you look by; a new one is made unless given.")
     ] = None,
     group: InGroup = "",
+    cut: Annotated[
+        bool, typer.Option("--cut", help="All groups instead: a cut is made now, and each group's part of it is saved.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fetch the run's newest state from whoever keeps it, and save it here. Any member can.
+    """Fetch the run's newest state from the peers that keep it, and save it here. Any member can.
 
     Example: [bold]potluck checkpoint save 'potluck://…' --to checkpoints[/bold]
+
+    A run with several groups: [bold]potluck checkpoint save 'potluck://…' --to checkpoints --cut[/bold]
     """
     from potluck.cli import console
     from potluck.cli.joining import observe, parse_link
+    from potluck.errors import ConfigurationError
 
     console.set_up_logging(verbose=False)
+    if cut and group:
+        raise ConfigurationError("a cut has all groups of the run: leave out --group, or --cut")
     saved: list[BackupInfo] = []
 
     async def fetch(peer: Peer, stop: asyncio.Event) -> None:
-        await console.unless_stopped(_save(peer, group or MAIN, to, saved), stop)
+        await console.unless_stopped(_save_cut(peer, to, saved) if cut else _save(peer, group or MAIN, to, saved), stop)
 
     observe(parse_link(link, "potluck checkpoint save"), "checkpoint", identity_path, as_json, fetch)
     if not saved:
         raise typer.Exit(1)
     if as_json:
-        console.print_json(_row(saved[0]))
-    else:
-        typer.echo(f"Epoch {saved[0].epoch} is saved in {saved[0].tensors_path}.")
+        console.print_json([{"cut": info.cut, **_row(info)} for info in saved] if cut else _row(saved[0]))
+        return
+    for info in saved:
+        what = f"Cut {info.cut} of {info.run}: epoch" if cut else "Epoch"
+        typer.echo(f"{what} {info.epoch} is saved in {info.tensors_path}.")
 
 
 async def _save(peer: Peer, group: str, to: Path, saved: list[BackupInfo]) -> None:
@@ -157,8 +169,27 @@ async def _save(peer: Peer, group: str, to: Path, saved: list[BackupInfo]) -> No
         await viewer.close()
 
 
-def _write(backups: Backups, fetched: Any) -> BackupInfo:
-    return backups.save(fetched.snapshot, epoch=fetched.epoch, made_at=fetched.made_at)
+async def _save_cut(peer: Peer, to: Path, saved: list[BackupInfo]) -> None:
+    """Each group's part goes where a peer keeps its backups: so the folder can be listed, verified and resumed from."""
+    from potluck.cli import console
+
+    viewing = await console.import_slowly("potluck.training.trainer.viewing")
+    from potluck.state.backups import BackupConfig, Backups, backup_folder
+
+    with console.err.status("waiting for a cut, and fetching it"):
+        number, parts = await viewing.fetch_cut(peer)
+    try:
+        for group, held in parts.items():
+            scope = peer.session.subjects.of_group(group).scope
+            backups = Backups(backup_folder(to, group), BackupConfig(keep_last=10**6), run=scope)
+            saved.append(await asyncio.to_thread(_write, backups, held, number))
+    finally:
+        for held in parts.values():
+            held.snapshot.release()
+
+
+def _write(backups: Backups, fetched: FetchedState | Held, cut: int = 0) -> BackupInfo:
+    return backups.save(fetched.snapshot, epoch=fetched.epoch, made_at=fetched.made_at, cut=cut)
 
 
 @app.command("export")

@@ -44,9 +44,7 @@ def init(
     is_copy = (Path(recipe) / "run.toml").is_file()
     if is_copy and data is not None:
         raise ConfigurationError(f"the run.toml of {recipe} names its own data: leave out --data")
-    files = (
-        copied(name, Path(recipe)) if is_copy else files_of_a_run(name, recipe, data.name if data is not None else "")
-    )
+    files = copied(name, Path(recipe)) if is_copy else files_of_a_run(name, recipe, data)
     there = [file for file in files if (folder / file).exists()]
     if there and not force:
         raise ConfigurationError(f"{folder} has {' and '.join(there)} already: choose another folder, or --force")
@@ -66,7 +64,7 @@ def init(
     written = [*files, *([data.name] if data is not None else [])]
     typer.echo(f"Wrote {', '.join(str(folder / file) for file in written)}.")
     if RECIPE_FILE in files:
-        typer.echo(f"Change {folder / RECIPE_FILE} as you like; the host serves it to whoever joins.")
+        typer.echo(f"Change {folder / RECIPE_FILE} as you like; the host serves it to all who join.")
     if data is None and not is_copy and (needed := data_of_recipe(recipe)):
         typer.echo(f"Put your own data into {folder / needed}, or name them in {folder / 'run.toml'}.")
     typer.echo(f"Start the run:  potluck host {folder}")

@@ -45,7 +45,7 @@ def host(
     """
     from potluck.cli import console
     from potluck.cli.folders import run_folder
-    from potluck.cli.host import Backing, Work, _dashboard_options, _serve
+    from potluck.cli.hosting import Backing, Work, dashboard_options, serve
     from potluck.hub.guard.guard import GuardConfig
     from potluck.hub.server.configuration import HubConfig
     from potluck.hub.subjects import check_run_name
@@ -68,10 +68,10 @@ def host(
     work = Work(
         run_file=None,
         backups=Backing(every_epochs=10, keep_last=3, keep_every=0, upload_to=""),
-        dashboard=_dashboard_options(config, dashboard, listen, dashboard_port, ()),
+        dashboard=dashboard_options(config, dashboard, listen, dashboard_port, ()),
         announce=_announce,
     )
-    console.run(console.until_interrupted(lambda stop: _serve(Host(config), work, stop, as_json)))
+    console.run(console.until_interrupted(lambda stop: serve(Host(config), work, stop, as_json)))
 
 
 async def _announce(host: Host, as_json: bool) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from potluck.training.manifest.steering import Steering
 
 T = TypeVar("T")
-MOST_SHOWN = 10  # of those whom a name could mean
+MOST_SHOWN = 10  # peers that a name could mean
 
 app = typer.Typer(
     help="Who may take part: invites, requests, members, bans. On the machine that hosts the run.",
@@ -29,7 +29,7 @@ app = typer.Typer(
 Run = Annotated[str, typer.Option("--run", help="The run's name; unless given, that of the run.toml in this folder.")]
 Folder = Annotated[Path | None, typer.Option(help="The folder of the run, if it has one of its own.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
-Reason = Annotated[str, typer.Option(help="Told to whom it concerns.")]
+Reason = Annotated[str, typer.Option(help="Shown to the member.")]
 Peer = Annotated[str, typer.Argument(help="The peer's name, or its id, or the beginning of that, if it is clear.")]
 
 
@@ -256,7 +256,7 @@ def ban(
 
 @app.command("unban")
 def unban(
-    target: Annotated[str, typer.Argument(help="Whom to forgive: a peer's name or id, or a person.")],
+    target: Annotated[str, typer.Argument(help="Who is forgiven: a peer's name or id, or a person.")],
     run: Run = "",
     folder: Folder = None,
     as_json: AsJson = False,
@@ -405,8 +405,8 @@ def _one(known: list[Candidate], wanted: str, listing: str) -> str:
             "Give more of the id"
         )
     raise ConfigurationError(
-        f"no peer listed is called {wanted!r} or has an id that starts so: the list ({listing}) shows whom you can "
-        "name, or give the whole id"
+        f"no peer listed is called {wanted!r} or has an id that starts so: the list ({listing}) shows the names. Or "
+        "give the whole id"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,26 +66,22 @@ def _say(text: str, as_json: bool, **about: Any) -> None:
 
 async def _overview(peer: Peer) -> dict[str, Any]:
     from potluck.errors import DeadlineExceededError
-    from potluck.messages import decode
-    from potluck.training.staged.overview import OVERVIEW_TOPIC, Overview
+    from potluck.monitor.pipelinenews import PipelineNews
 
-    session = peer.session
-    coming: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-
-    def told(delivery: Any) -> None:
-        if not coming.done():
-            coming.set_result(json.loads(decode(Overview, delivery.payload).text))
-
-    subscription = await session.hub.subscribe(session.subjects.news("*", OVERVIEW_TOPIC), told)
+    coming = asyncio.Event()
+    news = PipelineNews(peer.session, coming.set)
+    await news.start()
     try:
         async with asyncio.timeout(LOOK_SECONDS):
-            return await coming
+            await coming.wait()
+        assert news.newest is not None
+        return news.newest.as_json()
     except TimeoutError:
         raise DeadlineExceededError(
             f"no conductor has said anything for {LOOK_SECONDS:.0f} s: the run has no [pipeline], or its host is away"
         ) from None
     finally:
-        await subscription.cancel()
+        await news.close()
 
 
 def _show(found: dict[str, Any], names: dict[str, str], as_json: bool) -> None:
@@ -113,11 +108,24 @@ def _show(found: dict[str, Any], names: dict[str, str], as_json: bool) -> None:
                 "does": ", ".join(roles) or "waits",
                 "blocks": len(about["standing"]),
                 "loading": len(about["loading"]),
+                "waiting": about["waiting"] or "",
                 "samples/s": f"{about['rate']:.1f}" if about["rate"] else "",
                 "why": about["why"],
             }
         )
     console.show_table(rows, empty="Nobody is there.")
+    for stage, row in enumerate(found["rows"]):
+        if row["is_bottleneck"]:
+            text = f"The bottleneck is stage {stage}: {row['samples_per_second']:.1f} samples per second."
+            console.out.print(text, markup=False, highlight=False)
+    checks = found["checks"]
+    if checks["made"] or checks["not_possible"]:
+        text = (
+            f"Spot checks: {checks['made']}, of which {checks['failed']} failed; {checks['not_possible']} not possible."
+        )
+        console.out.print(text, markup=False, highlight=False)
+    for peer, reason in checks["excluded"].items():
+        console.out.print(f"{names.get(peer, '') or peer[:8]} is excluded: {reason}", markup=False, highlight=False)
     for line in found["morphs"]:
         console.out.print(line, markup=False, highlight=False)
     for move in found["moves"]:

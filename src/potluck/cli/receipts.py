@@ -20,7 +20,7 @@ def receipts(
         list[Path] | None, typer.Argument(metavar="FILE…", help="Receipts to check; else those of this machine.")
     ] = None,
     link: Annotated[
-        str, typer.Option(help="The run's join link: checks too that whoever signed did coordinate that run.")
+        str, typer.Option(help="The run's join link: checks too that the signer did coordinate that run.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:

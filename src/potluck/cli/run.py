@@ -144,7 +144,7 @@ def rollback(
         typer.echo(f"The run went back to epoch {to}, and is at epoch {commit.epoch} with that state{others}.")
     else:
         typer.echo(
-            f"Ordered: back to epoch {to}{others}. Nobody has carried it out yet; whoever coordinates next will. See "
+            f"Ordered: back to epoch {to}{others}. Nobody has carried it out yet; the next coordinator will. See "
             "`potluck run show`."
         )
 

@@ -98,7 +98,7 @@ def run_participant(
 
     async def work(stop: asyncio.Event) -> None:
         if "trainer" in roles:
-            await _check_choices(training)
+            await check_choices(training)
         await part.play(stop)
 
     console.run(console.until_interrupted(work))
@@ -181,7 +181,7 @@ class Part:
             if peer.session.card.role == "trainer":
                 await train(peer, self.training, self.backups, stop, as_json)
             elif peer.session.card.role == "aux":
-                await help_others(peer, self.backups, stop)
+                await help_others(peer, self.training, self.backups, stop, as_json)
             else:
                 await console.unless_stopped(until_ended(peer), stop)
         finally:
@@ -190,7 +190,7 @@ class Part:
             end_hub()
 
 
-async def _check_choices(training: TrainOptions) -> None:
+async def check_choices(training: TrainOptions) -> None:
     """Look at what a trainer has named, before anybody is looked for; ConfigurationError where it cannot be used."""
     from potluck.cli import console
     from potluck.recipes.reference import compile_source, read_source

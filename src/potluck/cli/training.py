@@ -99,18 +99,46 @@ def _train_config(options: TrainOptions, state: StateConfig, manifest: Manifest)
     )
 
 
-async def help_others(peer: Peer, backups: BackupOptions | None, stop: asyncio.Event) -> None:
-    """Reduce for the trainers, and coordinate if this peer may, until `stop` or the end of our membership."""
+async def help_others(
+    peer: Peer, options: TrainOptions, backups: BackupOptions | None, stop: asyncio.Event, as_json: bool
+) -> None:
+    """Reduce for the trainers, and coordinate if this peer may, until `stop` or the end of our membership.
+
+    In a pipeline nobody reduces: it holds the stages that only one server has.
+    """
     from potluck.cli import console
     from potluck.cli.joining import until_ended
 
     module = await console.import_slowly("potluck.training.trainer.auxiliarywork")
+    if await _listen_in_pipeline(peer, options, stop, as_json):
+        return
     state = _state_config(backups, peer.session.subjects.run, peer.peer_id)
     helper: AuxiliaryWork = await module.AuxiliaryWork.start(peer, state)
     try:
         await console.unless_stopped(until_ended(peer), stop)
     finally:
         await helper.close()
+
+
+async def _listen_in_pipeline(peer: Peer, options: TrainOptions, stop: asyncio.Event, as_json: bool) -> bool:
+    """Whether the run is a pipeline; if so, it is over when this returns."""
+    from potluck.cli.requirements import see_to
+    from potluck.cli.staged import take_stage
+    from potluck.training.manifest.noticeboard import NoticeBoard
+
+    board = NoticeBoard.of(peer.session)
+    try:
+        await board.start()
+        manifest = board.manifest
+        if manifest is None or manifest.pipeline is None:
+            return False
+        if (link := peer.config.link) is not None:
+            own_copy = options.recipe is not None
+            await asyncio.to_thread(see_to, manifest, link, yes=options.yes, as_json=as_json, own_copy=own_copy)
+        await take_stage(peer, board, manifest, options, stop, as_json, only_listens=True)
+        return True
+    finally:
+        await board.close()
 
 
 def _state_config(backups: BackupOptions | None, run: str, peer_id: str) -> StateConfig:

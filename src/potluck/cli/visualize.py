@@ -48,7 +48,7 @@ def visualize(
     console.set_up_logging(verbose)
 
     async def watch(peer: Peer, stop: asyncio.Event) -> None:
-        await console.unless_stopped(_unless_ended(peer, _watch(peer, recipe, every, once, as_json)), stop)
+        await console.unless_stopped(unless_ended(peer, _watch(peer, recipe, every, once, as_json)), stop)
 
     observe(parse_link(link, "potluck visualize"), "visualizer", identity_path, as_json, watch)
 
@@ -70,13 +70,13 @@ async def _watch(peer: Peer, recipe_file: Path | None, every: int, once: bool, a
 
         recipe = open_recipe(manifest.recipe, manifest.model, recipe_file, manifest.files)
         recipe.data = data_at(recipe, manifest, viewer.lineage.epoch)
-        await _keep_showing(viewer, recipe, every, once, as_json)
+        await keep_showing(viewer, recipe, every, once, as_json)
     finally:
         await viewer.close()
         await board.close()
 
 
-async def _unless_ended(peer: Peer, work: Coroutine[Any, Any, None]) -> None:
+async def unless_ended(peer: Peer, work: Coroutine[Any, Any, None]) -> None:
     """Do the work; if our membership ends first, raise why."""
     from potluck import tasks
 
@@ -89,7 +89,7 @@ async def _unless_ended(peer: Peer, work: Coroutine[Any, Any, None]) -> None:
             await tasks.end(task)
 
 
-async def _keep_showing(viewer: StateViewer, recipe: Any, every: int, once: bool, as_json: bool) -> None:
+async def keep_showing(viewer: StateViewer, recipe: Any, every: int, once: bool, as_json: bool) -> None:
     from potluck.errors import RetryableError
 
     epoch = 1

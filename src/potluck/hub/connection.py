@@ -41,7 +41,7 @@ class Subscription(Protocol):
     """A live interest in a subject or a store."""
 
     async def cancel(self) -> None:
-        """Stop delivery. Calling it twice does no harm."""
+        """Stop delivery. Idempotent."""
         ...
 
 
@@ -77,7 +77,7 @@ class Store(Protocol):
         ...
 
     async def delete(self, key: str, *, expected: int | None = None) -> None:
-        """Delete a key; a missing one does no harm. `expected` as in `put`."""
+        """Delete a key; a missing one is no error. `expected` as in `put`."""
         ...
 
     async def watch(self, handler: Callable[[Entry], None], prefix: str = "") -> Subscription:
@@ -121,5 +121,5 @@ class HubConnection(Protocol):
         ...
 
     async def close(self) -> None:
-        """Flush, then disconnect. Calling it twice does no harm."""
+        """Flush, then disconnect. Idempotent."""
         ...

@@ -1,7 +1,7 @@
 """The hub's own keys: made on first start, kept for the life of the run.
 
 All are nkeys (Ed25519). The account key signs what the guard decides; the guard and system users are the only ones that
-the server's configuration names; the organiser is an ordinary member whom the guard lets do everything.
+the server's configuration names; the organiser is an ordinary member that may do everything.
 """
 
 from __future__ import annotations

@@ -85,4 +85,4 @@ class CardAnswer(Message, frozen=True, kw_only=True):
     accepted: bool
     message: str = ""  # why not: a newer process has taken this peer's place, or the role is not allowed
     banned: bool = False  # that is why; it may be told before the connection is cut
-    refused_groups: tuple[str, ...] = ()  # of those in the card: it was accepted without them
+    refused_groups: tuple[str, ...] = ()  # of those in the card: it was accepted without them, and the message says why

@@ -61,7 +61,7 @@ STORES: tuple[StoreDefinition, ...] = (
     StoreDefinition(name="bans", description="who may not", expires=True),
     StoreDefinition(name="invites", description="invites and how often they were used", expires=True),
     StoreDefinition(name="requests", description="requests for access that wait for an organiser", expires=True),
-    StoreDefinition(name="policy", description="whom the run lets in without an invite", expires=True),
+    StoreDefinition(name="policy", description="who may join the run without an invite", expires=True),
     StoreDefinition(name="queues", description="queues and topics, and their limits", expires=True),
     StoreDefinition(name="fleet", description="the jobs of a fleet's machines", readers="all"),
     StoreDefinition(name="roster", description="who is present; the guard's word", readers="all", expires=True),

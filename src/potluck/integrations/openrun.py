@@ -37,7 +37,7 @@ TELL_LOSS_SECONDS = 1.0  # at most so often: reading it waits for the device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinConfig:
-    """Which run, and as whom."""
+    """Which run, and with which identity."""
 
     initial_peers: str | Sequence[str] | None = None
     """The join link; hivemind's name for what leads to a run."""
@@ -228,6 +228,6 @@ def _tell(link: str) -> None:
     sys.stdout.write(
         "Potluck: others join this run by starting the same program with\n"
         f"  POTLUCK_LINK='{link}'\n"
-        "in their environment, or with that link as initial_peers. Whoever has the link is trusted with the run.\n"
+        "in their environment, or with that link as initial_peers. Everyone who has the link is trusted with the run.\n"
     )
     sys.stdout.flush()

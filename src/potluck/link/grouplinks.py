@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from potluck.link.carrier import Buffer
 from potluck.link.channel.sendreceipt import SendReceipt
 from potluck.link.dispatch import Handler, Incoming
-from potluck.link.links import Links, urgency_of_message
+from potluck.link.links import Links
+from potluck.link.sendqueue import SendQueue
 from potluck.link.stream import Stream
 from potluck.link.streams import StreamHandler
 from potluck.messages import Message
@@ -27,27 +28,31 @@ class GroupLinks:
 
     def __init__(self, links: Links, group: str = "") -> None:
         """`group` is a token of the wire: empty for the run's main group."""
+        self.group = group
         self._links = links
-        self._group = group
         self._handled: list[type[Message]] = []
 
     def handle(self, kind: type[M], handler: Handler[M]) -> None:
         """As `Links.handle`."""
-        self._links.handle(kind, handler, group=self._group)
+        self._links.handle(kind, handler, group=self.group)
         self._handled.append(kind)
 
     def handle_stream(self, kind: type[Message], handler: StreamHandler) -> None:
         """As `Links.handle_stream`."""
-        self._links.handle_stream(kind, handler, group=self._group)
+        self._links.handle_stream(kind, handler, group=self.group)
         self._handled.append(kind)
 
     async def send(
         self, peer: str, message: Message, frames: Sequence[Buffer] = (), *, timeout_seconds: float, bulk: bool = False
     ) -> SendReceipt:
         """As `Links.send`."""
-        return await self._links.queue_to(peer).send(
-            message, frames, group=self._group, urgency=urgency_of_message(bulk), timeout_seconds=timeout_seconds
+        return await self._links.send(
+            peer, message, frames, timeout_seconds=timeout_seconds, bulk=bulk, group=self.group
         )
+
+    def queue_to(self, peer: str) -> SendQueue:
+        """As `Links.queue_to`, for what sends much: name the group with each message."""
+        return self._links.queue_to(peer)
 
     def request(
         self,
@@ -61,14 +66,14 @@ class GroupLinks:
     ) -> Coroutine[Any, Any, Incoming[M]]:
         """As `Links.request`."""
         return self._links.request(
-            peer, message, frames, reply=reply, timeout_seconds=timeout_seconds, bulk=bulk, group=self._group
+            peer, message, frames, reply=reply, timeout_seconds=timeout_seconds, bulk=bulk, group=self.group
         )
 
     def open_stream(
         self, peer: str, message: Message, frames: Sequence[Buffer] = (), *, timeout_seconds: float
     ) -> Coroutine[Any, Any, Stream]:
         """As `Links.open_stream`."""
-        return self._links.open_stream(peer, message, frames, timeout_seconds=timeout_seconds, group=self._group)
+        return self._links.open_stream(peer, message, frames, timeout_seconds=timeout_seconds, group=self.group)
 
     def flush(self, peer: str, *, timeout_seconds: float) -> Awaitable[None]:
         """As `Links.flush`: also what other groups have queued for the peer."""
@@ -89,4 +94,4 @@ class GroupLinks:
     def close(self) -> None:
         """Handle nothing more for this group. Idempotent."""
         while self._handled:
-            self._links.unhandle(self._handled.pop(), group=self._group)
+            self._links.unhandle(self._handled.pop(), group=self.group)

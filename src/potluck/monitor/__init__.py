@@ -1,7 +1,7 @@
 """Watching a run: what its beacons, its roster and its lineage say, put together.
 
 view.py      RunView: the run as it is now (pure)
-alarms.py    what is wrong with it, and what to do (pure)
+alarms.py    what is wrong with it, and what to do (pure); cutalarm.py: whether cuts become safe
 watcher.py   follows a run over the hub, and keeps a view of it
 past.py      how the run has gone (pure); series.py: a million points as a few hundred
 follower.py  follows all that a page shows: the run now, its past, the manifest, who gave how much

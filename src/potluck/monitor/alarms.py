@@ -15,6 +15,7 @@ from typing import Literal
 
 from potluck.errors import ConfigurationError
 from potluck.hub.presence import Beacon, Presence
+from potluck.monitor.cutalarm import CutAlarm
 from potluck.round.plan.messages import Commit, CommittedMember
 from potluck.run.hostnews import FRESH_SECONDS, HostNews
 from potluck.state.announcement import Kept
@@ -30,6 +31,7 @@ Kind = Literal[
     "hub server",
     "states differ",
     "no backup",
+    "no cut",
 ]
 HOST_KINDS: tuple[Kind, ...] = ("disk", "hub server")
 
@@ -74,6 +76,9 @@ class AlarmConfig:
     backup_epochs: int = 30
     """… nor while so few epochs pass."""
 
+    cut_seconds: float = 1200.0
+    """So long a cut may take to be on trusted disks, where lines are slow."""
+
     def __post_init__(self) -> None:
         if self.loss_window < 2 or self.loss_factor <= 1.0 or self.dropped_epochs < 1 or self.deaths < 1:
             raise ConfigurationError(f"{self}: windows need 2 epochs, the factor is above 1, and counts are at least 1")
@@ -112,6 +117,8 @@ class Alarms:
     """What is wrong with one run, as far as a watcher can tell."""
 
     config: AlarmConfig = field(default_factory=AlarmConfig)
+    cuts: CutAlarm = field(default_factory=CutAlarm)
+    """To be told of groups beside `main`, and of cuts."""
     _peers: dict[str, _Peer] = field(default_factory=dict)
     _names: dict[str, str] = field(default_factory=dict)
     _commits: deque[tuple[float, Commit]] = field(default_factory=lambda: deque(maxlen=RECENT_EPOCHS))
@@ -204,6 +211,7 @@ class Alarms:
             *self._dropped(now),
             *self._troubles(),
             *self._no_backup(now),
+            *self._no_cut(now),
             *self._claims(),
             *self._host_troubles(now),
         ]
@@ -329,6 +337,10 @@ class Alarms:
             "(potluck aux, invited with --trusted)"
         )
         yield ("no backup", ""), text
+
+    def _no_cut(self, now: float) -> Iterator[tuple[tuple[Kind, str], str]]:
+        if text := self.cuts.text(now, self.config.cut_seconds):
+            yield ("no cut", ""), text
 
     def _claims(self) -> Iterator[tuple[tuple[Kind, str], str]]:
         """Who says to have made more samples than can be: once is enough where it is far more."""

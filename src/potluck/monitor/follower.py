@@ -14,6 +14,7 @@ from potluck.hub.connection import Entry, Subscription
 from potluck.messages import Message, decode
 from potluck.monitor.fleetnews import FleetNews
 from potluck.monitor.past import Past
+from potluck.monitor.pipelinenews import PipelineNews
 from potluck.monitor.watcher import Watcher
 from potluck.paths.phasebook import PHASES_KEY, PhaseBook
 from potluck.peer.session import Session
@@ -42,6 +43,7 @@ class RunFollower:
         self.book = ContributionBook()
         self.ballot = Ballot()
         self.fleet = FleetNews(session)
+        self.pipeline = PipelineNews(session)
         self.phases: PhaseBook | None = None
         """Who trains which path, where the run has paths."""
         self.counts: Counter[str] = Counter()
@@ -59,6 +61,7 @@ class RunFollower:
             await self.watcher.start()
             await self._start_stores()
             await self.fleet.start()
+            await self.pipeline.start()
         except BaseException:
             await self.close()
             raise
@@ -71,6 +74,7 @@ class RunFollower:
         for subscription in subscriptions:
             await subscription.cancel()
         await self.fleet.close()
+        await self.pipeline.close()
         await self.watcher.close()
 
     @property

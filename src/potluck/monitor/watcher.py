@@ -85,6 +85,7 @@ class Watcher:
         follow(await hub.store(GROUPS).watch(self._group_changed, "g."))
         self._cuts.listen(self._cut_changed)
         await self._cuts.start()
+        follow(await self._cuts.watch_parts(self._alarms.cuts.part_told))
         await self._lineage.start()
         await self.board.start()
 
@@ -142,11 +143,13 @@ class Watcher:
                 if head.commit is not None:
                     commit = read_commit(head.commit, self._session.subjects.of_group(group).scope)
                     self.view.group_committed(group, commit)
+                    self._alarms.cuts.group_committed(group, commit.epoch)
         except (ProtocolError, ConfigurationError):
             self.counts["bad_groups"] += 1
 
     def _cut_changed(self) -> None:
         self.view.cut = self._cuts.latest()
+        self._alarms.cuts.cuts_changed(self._cuts.last_number, self.view.cut, self._session.clock.monotonic())
 
     def _preview_changed(self, entry: Entry) -> None:
         if entry.value is None:

@@ -118,7 +118,7 @@ class DiLoCoConfig:
 
     gather: GatherConfig = field(default_factory=GatherConfig)
     """*run* How rounds are planned where this peer coordinates: aggregator, who may reduce, audits. A host that
-    coordinates plans by its manifest, or by what is usual: whom to trust is not for trainers to say."""
+    coordinates plans by its manifest, or by what is usual: trust is not for trainers to decide."""
 
     def __post_init__(self) -> None:
         check_group_name(self.group)

@@ -201,7 +201,7 @@ class Recovery:
             self.keep()
 
     async def stop_listening(self) -> None:
-        """On the event loop, when the run is left. Calling it twice does no harm."""
+        """On the event loop, when the run is left. Idempotent."""
         listener, self._listener = self._listener, None
         if listener is not None:
             await listener.close()

@@ -129,12 +129,9 @@ class GroupSession:
         if self.group not in self.card.groups:
             self.whole.update_card(groups=(*self.card.groups, self.group))
             await self.whole.card_accepted(timeout_seconds)
-        if self.group in self.whole.refused_groups:
+        if (reason := self.whole.refused_groups.get(self.group)) is not None:
             self.whole.update_card(groups=tuple(group for group in self.card.groups if group != self.group))
-            raise AccessError(
-                f"this peer may not be in the group {self.group!r} of run {self.subjects.run}: its invite does not "
-                "name that group. Ask an organiser for a link that does (potluck members invite --group …)"
-            )
+            raise AccessError(f"this peer may not be in the group {self.group!r} of run {self.subjects.run}: {reason}")
         await self._until_present(timeout_seconds)
 
     async def leave(self, timeout_seconds: float) -> None:

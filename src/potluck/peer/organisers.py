@@ -1,6 +1,6 @@
 """Whose word counts for a run: the organiser's key, as the join link names it or as it was seen first.
 
-Everybody checks that the manifest is signed. By whom it must be signed, the join link says; where an older link does
+Everybody checks that the manifest is signed. The join link says by which key; where an older link does
 not, the key that this machine sees first is remembered, in a file beside the identities, and another one is refused.
 """
 

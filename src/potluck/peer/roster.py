@@ -27,7 +27,7 @@ class RosterEvent:
 
     @property
     def peer(self) -> str:
-        """Whom it happened to."""
+        """The peer that it happened to."""
         return self.presence.peer
 
 

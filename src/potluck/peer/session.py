@@ -100,8 +100,8 @@ class Session:
         """Done when the session is over: with the reason, or with None once `close` was called."""
         self._connect = connect
         self._card = with_link_proof(card, subjects.run, identity.peer_id, identity.sign)
-        self.refused_groups: tuple[str, ...] = ()
-        """Of those in the card: the hub has accepted it without them."""
+        self.refused_groups: dict[str, str] = {}
+        """Of those in the card: the hub has accepted it without them, for this reason."""
         self._beacons = {MAIN: Beacon(session=card.session)}  # by group; that of `main` is the sign of life
         self._hub: HubConnection | None = None
         self._heartbeat: Heartbeat | None = None
@@ -285,7 +285,7 @@ class Session:
         if self._counts["forged_link_keys"].bit_count() == 1:  # the 1st, 2nd, 4th, …
             logger.warning(
                 "the hub shows a link key of %s that this peer has not signed: nothing is exchanged with it. It may "
-                "run an older version; or whoever runs the hub wants to listen in",
+                "run an older version; or the hub's owner wants to listen in",
                 peer,
             )
         return msgspec.structs.replace(presence, card=msgspec.structs.replace(card, link_key="", link_proof=b""))
@@ -338,7 +338,7 @@ class Session:
         except BaseException:
             self._card_waiters += waiters
             raise
-        self.refused_groups = answer.refused_groups
+        self.refused_groups = dict.fromkeys(answer.refused_groups, answer.message)
         self._counts["cards"] += 1
         for waiter in waiters:
             if not waiter.done():

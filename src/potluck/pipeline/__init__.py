@@ -7,6 +7,7 @@ Pure, no I/O:
     stepledger.py   one step: each micro-batch counts once in each stage, the step commits once
     rebalancing.py  where newcomers go, and who moves to the bottleneck
     planning.py     the best shape for each number of machines, by simulation
+    judging.py      spot checks: who is checked by whom, what is rounding, who is excluded
 
 What is computed and held:
     blocks.py       a model as blocks: cut, ties, seeded dropout
@@ -21,10 +22,14 @@ Who does it, on links:
     pushing.py      handing a micro-batch to whichever server has room
     serving.py      a stage's server
     feeding.py      a feeder
+    witnessing.py   what passed between a server and its neighbours, told to its verifier
+    verifying.py    a verifier: computes again what a server did       arithmetic.py   how a machine rounds
     averaging.py    StageGroup: the average of a unit, all or nothing
     transfer.py     a unit's state from one peer to another
     stepping.py     one step: carries out the ledger
-    conducting.py   the conductor: one step after the other; who does what; goes back to a cut
+    conducting.py   the conductor: one step after the other; new layouts; goes back to a cut
+    roll.py         who is there, what each has and is to hold      saving.py   when a cut is made, and of what
+    showing.py      what people see of it                           flows.py    where micro-batches flow
     book.py         the run's record: one compare-and-set for each commit
     member.py       one peer's part, whole                         following.py   who conducts
 """

@@ -148,6 +148,16 @@ class LinkedGroup:
         )
         return average, UnitAverage(unit=task.unit, digest=digest, squared_norm=squared, contributions=contributions)
 
+    def claims(self, step: int, attempt: int, server: str) -> dict[tuple[int, int], tuple[tuple[int, ...], Tensor]]:
+        """What a server contributed, by unit and stage: its ids, and its sum."""
+        return {
+            (unit, stage): (gathered.ids[name, stage], total)
+            for (at, tried, unit), gathered in self._gathered.items()
+            if (at, tried) == (step, attempt)
+            for (name, stage), total in gathered.totals.items()
+            if name == server
+        }
+
     async def _send(self, peer: str, task: AverageTask, share: Share, timeout_seconds: float) -> None:
         values = share.total if share.ids else share.total[:0]  # who added nothing says so
         for offset in range(0, max(len(values), 1), PART_VALUES):

@@ -13,7 +13,7 @@ import msgspec
 from potluck.errors import FatalError, RevisionConflictError
 from potluck.hub.connection import Store
 from potluck.messages import Message, decode, encode
-from potluck.pipeline.messages import Blocks, CommitNotice, Count, Place, Words
+from potluck.pipeline.messages import Blocks, CommitNotice, Count, Name, Place, Words
 
 KEY = "pipeline.record"
 
@@ -37,6 +37,8 @@ class RunRecord(Message, frozen=True, kw_only=True):
     """The newest cut that is whole on disk; negative: none."""
     morphs: Annotated[tuple[Words, ...], msgspec.Meta(max_length=16)] = ()
     """The latest changes of the layout, with their reasons."""
+    excluded: Annotated[tuple[tuple[Name, Words], ...], msgspec.Meta(max_length=64)] = ()
+    """Who lied, and how it was found out."""
     losses: Annotated[tuple[tuple[Count, float], ...], msgspec.Meta(max_length=512)] = ()
     """Of some steps, evenly spread: for people to look at."""
 

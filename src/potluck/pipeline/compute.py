@@ -47,6 +47,8 @@ class StageCompute:
     """What graphs may take, where recomputation is automatic."""
     step: int = -1
     attempt: int = 0
+    valid_from: int = 0
+    """The first attempt of which sums count in this step."""
     num_recomputed: int = 0
     _kept: dict[Key, _Kept] = field(default_factory=dict)
     _added: dict[int, float] = field(default_factory=dict)  # micro-batch -> its loss
@@ -66,10 +68,14 @@ class StageCompute:
 
     # The fence
 
-    def fence(self, step: int, attempt: int) -> dict[int, float]:
-        """From now on only this attempt counts; returns what was added in this step, with its loss."""
+    def fence(self, step: int, attempt: int, valid_from: int = 0) -> dict[int, float]:
+        """From now on only this attempt counts; returns what was added in this step, with its loss.
+
+        Where `valid_from` is new, what was added so far is forgotten.
+        """
         with self._lock:
-            if step != self.step:
+            if step != self.step or valid_from > self.valid_from:
+                self.valid_from = valid_from
                 self._added.clear()
                 for total in self._sums:
                     total.zero_()

@@ -3,9 +3,10 @@
 There is one at a time: the coordinator of `main`, by its lease. All that a successor needs stands in the run's record
 (book.py), and peers enlist anew with whoever conducts. So a conductor may die at any moment.
 
-    enlisted peers ─▶ staffing ─▶ assignments        they load while the run trains on
-    at each boundary: who can serve now? a new layout counts once its servers are ready
-    a block that nobody has: the run goes back to its newest cut
+    roll.py      enlisted peers ─▶ staffing ─▶ assignments: they load while the run trains on
+    here         at each boundary: who can serve now? a new layout counts once its servers are ready
+                 a block that nobody has: the run goes back to its newest cut
+    stepping.py  the step itself        saving.py  cuts        showing.py  what people see
 """
 
 from __future__ import annotations
@@ -20,38 +21,38 @@ from msgspec.structs import replace
 
 from potluck import tasks
 from potluck.clock import Clock
-from potluck.errors import ConfigurationError, PeerError, PotluckError, RetryableError, RoundFailedError
+from potluck.errors import (
+    PeerError,
+    PotluckError,
+    RetryableError,
+    RoundFailedError,
+)
 from potluck.faultpoints import reach
-from potluck.link.dispatch import Incoming
 from potluck.link.links import Links
-from potluck.peer.roster import Roster, RosterEvent
+from potluck.peer.roster import Roster
 from potluck.pipeline.blocks import units_of
 from potluck.pipeline.blueprint import Blueprint
 from potluck.pipeline.book import Book, RunRecord, with_loss
+from potluck.pipeline.judging import Check, CheckResult, Finding, Judge
 from potluck.pipeline.layout import Layout
 from potluck.pipeline.messages import (
-    Accepted,
     Applied,
-    Assignment,
     CommitNotice,
     Cut,
-    Enlist,
-    Enlisted,
-    Held,
     Locate,
     Located,
     Place,
-    Ready,
-    SaveCut,
-    Saved,
 )
-from potluck.pipeline.staffing import Offer, Plan, Staff, is_ready, servers_now
+from potluck.pipeline.roll import OnEvent, Roll, RunState
+from potluck.pipeline.saving import CutMaker
+from potluck.pipeline.showing import overview
+from potluck.pipeline.staffing import Plan, Staff, is_ready, servers_now
 from potluck.pipeline.stepledger import Commit, LossScale, Member
 from potluck.pipeline.stepping import StageLostError, StepConfig, StepOutcome, StepPlan, StepRunner
 
 logger = logging.getLogger(__name__)
 
-SAVE_SECONDS = 3600.0
+MAX_EXCLUDED = 64
 
 
 class Course(Protocol):
@@ -81,21 +82,6 @@ class ConductorConfig:
     """Between looks at what stands still."""
 
 
-@dataclass
-class _Peer:
-    offer: Enlist
-    standing: frozenset[int] = frozenset()
-    assigned: Assignment | None = None
-    blocks: frozenset[int] = frozenset()
-    """Assigned: what it holds or loads; it hears the averages of their units."""
-    asking: asyncio.Task[None] | None = None
-
-
-def _part_of(assignment: Assignment) -> Assignment:
-    """What of an assignment is news when it changes."""
-    return replace(assignment, step=0, holders=(), last=None)
-
-
 class Conductor:
     """Runs the pipeline while this peer has the lease."""
 
@@ -110,6 +96,7 @@ class Conductor:
         course: Course,
         book: Book,
         term: int = 0,
+        judge: Judge | None = None,
         config: ConductorConfig | None = None,
     ) -> None:
         self._links = links
@@ -121,221 +108,67 @@ class Conductor:
         self._term = term
         self._config = config or ConductorConfig()
         self._runner = StepRunner(links, self._config.step)
-        self._runner.on_held = self._held
-        self._runner.on_fenced = self._fenced
-        self._peers: dict[str, _Peer] = {}
-        self.record = RunRecord()
-        self._plan: Plan | None = None
-        self._running: StepPlan | None = None
-        self._restored_at: int | None = None
+        self._state = RunState(RunRecord())
+        self.judge = judge or Judge(rate=0.0)
+        seconds = self._config.request_seconds
+        self.roll = Roll(links, roster, clock, blueprint, staff, self.judge, self._state, request_seconds=seconds)
+        self.roll.on_gone = self._runner.gone
+        self.roll.on_feeder = self._runner.feeder_came
+        self._cuts = CutMaker(links, self.roll, self._state, self._write, self._settle)
+        self._runner.on_held = self.roll.held
+        self._runner.on_fenced = self._cuts.fenced
+        self._runner.on_checked = self._checked
+        self._step_seconds = 0.0
         self._lost_since: float | None = None
-        self._has_stepped = False
-        self._saving: asyncio.Task[None] | None = None
-        self._cut_due: tuple[str, SaveCut] | None = None
-        self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._started_at = clock.monotonic()
         self._told = ""
-        self.on_event: Callable[[str, Mapping[str, Any]], None] = lambda event, about: None
-        """For people: waiting, step, morph, move, lost, restored, saved."""
-        self._unlisten = roster.listen(self._roster_changed)
-        links.handle(Enlist, self._enlist)
-        links.handle(Ready, self._ready)
 
     async def close(self) -> None:
         """Conduct no more. Idempotent."""
-        self._unlisten()
         self._runner.close()
-        self._links.unhandle(Enlist)
-        self._links.unhandle(Ready)
-        await tasks.end(*self._tasks, self._saving)
+        await self.roll.close()
+        await self._cuts.close()
+        await tasks.end(*self._tasks)
 
-    # Who is there
+    @property
+    def on_event(self) -> OnEvent:
+        """For people: waiting, step, morph, move, lost, restored, saved, check failed, excluded."""
+        return self.roll.on_event
 
-    def _enlist(self, incoming: Incoming[Enlist]) -> Enlisted:
-        offer, sender = incoming.message, incoming.sender
-        num_stages = self._staff.layout_for(max(1, len(self._staff.servers))).num_stages
-        if sender not in self._peers and any(stage >= num_stages for stage in offer.stages):
-            raise ConfigurationError(
-                f"--stage {offer.stages[0]}: there are stages 0 to {num_stages - 1}. Leave it out, and the run chooses"
-            )
-        known = self._peers.get(sender)
-        if known is None:
-            known = self._peers[sender] = _Peer(offer)
-        known.offer = offer
-        self._note_standing(sender, offer.life, offer.at_step, offer.standing)
-        self._staff.offer(
-            sender,
-            Offer(
-                serves=offer.serves,
-                stages=offer.stages,
-                feeds=offer.feeds,
-                listens=offer.listens,
-                room_bytes=offer.room_bytes,
-                rate=self._rate_of(sender, offer),
-                is_leaving=offer.is_leaving,
-                standing=known.standing,
-            ),
-        )
-        self._offer_feeders()
-        self._restaff()
-        return Enlisted(step=self.record.step)
+    @on_event.setter
+    def on_event(self, told: OnEvent) -> None:
+        self.roll.on_event = told
 
-    def _rate_of(self, peer: str, offer: Enlist) -> float:
-        """Compared with a machine that takes a block's cost in seconds; 0 until it is measured."""
-        layout = self.layout
-        stages = self._plan.serves.get(peer, ()) if self._plan is not None else ()
-        if offer.rate <= 0 or layout is None or not stages or max(stages) >= layout.num_stages:
-            return self._staff.offers[peer].rate if peer in self._staff.offers else 0.0
-        costs = [sum(self._staff.costs[block] for block in layout.blocks_of(stage)) for stage in stages]
-        return offer.rate * sum(costs) / len(costs)
+    @property
+    def record(self) -> RunRecord:
+        """How far the run is."""
+        return self._state.record
 
-    def _note_standing(self, name: str, life: int, step: int, standing: tuple[int, ...]) -> None:
-        """What a peer says may be older than what we know: of an earlier step it says nothing about this one."""
-        known = self._peers[name]
-        if life != self.record.life:
-            known.standing = frozenset()
-        elif step == self.record.step or (step == self.record.step - 1 and not self._has_stepped):
-            # A new conductor's peers may not have heard of the last commit: they do with its first fence.
-            known.standing = self._lasting(name, standing)
-
-    def _lasting(self, name: str, standing: Iterable[int]) -> frozenset[int]:
-        """Of the blocks that stand at a peer, those that will after this step: it hears the averages of their units.
-
-        One that gets a state in the middle of a step that it has no part in is behind as soon as the step is over. To
-        count on it would leave it out of the next step, again and again, and let others forget what they alone have.
-        """
-        if self._running is None:
-            return frozenset(standing)
-        member = self._running.members.get(name)
-        heard = (member.units if member is not None else None) or frozenset()
-        return frozenset(block for block in standing if heard.issuperset(self._blueprint.units_in([block])))
-
-    def _ready(self, incoming: Incoming[Ready]) -> None:
-        ready = incoming.message
-        if incoming.sender in self._peers:
-            self._note_standing(incoming.sender, ready.life, ready.step, ready.standing)
-            self._restaff()
-
-    def _held(self, member: str, held: Held) -> None:
-        if (known := self._peers.get(member)) is not None:
-            known.standing = self._lasting(member, held.standing if held.at_step == self.record.step else ())
-
-    def _roster_changed(self, event: RosterEvent) -> None:
-        if event.presence.state in ("dead", "left") and event.peer in self._peers:
-            self._gone(event.peer, event.presence.reason or event.presence.state)
-
-    def _gone(self, peer: str, reason: str) -> None:
-        known = self._peers.pop(peer, None)
-        self._staff.gone(peer)
-        self._runner.gone(peer, reason)
-        self._offer_feeders()
-        if known is not None and known.offer.serves:
-            self.on_event("gone", {"peer": peer, "reason": reason})
-        self._restaff()
-
-    # Who does what
+    @record.setter
+    def record(self, record: RunRecord) -> None:
+        self._state.record = record
 
     @property
     def layout(self) -> Layout | None:
         """The one that counts."""
-        return Layout(self._blueprint.num_blocks, self.record.starts) if self.record.starts else None
+        return self.roll.layout
 
-    def _standing(self) -> dict[str, frozenset[int]]:
-        return {name: known.standing for name, known in self._peers.items() if known.standing}
+    async def save_now(self, seconds: float) -> bool:
+        """Save a cut at the next boundary, as before the host leaves; whether one is on disk then."""
+        return await self._cuts.save_now(seconds)
 
-    def _restaff(self) -> None:
-        """Something has changed: plan anew, and tell those whose part is another one now."""
-        plan = self._staff.plan(self._clock.monotonic())
-        if plan is not None:
-            for move in plan.moves:
-                self.on_event("move", {"peer": move.server, "stage": move.target, "reason": move.reason})
-            self._plan = plan
-            now = self._serving()
-            for name in list(self._peers):
-                self._assign(name, plan, now)
-        self._changed.set()
-
-    def _serving(self) -> dict[str, set[int]]:
-        """Blocks that peers are needed for now, whatever the plan says: until the plan's servers have them."""
-        needed: dict[str, set[int]] = {}
-        standing = self._standing()
-        if (layout := self.layout) is None or self._plan is None:
-            return needed
-        for blocks in layout.stages:
-            able = [name for name, held in standing.items() if held.issuperset(blocks)]
-            staying = [name for name in able if self._plan.blocks_of(name).issuperset(blocks)]
-            leaves_plan = layout != self._plan.layout
-            for name in able if not staying or leaves_plan else ():
-                needed.setdefault(name, set()).update(blocks)
-        for block in range(layout.num_blocks):  # the last who has a block keeps it until another one does
-            able = [name for name, held in standing.items() if block in held]
-            if able and not any(block in self._plan.blocks_of(name) for name in able):
-                needed.setdefault(able[0], set()).add(block)
-        return needed
-
-    def _assign(self, name: str, plan: Plan, serving: Mapping[str, set[int]]) -> None:
-        known = self._peers[name]
-        blocks = plan.blocks_of(name) | serving.get(name, set())
-        if not blocks and known.assigned is None:
-            return
-        # One that is new hears the averages from the next step on. One that has blocks already must not be told of a
-        # step before its commit: it would take all that it has for old.
-        step = self.record.step + (self._running is not None and not known.blocks and not known.standing)
-        units = self._blueprint.units_in(blocks)
-        holders = [
-            tuple(
-                other
-                for other, peer in self._peers.items()
-                if other != name and unit in set(self._blueprint.units_in(peer.standing))
-            )
-            if unit in units and not blocks <= known.standing
-            else ()
-            for unit in range(self._blueprint.num_units)
-        ]
-        is_cut = False
-        lacking = [unit for unit in units if not holders[unit]] if not blocks <= known.standing else []
-        if lacking and self._restored_at == self.record.step:
-            savers = tuple(other for other, peer in self._peers.items() if peer.offer.saves)
-            holders = [savers if unit in units else () for unit in range(self._blueprint.num_units)]
-            is_cut = True
-        assignment = Assignment(
-            life=self.record.life,
-            step=step,
-            stages=plan.serves.get(name, ()),
-            blocks=tuple(sorted(blocks)),
-            holders=tuple(holders),
-            cut=is_cut,
-            starts=plan.layout.starts,
-            why=plan.why.get(name, "")[:500],
-            last=self.record.last,
+    def overview(self) -> dict[str, Any]:
+        """Who does what now, and where micro-batches flow."""
+        return overview(
+            self.roll,
+            self.record,
+            self.judge,
+            phase=self._runner.phase,
+            waits=self._told,
+            step_seconds=self._step_seconds,
+            now=self._clock.monotonic(),
         )
-        old = known.assigned
-        # Where to load from is told only where something is to be loaded.
-        sources_matter = not blocks <= known.standing and old is not None and old.holders != assignment.holders
-        is_same = old is not None and _part_of(old) == _part_of(assignment)
-        if is_same and not sources_matter:
-            return
-        known.assigned = assignment
-        if known.asking is not None:
-            known.asking.cancel()
-        known.asking = self._spawn(self._tell_assignment(name, known, assignment))
-
-    async def _tell_assignment(self, name: str, known: _Peer, assignment: Assignment) -> None:
-        try:
-            answer = await self._links.request(
-                name, assignment, reply=Accepted, timeout_seconds=self._config.request_seconds
-            )
-        except PotluckError as error:
-            logger.warning("%s did not take its part: %s", name, error)
-            if known.assigned is assignment:
-                known.assigned = None  # it is told again when it enlists again
-            return
-        if known.assigned is assignment:
-            known.blocks = frozenset(assignment.blocks)  # from the next step on it hears their averages
-        if assignment.life == self.record.life and assignment.step == self.record.step:
-            known.standing = self._lasting(name, answer.message.standing)
-        self._changed.set()
 
     # The run
 
@@ -344,6 +177,7 @@ class Conductor:
         record = await self._persist(self._book.read)
         if record is not None:
             self.record = record
+            self.judge.excluded |= dict(record.excluded)
         self._started_at = self._clock.monotonic()
         while True:
             await self.until_ready()
@@ -359,9 +193,10 @@ class Conductor:
     async def until_ready(self) -> None:
         """Return once a step can be taken."""
         while True:
-            self._changed.clear()
-            self._restaff()
-            self._changed.clear()
+            self.roll.changed.clear()
+            self.roll.restaff()
+            self.roll.changed.clear()
+            await self._cuts.save_if_wanted()
             reason = self._course.stands_still(self.record.step) or await self._obstacle()
             if not reason:
                 self._told = ""
@@ -371,18 +206,18 @@ class Conductor:
                 self.on_event("waiting", {"step": self.record.step, "reason": reason})
             try:
                 async with asyncio.timeout(self._config.look_seconds):
-                    await self._changed.wait()
+                    await self.roll.changed.wait()
             except TimeoutError:
                 pass
 
     async def _obstacle(self) -> str:
         """Why no step can be taken now; empty: it can. Changes the layout, or goes back to a cut, where that helps."""
-        plan, standing = self._plan, self._standing()
+        plan, standing = self.roll.plan, self.roll.standing()
         if plan is None:
             return "nobody serves: potluck join on another machine"
         held = frozenset().union(*standing.values())
         lost = [block for block in range(self._blueprint.num_blocks) if block not in held]
-        is_fresh = self.record.step == 0 or self._restored_at == self.record.step
+        is_fresh = self.record.step == 0 or self._state.restored_at == self.record.step
         if lost and not is_fresh:
             now = self._clock.monotonic()
             if self._lost_since is None:
@@ -404,18 +239,9 @@ class Conductor:
                 s for s, blocks in enumerate(layout.stages) if not any(h.issuperset(blocks) for h in standing.values())
             ]
             return f"stage {', '.join(map(str, stages))} is being loaded"
-        if not self._feeders():
+        if not self.roll.feeders():
             return "nobody feeds data: potluck join --feed on another machine"
         return ""
-
-    def _feeders(self) -> tuple[str, ...]:
-        there = {name: peer.offer for name, peer in self._peers.items() if not peer.offer.is_leaving}
-        feeders = tuple(name for name, offer in there.items() if offer.feeds)
-        return feeders or tuple(name for name, offer in there.items() if offer.may_feed)[:1]
-
-    def _offer_feeders(self) -> None:
-        for name in self._feeders():
-            self._runner.feeder_came(name)
 
     async def _morph(self, plan: Plan) -> None:
         old = self.layout
@@ -431,7 +257,7 @@ class Conductor:
 
     async def _go_back(self, lost: list[int]) -> None:
         """Nobody has these blocks: the whole run goes on from its newest cut."""
-        cuts = [cut for peer in self._peers.values() for cut in peer.offer.cuts if cut.step <= self.record.step]
+        cuts = [cut for peer in self.roll.peers.values() for cut in peer.offer.cuts if cut.step <= self.record.step]
         cut = max(cuts, key=lambda each: each.step, default=Cut(step=0, place=Place()))
         steps = self.record.step - cut.step
         self.on_event("restored", {"from": self.record.step, "to": cut.step, "lost_steps": steps, "blocks": lost})
@@ -447,22 +273,22 @@ class Conductor:
                 losses=tuple(each for each in self.record.losses if each[0] < cut.step),
             )
         )
-        self._restored_at = cut.step
-        for peer in self._peers.values():
-            peer.standing, peer.assigned, peer.blocks = frozenset(), None, frozenset()
-        self._restaff()
+        self._state.restored_at = cut.step
+        for peer in self.roll.peers.values():
+            peer.forget()
+        self.roll.restaff()
 
     # A step
 
     def _step_plan(self) -> StepPlan:
-        layout, plan, record = self.layout, self._plan, self.record
+        layout, plan, record = self.layout, self.roll.plan, self.record
         assert layout is not None, "looked at before"
         assert plan is not None, "looked at before"
-        standing = self._standing()
+        standing = self.roll.standing()
         serving = servers_now(layout, plan, standing, frozenset(self._staff.servers))
         assert serving is not None, "looked at before"
         members = {}
-        for name, peer in self._peers.items():
+        for name, peer in self.roll.peers.items():
             held = [s for s, blocks in enumerate(layout.stages) if peer.standing.issuperset(blocks)]
             served = tuple(stage for stage in held if name in serving[stage])
             heard = frozenset(self._blueprint.units_in(peer.blocks | peer.standing))
@@ -481,17 +307,48 @@ class Conductor:
             layout=layout,
             units=units,
             members=members,
-            feeders=self._feeders(),
+            feeders=self.roll.feeders(),
             loss_scale=record.loss_scale,
             last=record.last,
             loss=record.loss,
-            pins=self._pins(standing),
+            pins=self._cuts.pins(standing),
+            are_checked=self.judge.rate > 0,
+            checks=self._checks(layout, members),
+            arithmetics={name: peer.offer.arithmetic for name, peer in self.roll.peers.items()},
         )
+
+    def _checks(self, layout: Layout, members: Mapping[str, Member]) -> tuple[Check, ...]:
+        """Who is checked in the next step, and by whom."""
+
+        def blocks(stages: Iterable[int]) -> frozenset[int]:
+            return frozenset(block for stage in stages for block in layout.blocks_of(stage))
+
+        serving = {name: blocks(member.stages) for name, member in members.items() if member.stages}
+        holding = {name: self.roll.peers[name].standing for name in members}
+        self.judge.has_arbiter = any(
+            peer.offer.listens for name, peer in self.roll.peers.items() if name in self.judge.trusted
+        )
+        return self.judge.choose(serving, holding)
+
+    def _checked(self, check: Check, result: CheckResult) -> Finding:
+        """A verifier has answered: whoever lied is excluded, in this and all later steps."""
+        arithmetics = {name: peer.offer.arithmetic for name, peer in self.roll.peers.items()}
+        finding = self.judge.hear(check, result, arithmetics)
+        if finding.failed:
+            about = {"step": self.record.step, "peer": check.server, "verifier": check.verifier}
+            self.on_event("check failed", {**about, "reason": finding.failed})
+        for peer, reason in finding.excluded.items():
+            logger.warning("%s is excluded: %s", peer, reason)
+            self.on_event("excluded", {"step": self.record.step, "peer": peer, "reason": reason})
+            self.roll.exclude(peer)
+        excluded = tuple((peer, reason[:500]) for peer, reason in self.judge.excluded.items())[-MAX_EXCLUDED:]
+        self.record = replace(self.record, excluded=excluded)  # written with the step's commit
+        return finding
 
     async def take_step(self) -> StepOutcome:
         """One step, with whoever is ready."""
         plan = self._step_plan()
-        self._running = plan
+        self._state.running = plan
         locating = self._spawn(self._locate(plan))
         started = self._clock.monotonic()
 
@@ -516,29 +373,30 @@ class Conductor:
         try:
             outcome = await self._runner.run(plan, book)
         except StageLostError as error:
-            self._must_load(error.excluded)
+            self.roll.must_load(error.excluded)
             raise
         finally:
-            self._running = None
+            self._state.running = None
             locating.cancel()
         # Written with the next commit: what people look at need not be exact.
         self.record = replace(
             self.record, loss=outcome.loss, losses=with_loss(self.record.losses, plan.step, outcome.loss)
         )
-        self._has_stepped = True
+        self._state.has_stepped = True
         reach("pipeline.conductor.committed", step=plan.step)
         notice = self.record.last
         assert notice is not None
         for name in outcome.members:
             self._spawn(self._tell(name, notice))
-        self._must_load(set(plan.members) - set(outcome.members))
+        self.roll.must_load(set(plan.members) - set(outcome.members))
+        self._step_seconds = self._clock.monotonic() - started
         self.on_event(
             "step",
             {
                 "step": plan.step,
                 "loss": outcome.loss,
                 "samples": sum(plan.samples),
-                "seconds": self._clock.monotonic() - started,
+                "seconds": self._step_seconds,
                 "attempts": outcome.attempts,
                 "replayed": outcome.replayed,
                 "excluded": list(outcome.excluded),
@@ -546,16 +404,10 @@ class Conductor:
         )
         return outcome
 
-    def _must_load(self, names: Iterable[str]) -> None:
-        """These had no part in the step's end: if they live, they say what they have, and load what they lack."""
-        for name in names:
-            if (peer := self._peers.get(name)) is not None:
-                peer.standing, peer.assigned, peer.blocks = frozenset(), None, frozenset()
-
     async def _locate(self, plan: StepPlan) -> Place:
         """Where the next step's data begin, asked of a feeder."""
         while True:
-            for name in self._feeders():
+            for name in self.roll.feeders():
                 try:
                     answer = await self._links.request(
                         name,
@@ -576,49 +428,11 @@ class Conductor:
         except PotluckError as error:
             logger.info("%s did not hear of the commit of step %d: %s", member, notice.step, error)
 
-    # Cuts
-
-    def _saver(self) -> str | None:
-        return next((name for name, peer in self._peers.items() if peer.offer.saves), None)
-
-    def _pins(self, standing: Mapping[str, frozenset[int]]) -> dict[str, tuple[int, ...]]:
-        """For a cut at this step: which member keeps which unit as it is now, until it is on disk."""
-        self._cut_due = None
-        saver = self._saver()
-        every = self._peers[saver].offer.saves_every if saver is not None else 0
-        record = self.record
-        is_busy = self._saving is not None and not self._saving.done()
-        if saver is None or not every or is_busy or record.step == 0 or record.step < record.cut_step + every:
-            return {}
-        keepers: list[tuple[str, ...]] = []
-        pins: dict[str, list[int]] = {}
-        for unit in range(self._blueprint.num_units):
-            able = [n for n, held in sorted(standing.items()) if unit in self._blueprint.units_in(held)]
-            keepers.append(tuple(able[:1]))
-            if able:
-                pins.setdefault(able[0], []).append(unit)
-        cut = Cut(step=record.step, place=record.place, loss_scale=record.loss_scale)
-        self._cut_due = (saver, SaveCut(life=record.life, cut=cut, holders=tuple(keepers)))
-        return {name: tuple(units) for name, units in pins.items()}
-
-    def _fenced(self) -> None:
-        """All have heard the step begin, so the pins are made: the saver may fetch them."""
-        if self._cut_due is not None:
-            saver, order = self._cut_due
-            self._cut_due = None
-            self._saving = asyncio.create_task(self._save(saver, order), name="pipeline-save")
-
-    async def _save(self, saver: str, order: SaveCut) -> None:
-        try:
-            saved = await self._links.request(saver, order, reply=Saved, timeout_seconds=SAVE_SECONDS)
-        except PotluckError as error:
-            logger.warning("step %d is not saved: %s", order.cut.step, error)
-            self.on_event("not saved", {"step": order.cut.step, "reason": str(error)})
-            return
-        self.record = replace(self.record, cut_step=order.cut.step)  # written with the next commit
-        if (peer := self._peers.get(saver)) is not None:
-            peer.offer = replace(peer.offer, cuts=(*peer.offer.cuts, order.cut)[-64:])
-        self.on_event("saved", {"step": order.cut.step, "bytes": saved.message.num_bytes})
+    async def _settle(self) -> None:
+        """At a boundary: have all who hold something take the last step."""
+        last = self.record.last
+        if last is not None and last.step == self.record.step - 1:
+            await asyncio.gather(*(self._tell(name, last) for name in self.roll.standing()))
 
     # Writing
 
@@ -640,37 +454,3 @@ class Conductor:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    # For people
-
-    def overview(self) -> dict[str, Any]:
-        """Who does what now."""
-        layout, plan = self.layout, self._plan
-        return {
-            "step": self.record.step,
-            "life": self.record.life,
-            "loss": self.record.loss,
-            "phase": self._runner.phase,
-            "waits": self._told,
-            "first_blocks": list(self.record.starts),
-            "target_first_blocks": list(plan.layout.starts) if plan is not None else [],
-            "peers": {
-                name: {
-                    "serves": list(plan.serves.get(name, ())) if plan is not None else [],
-                    "listens": list(plan.listens.get(name, ())) if plan is not None else [],
-                    "feeds": peer.offer.feeds,
-                    "saves": peer.offer.saves,
-                    "standing": sorted(peer.standing),
-                    "loading": sorted(peer.blocks - peer.standing),
-                    "rate": peer.offer.rate,
-                    "why": plan.why.get(name, "") if plan is not None else "",
-                }
-                for name, peer in self._peers.items()
-            },
-            "stages": layout.num_stages if layout is not None else 0,
-            "cut_step": self.record.cut_step,
-            "morphs": list(self.record.morphs),
-            "moves": [
-                {"peer": m.server, "from": m.source, "to": m.target, "reason": m.reason} for m in self._staff.moves
-            ],
-        }

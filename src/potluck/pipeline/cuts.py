@@ -22,7 +22,7 @@ from torch import Tensor
 from potluck.errors import BackupError
 from potluck.pipeline.messages import Cut
 from potluck.pipeline.tensorfile import read_tensors, write_tensors
-from potluck.pipeline.transfer import Copy, CutReader, digest_of
+from potluck.pipeline.transfer import Copy, digest_of
 from potluck.pipeline.wire import pack
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _FOLDER = re.compile(r"step-(\d{8,})")
 RECORD = "cut.json"
 
 
-class CutShelf(CutReader):
+class CutShelf:
     """The cuts of one run on one machine."""
 
     def __init__(self, folder: Path, *, keep_last: int = 3) -> None:
@@ -90,7 +90,7 @@ class CutShelf(CutReader):
         return read_tensors(self.unit_path(step, unit))
 
     async def read(self, unit: int, step: int) -> Copy:
-        """As in CutReader. The unit that was read last is kept, since it is asked for in pieces."""
+        """As in transfer.CutReader. The unit that was read last is kept, since it is asked for in pieces."""
         if self._recent is None or self._recent[:2] != (unit, step):
             specs, whole = await asyncio.to_thread(lambda: pack(self.load(unit, step)))
             self._recent = (unit, step, Copy(0, step, specs, whole, digest_of(whole), 0.0))

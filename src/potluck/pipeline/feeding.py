@@ -19,10 +19,11 @@ from potluck.link.dispatch import Incoming
 from potluck.link.links import Links
 from potluck.pipeline.blocks import State
 from potluck.pipeline.following import Following
-from potluck.pipeline.messages import Fed, Feed, FeedItem, Forward, Locate, Located, Lost, Place, Returned
+from potluck.pipeline.messages import Fed, Feed, FeedItem, Forward, Locate, Located, Lost, Place, Returned, Sent
 from potluck.pipeline.pushing import HandOverError, Pusher
 from potluck.pipeline.routing import RouterConfig
 from potluck.pipeline.wire import RAW, encode_tensors
+from potluck.pipeline.witnessing import Witness
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +57,16 @@ class Feeder:
     """One peer's data."""
 
     def __init__(
-        self, links: Links, clock: Clock, conductor: Following, source: Source, config: FeederConfig | None = None
+        self,
+        links: Links,
+        clock: Clock,
+        conductor: Following,
+        source: Source,
+        witness: Witness,
+        config: FeederConfig | None = None,
     ) -> None:
         self._links = links
+        self._witness = witness
         self._conductor = conductor
         self._source = source
         self._config = config or FeederConfig()
@@ -84,6 +92,10 @@ class Feeder:
         place = await asyncio.to_thread(self._source.after, ask.step, ask.place, ask.samples)
         return Located(place=place)
 
+    def sent(self) -> tuple[Sent, ...]:
+        """What was handed to the first stage so far."""
+        return tuple(Sent(server=server, stage=0, count=count) for server, count in self._pusher.sent.items())
+
     def statistics(self) -> dict[str, int]:
         """Counters."""
         return {"sent": self.num_sent, "in_flight": len(self._returned), "kept": len(self._kept)}
@@ -107,6 +119,7 @@ class Feeder:
         self._pusher.set_servers(feed.servers)
         if feed.step != self._kept_step or (current is not None and feed.life != current.life):
             self._kept_step, self._kept = feed.step, {}
+        self._witness.watch(feed.step, feed.checks)
         self._task = asyncio.create_task(self._send_all(feed), name="pipeline-feed")
 
     async def _send_all(self, feed: Feed) -> None:
@@ -117,13 +130,14 @@ class Feeder:
                 group.create_task(self._send(feed, item, room))
 
     async def _send(self, feed: Feed, item: FeedItem, room: asyncio.Semaphore) -> None:
+        returned: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         try:
             key = (item.first, item.samples)
             batch = self._kept.get(key)
             if batch is None:
                 batch = await asyncio.to_thread(self._source.batch, feed.step, feed.place, item.first, item.samples)
                 self._kept[key] = batch
-            returned = self._returned[item.id] = asyncio.get_running_loop().create_future()
+            self._returned[item.id] = returned
             specs, frames = encode_tensors(batch, RAW)
             message = Forward(
                 step=feed.step,
@@ -135,8 +149,9 @@ class Feeder:
                 tensors=specs,
             )
             self.num_sent += 1
-            if not await self._pusher.push(message, frames):
+            if (server := await self._pusher.push(message, frames)) is None:
                 return
+            self._witness.testify("input", server, 0, feed.attempt, item.id, specs, frames, samples=item.samples)
             reach("pipeline.fed", step=feed.step, micro=item.id)
             loss = await returned
             fed = Fed(step=feed.step, attempt=feed.attempt, id=item.id, loss=loss)
@@ -146,7 +161,8 @@ class Feeder:
         except (PeerError, RetryableError) as error:
             logger.warning("the conductor cannot be told of micro-batch %d: %s", item.id, error)
         finally:
-            self._returned.pop(item.id, None)
+            if self._returned.get(item.id) is returned:  # or else the next attempt waits for the same one
+                del self._returned[item.id]
             room.release()
 
     async def _tell_lost(self, feed: Feed, error: HandOverError) -> None:
@@ -160,6 +176,7 @@ class Feeder:
         message, feed = incoming.message, self._feed
         if feed is None or (message.step, message.attempt) != (feed.step, feed.attempt):
             return
+        self._witness.testify("input gradient", incoming.sender, 0, message.attempt, message.id, loss=message.loss)
         returned = self._returned.get(message.id)
         if returned is not None and not returned.done():
             returned.set_result(message.loss)

@@ -14,10 +14,11 @@ from typing import Any
 
 from potluck import tasks
 from potluck.clock import Clock
-from potluck.errors import ConfigurationError, PotluckError, ProtocolError
+from potluck.errors import ConfigurationError, PermissionDeniedError, PotluckError, ProtocolError
 from potluck.faultpoints import reach
 from potluck.link.dispatch import Incoming
 from potluck.link.links import Links
+from potluck.pipeline.arithmetic import arithmetic_of
 from potluck.pipeline.averaging import LinkedGroup
 from potluck.pipeline.cuts import CutShelf
 from potluck.pipeline.feeding import Feeder, FeederConfig, Source
@@ -36,6 +37,8 @@ from potluck.pipeline.messages import (
 )
 from potluck.pipeline.serving import ServerConfig, StageServer
 from potluck.pipeline.transfer import UnitServer, fetch_unit
+from potluck.pipeline.verifying import Verifier
+from potluck.pipeline.witnessing import Witness
 
 logger = logging.getLogger(__name__)
 
@@ -85,17 +88,28 @@ class PipelineMember:
         self._links = links
         self._clock = clock
         self._self_id = self_id
-        self._following = following
+        self.following = following
         self.holding = holding
         self.part = part
         self._config = config or MemberConfig()
         group = LinkedGroup(links, self_id, holding.blueprint.num_values)
         self._group = group
-        self.server = StageServer(
-            links, clock, self_id, following, holding, group, self._config.server, holding.blueprint.seed
-        )
+        self.witness = witness = Witness(links)
+        seed, server_config = holding.blueprint.seed, self._config.server
+        self.server = StageServer(links, clock, self_id, following, holding, group, witness, server_config, seed)
         self.server.on_begin = self._begun
-        self.feeder = Feeder(links, clock, following, source, self._config.feeder) if source is not None else None
+        self.verifier = Verifier(
+            links,
+            following,
+            holding,
+            group,
+            self_id=self_id,
+            codec=server_config.codec,
+            averaged=self.server.until_averaged,
+        )
+        self.feeder = (
+            Feeder(links, clock, following, source, witness, self._config.feeder) if source is not None else None
+        )
         self.units = UnitServer(links, clock, holding)
         self.cuts = cuts
         if cuts is not None:
@@ -114,7 +128,9 @@ class PipelineMember:
         self.on_ready: Callable[[], None] = lambda: None
         self.on_step: Callable[[Begin], None] = lambda begin: None
         self._told_step = -1
-        self.on_refused: Callable[[str], None] = lambda reason: None
+        self.on_saved: Callable[[int], None] = lambda step: None
+        self.on_refused: Callable[[PotluckError], None] = lambda error: None
+        """The conductor does not want this peer: asking again does not help."""
         links.handle(Assignment, self._assigned)
         holding.on_standing = self._tell_ready
         following.on_change = self._again.set
@@ -131,6 +147,8 @@ class PipelineMember:
         self._links.unhandle(SaveCut)
         self._group.close()
         self.units.close()
+        self.verifier.close()
+        await self.witness.close()
         await self.server.close()
         if self.feeder is not None:
             await self.feeder.close()
@@ -156,18 +174,21 @@ class PipelineMember:
             standing=holding.standing,
             cuts=self.cuts.cuts if self.cuts is not None else (),
             is_leaving=part.is_leaving,
+            arithmetic=arithmetic_of(holding.device),
+            waiting=self.server.num_waiting,
+            sent=(*self.server.sent(), *(self.feeder.sent() if self.feeder is not None else ())),
         )
 
     async def _keep_enlisted(self) -> None:
         while True:
             self._again.clear()
-            if self._following.peer:
+            if self.following.peer:
                 try:
                     await self._links.request(
-                        self._following.peer, self.offer(), reply=Enlisted, timeout_seconds=ENLIST_EVERY_SECONDS * 2
+                        self.following.peer, self.offer(), reply=Enlisted, timeout_seconds=ENLIST_EVERY_SECONDS * 2
                     )
-                except ConfigurationError as error:
-                    self.on_refused(str(error))
+                except (ConfigurationError, PermissionDeniedError) as error:
+                    self.on_refused(error)
                 except PotluckError as error:
                     logger.debug("the conductor does not answer: %s", error)
                     await asyncio.sleep(RETRY_SECONDS)
@@ -195,7 +216,7 @@ class PipelineMember:
 
     async def _assigned(self, incoming: Incoming[Assignment]) -> Accepted:
         assignment = incoming.message
-        if not await self._following.accepts(incoming.sender):
+        if not await self.following.accepts(incoming.sender):
             raise ProtocolError("only the conductor says who does what")
         num_blocks = self.holding.blueprint.num_blocks
         if any(block >= num_blocks for block in assignment.blocks):
@@ -246,14 +267,15 @@ class PipelineMember:
             holding = self.holding
             ready = Ready(life=holding.life, step=holding.step, standing=holding.standing)
             try:
-                await self._links.send(self._following.peer, ready, timeout_seconds=ENLIST_EVERY_SECONDS)
+                await self._links.send(self.following.peer, ready, timeout_seconds=ENLIST_EVERY_SECONDS)
             except PotluckError as error:
                 logger.debug("the conductor was not told: %s", error)
 
-        if self._following.peer:
+        if self.following.peer:
             self._spawn(tell())
 
     async def _begun(self, begin: Begin) -> None:
+        self.verifier.begin(begin)
         self._changed.set()
         if begin.step != self._told_step:
             self._told_step = begin.step
@@ -267,7 +289,7 @@ class PipelineMember:
 
     async def _save(self, incoming: Incoming[SaveCut]) -> Saved:
         order = incoming.message
-        if self.cuts is None or not await self._following.accepts(incoming.sender):
+        if self.cuts is None or not await self.following.accepts(incoming.sender):
             raise ProtocolError("only the conductor orders cuts")
 
         async def fetch(unit: int) -> dict[str, object]:
@@ -278,6 +300,7 @@ class PipelineMember:
             return dict(fetched.tensors)
 
         num_bytes = await self.cuts.save(order.cut, len(order.holders), fetch)
+        self.on_saved(order.cut.step)
         return Saved(step=order.cut.step, num_bytes=num_bytes)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

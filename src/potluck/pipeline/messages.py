@@ -10,6 +10,8 @@ feeder ◀ Returned ─ stage 0 ◀ Backward ─ … last stage      along the s
 conductor ─ AverageOrder ─▶ servers; Part between them; answered by Averages
           ─ CommitNotice ─▶ servers; answered by Applied
 anybody ─ Lost ─▶ conductor         something could not be handed over
+
+Spot checks: neighbours ─ Testimony ─▶ verifier; conductor ─ CheckOrder ─▶ verifier ─ AskStatement ─▶ the one checked
 """
 
 from __future__ import annotations
@@ -54,6 +56,14 @@ class Cut(Message, frozen=True, kw_only=True):
     loss_scale: float = 1.0
 
 
+class Sent(Message, frozen=True, kw_only=True):
+    """How many micro-batches a peer has handed to a server of a stage so far."""
+
+    server: Name
+    stage: Stage
+    count: Count
+
+
 class Enlist(Message, frozen=True, kw_only=True, tag="pipeline.enlist"):
     """A peer says what it would do, and what it holds already."""
 
@@ -80,6 +90,11 @@ class Enlist(Message, frozen=True, kw_only=True, tag="pipeline.enlist"):
     """Steps between cuts, where it saves."""
     is_leaving: bool = False
     """It is about to be gone: others take over, then it leaves."""
+    arithmetic: Name = ""
+    """How it rounds (arithmetic.py)."""
+    waiting: Count = 0
+    """Micro-batches in its queue."""
+    sent: Annotated[tuple[Sent, ...], msgspec.Meta(max_length=MAX_SERVERS)] = ()
 
 
 class Enlisted(Message, frozen=True, kw_only=True, tag="pipeline.enlisted"):
@@ -191,6 +206,16 @@ class Applied(Message, frozen=True, kw_only=True, tag="pipeline.applied"):
     step: Count
 
 
+class SpotCheck(Message, frozen=True, kw_only=True):
+    """What passes in and out of a server in this step, its neighbours tell the verifier."""
+
+    server: Name
+    verifier: Name
+
+
+SpotChecks = Annotated[tuple[SpotCheck, ...], msgspec.Meta(max_length=MAX_SERVERS)]
+
+
 class Begin(Message, frozen=True, kw_only=True, tag="pipeline.begin"):
     """An attempt of a step begins; earlier ones are over."""
 
@@ -208,6 +233,12 @@ class Begin(Message, frozen=True, kw_only=True, tag="pipeline.begin"):
     last: CommitNotice | None = None
     pins: Blocks = ()
     """Units whose state of this step is to be kept until it is fetched: a cut is made of them."""
+    valid_from: Count = 0
+    """What was added in attempts before this one is to be forgotten: a server lied."""
+    are_checked: bool = False
+    """Servers keep short digests of what passes, in case they are checked."""
+    checks: SpotChecks = ()
+    """Of others than the one who hears this."""
 
 
 class StageIds(Message, frozen=True, kw_only=True):
@@ -248,6 +279,7 @@ class Feed(Message, frozen=True, kw_only=True, tag="pipeline.feed"):
     place: Place
     total_samples: Count
     life: Count = 0
+    checks: SpotChecks = ()
 
 
 class Fed(Message, frozen=True, kw_only=True, tag="pipeline.fed"):
@@ -363,3 +395,66 @@ class Averages(Message, frozen=True, kw_only=True, tag="pipeline.averages"):
     """The answer to an AverageOrder."""
 
     units: Annotated[tuple[UnitAverage, ...], msgspec.Meta(max_length=MAX_UNITS)]
+
+
+Passing = Literal["input", "output", "output gradient", "input gradient"]
+
+
+class Testimony(Message, frozen=True, kw_only=True, tag="pipeline.testimony"):
+    """A neighbour tells a verifier what it sent to a server, or got from it: the frames as they were."""
+
+    server: Name
+    step: Count
+    attempt: Count
+    id: Micro
+    stage: Stage
+    """Of the server."""
+    kind: Passing
+    tensors: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=64)] = ()
+    samples: Count = 0
+    loss: float = 0.0
+
+
+class CheckOrder(Message, frozen=True, kw_only=True, tag="pipeline.check-order"):
+    """Compare what this server did in this step with what you compute yourself."""
+
+    step: Count
+    attempt: Count
+    server: Name
+    stages: Stages
+    arithmetic: Name = ""
+    """The server's."""
+
+
+class Checked(Message, frozen=True, kw_only=True, tag="pipeline.checked"):
+    """The answer: judging.CheckResult."""
+
+    compared: Count
+    missing: Count = 0
+    output_error: float = 0.0
+    gradient_error: float = 0.0
+    sum_error: float | None = None
+    contradicted_by: Names = ()
+    note: Words = ""
+
+
+class AskStatement(Message, frozen=True, kw_only=True, tag="pipeline.ask-statement"):
+    """What passed in and out of you in this step?"""
+
+    step: Count
+
+
+class Passed(Message, frozen=True, kw_only=True):
+    """One thing that passed, by its digest."""
+
+    attempt: Count
+    id: Micro
+    stage: Stage
+    kind: Passing
+    digest: Name
+
+
+class Statement(Message, frozen=True, kw_only=True, tag="pipeline.statement"):
+    """All that passed."""
+
+    passed: Annotated[tuple[Passed, ...], msgspec.Meta(max_length=MAX_MICRO_BATCHES * 8)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from potluck.clock import Clock
@@ -40,6 +41,8 @@ class Pusher:
         self._timeout_seconds = timeout_seconds
         self._changed = asyncio.Event()
         self._bytes_per_sample = 0.0
+        self.sent: Counter[str] = Counter()
+        """Micro-batches by server, so far."""
         self.router = StageRouter(config)
 
     def set_servers(self, servers: Iterable[str], *, unreachable: frozenset[str] = frozenset()) -> None:
@@ -68,8 +71,8 @@ class Pusher:
         self.router.forget_tasks()
         self._wake()
 
-    async def push(self, message: Forward, frames: Sequence[Buffer]) -> bool:
-        """Whether a server has computed it; False where the attempt is over. HandOverError where one is lost."""
+    async def push(self, message: Forward, frames: Sequence[Buffer]) -> str | None:
+        """The server that has computed it; None where the attempt is over. HandOverError where one is lost."""
         task = (message.attempt, message.id)
         self._bytes_per_sample = sum(map(num_bytes, frames)) / max(message.samples, 1)
         while True:
@@ -91,11 +94,12 @@ class Pusher:
                 self.router.busy(server, now, task)
                 continue
             if answer == "done":
+                self.sent[server] += 1
                 self.router.finished(server, task, now)
             else:
                 self.router.dropped(server, task)
             self._wake()
-            return answer == "done"
+            return server if answer == "done" else None
 
     async def _choose(self, samples: int) -> str:
         while True:

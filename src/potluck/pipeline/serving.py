@@ -46,6 +46,7 @@ from potluck.pipeline.messages import (
     Lost,
     Pushed,
     Returned,
+    Sent,
     StageIds,
     UnitAverage,
     UnitOrder,
@@ -53,6 +54,7 @@ from potluck.pipeline.messages import (
 from potluck.pipeline.pushing import HandOverError, Pusher
 from potluck.pipeline.routing import RouterConfig
 from potluck.pipeline.wire import check_codec, decode_tensors, encode_tensors
+from potluck.pipeline.witnessing import Witness
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +112,7 @@ class StageServer:
         conductor: Following,
         holding: Holding,
         group: StageGroup,
+        witness: Witness,
         config: ServerConfig | None = None,
         run_seed: int = 0,
     ) -> None:
@@ -122,6 +125,8 @@ class StageServer:
         self._computes: dict[int, StageCompute] = {}
         self._starts: tuple[int, ...] = ()
         self._group = group
+        self._witness = witness
+        self._has_averaged = asyncio.Event()  # in this attempt
         self._config = config or ServerConfig()
         self._pushers: dict[int, Pusher] = {}
         self._begun: Begin | None = None
@@ -134,7 +139,7 @@ class StageServer:
         )
         self._order = count()
         self._waiting: set[tuple[int, int]] = set()  # (stage, micro-batch): not computed, or not handed on
-        self._attempt_tasks: set[asyncio.Task[None]] = set()
+        self._attempt_tasks: set[asyncio.Task[Any]] = set()
         self._worker: asyncio.Task[None] | None = None
         self.num_computed = 0
         self.busy_seconds = 0.0
@@ -179,6 +184,19 @@ class StageServer:
         """Counters."""
         return {"computed": self.num_computed, "waiting": len(self._waiting), "at_step": self.at_step}
 
+    @property
+    def num_waiting(self) -> int:
+        """Micro-batches that are not computed yet, or not handed on."""
+        return len(self._waiting)
+
+    def sent(self) -> tuple[Sent, ...]:
+        """What was handed on so far."""
+        return tuple(
+            Sent(server=server, stage=stage, count=count)
+            for stage, pusher in self._pushers.items()
+            for server, count in pusher.sent.items()
+        )
+
     # The fence
 
     async def _begin(self, incoming: Incoming[Begin]) -> Held | None:
@@ -199,6 +217,9 @@ class StageServer:
         self._begun = begin
         self.begun_at = self._clock.monotonic()
         self._group.forget(begin.step, begin.attempt)
+        self._witness.begin(begin.step, begin.checks, is_on=begin.are_checked)
+        self._has_averaged.set()  # of an attempt that is over
+        self._has_averaged = asyncio.Event()
         self._averages.clear()
         self._digests.clear()
         self._passing.clear()
@@ -214,7 +235,7 @@ class StageServer:
         held = [
             StageIds(stage=stage, ids=tuple(added), losses=tuple(added.values()) if compute.is_last else ())
             for stage, compute in self._computes.items()
-            for added in [compute.fence(begin.step, begin.attempt)]
+            for added in [compute.fence(begin.step, begin.attempt, begin.valid_from)]
         ]
         await self.on_begin(begin)
         standing = self._holding.standing if begin.life == self._holding.life else ()
@@ -272,6 +293,11 @@ class StageServer:
             tensor.requires_grad_(spec.needs_grad) if tensor.is_floating_point() else tensor
             for tensor, spec in zip(tensors, message.tensors, strict=True)
         )
+        attempt, frames = message.attempt, incoming.frames
+        self._witness.note("input", message.stage, attempt, message.id, frames)
+        if message.stage > 0:
+            before = message.stage - 1
+            self._witness.testify("output", incoming.sender, before, attempt, message.id, message.tensors, frames)
         incoming.release()
         self._passing[message.stage, message.id] = _Passing(
             incoming.sender, message.samples, message.stage not in message.held_by
@@ -323,7 +349,12 @@ class StageServer:
                 held_by=message.held_by,
                 tensors=specs,
             )
-            if await self._pushers[message.stage + 1].push(onward, frames):
+            self._witness.note("output", message.stage, message.attempt, message.id, frames)
+            server = await self._pushers[message.stage + 1].push(onward, frames)
+            if server is not None:
+                self._witness.testify(
+                    "input", server, onward.stage, message.attempt, message.id, specs, frames, samples=message.samples
+                )
                 reach("pipeline.between", step=message.step, stage=message.stage, micro=message.id)
             self._waiting.discard((message.stage, message.id))
         except HandOverError as error:
@@ -337,7 +368,12 @@ class StageServer:
         passing = self._passing.get((message.stage, message.id))
         if compute is None or passing is None or not self._is_current(message.step, message.attempt):
             return  # of an attempt that is over
-        gradients = tuple(decode_tensors(message.tensors, incoming.frames, compute.device))
+        attempt, frames, after = message.attempt, incoming.frames, message.stage + 1
+        gradients = tuple(decode_tensors(message.tensors, frames, compute.device))
+        self._witness.note("output gradient", message.stage, attempt, message.id, frames)
+        self._witness.testify(
+            "input gradient", incoming.sender, after, attempt, message.id, message.tensors, frames, loss=message.loss
+        )
 
         async def job() -> None:
             await self._compute_backward(compute, message.step, message.attempt, message.id, gradients, message.loss)
@@ -375,6 +411,8 @@ class StageServer:
         if stage > 0:
             specs, frames = encode_tensors(gradients, self._config.codec)
             message = Backward(step=step, attempt=attempt, id=micro, stage=stage - 1, loss=loss, tensors=specs)
+            self._witness.note("input gradient", stage, attempt, micro, frames)
+            self._witness.testify("output gradient", peer, stage - 1, attempt, micro, specs, frames, loss=loss)
         try:
             receipt = await self._links.send(
                 peer, message, frames, timeout_seconds=self._config.timeout_seconds, bulk=True
@@ -403,12 +441,25 @@ class StageServer:
         reach("pipeline.averaging", step=order.step, stage=first)
         divisor = begun.total_samples * begun.loss_scale
         running = [asyncio.create_task(self._average_unit(order, each, divisor)) for each in order.units]
+        for task in running:  # they wait for others: the next attempt ends them
+            self._attempt_tasks.add(task)
+            task.add_done_callback(self._attempt_tasks.discard)
         try:
             reports = await asyncio.gather(*running)
+        except asyncio.CancelledError:
+            if not self._is_current(order.step, order.attempt):
+                raise ProtocolError(f"attempt {order.attempt} of step {order.step} is over") from None
+            raise
         finally:
             await tasks.end(*running)
         reach("pipeline.averaged", step=order.step, stage=first)
+        if self._is_current(order.step, order.attempt):
+            self._has_averaged.set()
         return Averages(units=tuple(reports))
+
+    async def until_averaged(self) -> None:
+        """Return when this server has the averages of the attempt, or the attempt is over."""
+        await self._has_averaged.wait()
 
     async def _average_unit(self, order: AverageOrder, each: UnitOrder, divisor: float) -> UnitAverage:
         stages = {c.stage for c in each.contributors if c.server == self._self_id}

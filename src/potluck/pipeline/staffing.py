@@ -66,6 +66,12 @@ class Staff:
     layout_for: Callable[[int], Layout]
     """The layout for so many servers: fixed, or by the planner."""
     config: RebalancingConfig = field(default_factory=RebalancingConfig)
+    num_stages: int | None = None
+    """Where the run fixes it."""
+    disputed: frozenset[str] = frozenset()
+    """Servers that a spot check failed on: their stages get one more holder, who can judge."""
+    arbiters: frozenset[str] = frozenset()
+    """Who is preferred for that."""
     offers: dict[str, Offer] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
     """The latest, for people to read."""
@@ -204,8 +210,9 @@ class Staff:
         }
         for peer in rooms:
             rooms[peer] -= self._bytes_of(layout, self._serves.get(peer, ()))
+        disputed = {stage for peer in self.disputed for stage in self._serves.get(peer, ())}
         for stage, count in enumerate(counts):
-            if count > 1:
+            if count > 1 and stage not in disputed:
                 continue
             needed = self._bytes_of(layout, (stage,))
             fitting = [p for p, room in rooms.items() if room >= needed and stage not in self._serves.get(p, ())]
@@ -214,6 +221,7 @@ class Staff:
             chosen = min(
                 fitting,
                 key=lambda p: (
+                    stage in disputed and p not in self.arbiters,
                     stage not in before.get(p, ()),
                     self.offers[p].serves,
                     len(self._listens.get(p, ())),

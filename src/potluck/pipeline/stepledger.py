@@ -13,6 +13,8 @@ a stage adds its gradient twice, or not at all. Every step runs in **attempts**:
    have it already: those compute what passes through and add nothing.
 3. *Average.* Once every id is through, each unit averages, all or nothing. Contributions name their ids, which must
    partition the step.
+   Spot checks are made now: if a server lied, the step begins anew without it, and nothing counts that was added
+   before.
 4. *Commit.* One compare-and-set names the digest of every unit's average and the total gradient norm.
 
 Any loss before the commit (a server, a feeder, a micro-batch that makes no progress) starts the next attempt. The
@@ -51,6 +53,8 @@ class Fence:
     """Who computes, by stage."""
     members: tuple[str, ...]
     """Everybody who must answer: servers and listeners."""
+    valid_from: int = 0
+    """What was added in attempts before this one does not count."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,15 @@ class Average:
     attempt: int
     members: tuple[tuple[str, ...], ...]
     """By unit: all who hold a part of it, servers and listeners."""
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Have the verifier of this server say what it found, before the commit."""
+
+    attempt: int
+    server: str
+    verifier: str
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,7 @@ class StageLost:
     stages: tuple[int, ...]
 
 
-Action = Fence | Feed | Average | Commit | Exclude | StageLost
+Action = Fence | Feed | Average | Verify | Commit | Exclude | StageLost
 Contributions = Mapping[tuple[str, int], tuple[int, ...]]
 """Ids by (server, stage)."""
 
@@ -156,12 +169,17 @@ class StepLedger:
     feeders: list[str]
     units: tuple[tuple[int, ...], ...] = ()
     """The stages of each unit, none where it has no parameters; one unit per stage when empty."""
+    checks: dict[str, str] = field(default_factory=dict)
+    """Servers whose work of this step is computed again before the commit, each with its verifier."""
     attempt: int = 0
     """Of a conductor's term: later terms begin at larger numbers."""
+    valid_from: int = 0
+    """What was added before this attempt was made of lies, and does not count."""
     phase: Phase = Phase.FENCING
     _held: dict[str, dict[int, frozenset[int]]] = field(default_factory=dict)
     _waiting: dict[int, str] = field(default_factory=dict)  # id -> its feeder
     _reports: dict[tuple[int, str], _Report] = field(default_factory=dict)
+    _unchecked: set[str] = field(default_factory=set)  # servers whose verifier has not answered in this attempt
     num_fed: int = 0
     num_replayed: int = 0
 
@@ -241,7 +259,21 @@ class StepLedger:
         if error := partition_error(expected, contributions):
             return self.gone(member, f"its average is not of this step: {error}")
         self._reports[unit, member] = _Report(digest, squared_norm)
-        return self._commit() if not self.awaited else []
+        return self._commit_if_all()
+
+    def checked(self, server: str, attempt: int) -> list[Action]:
+        """A check has found nothing, or could not be made."""
+        if attempt != self.attempt or self.phase is not Phase.AVERAGING:
+            return []
+        self._unchecked.discard(server)
+        return self._commit_if_all()
+
+    def lied(self, server: str, attempt: int, reason: str) -> list[Action]:
+        """A check has failed: the step goes on without this server, and from its start.
+
+        What others added may be made of what it gave them. The same holds for one that leaves before it is checked.
+        """
+        return self.gone(server, reason) if attempt == self.attempt else []
 
     def gone(self, who: str, reason: str = "it left") -> list[Action]:
         """A member or feeder is dead, unreachable or excluded."""
@@ -254,6 +286,8 @@ class StepLedger:
         actions: list[Action] = [Exclude(who, reason)] if member is not None else []
         if self.phase is Phase.COMMITTING:  # the averages are named: whoever holds them applies them
             return actions + self._lost()
+        if who in self.checks and member is not None:  # nobody can check it any more: nothing counts that it touched
+            self.valid_from = self.attempt + 1
         self._promote()
         if lost := self._lost():
             return actions + lost
@@ -274,10 +308,11 @@ class StepLedger:
         self._held.clear()
         self._waiting.clear()
         self._reports.clear()
+        self._unchecked.clear()
         self._promote()
         if lost := self._lost():
             return lost
-        return [Fence(self.attempt, self.servers, tuple(sorted(self.members)))]
+        return [Fence(self.attempt, self.servers, tuple(sorted(self.members)), self.valid_from)]
 
     def _feed(self) -> list[Action]:
         holder: dict[tuple[int, int], str] = {}
@@ -310,7 +345,17 @@ class StepLedger:
 
     def _average(self) -> list[Action]:
         self.phase = Phase.AVERAGING
-        return [Average(self.attempt, tuple(self._holders(unit) for unit in range(len(self.units))))]
+        average = Average(self.attempt, tuple(self._holders(unit) for unit in range(len(self.units))))
+        verifying = [
+            Verify(self.attempt, server, verifier)
+            for server, verifier in self.checks.items()
+            if server in self.members and verifier in self.members
+        ]
+        self._unchecked = {each.server for each in verifying}
+        return [average, *verifying]
+
+    def _commit_if_all(self) -> list[Action]:
+        return self._commit() if not self.awaited and not self._unchecked else []
 
     def _commit(self) -> list[Action]:
         digests, squared, excluded = [], 0.0, []

@@ -18,11 +18,14 @@ from potluck.errors import PeerError, PotluckError, RetryableError, RoundFailedE
 from potluck.faultpoints import reach
 from potluck.link.dispatch import Incoming
 from potluck.link.links import Links
+from potluck.pipeline.judging import Check, CheckResult, Finding
 from potluck.pipeline.layout import Layout
 from potluck.pipeline.messages import (
     AverageOrder,
     Averages,
     Begin,
+    Checked,
+    CheckOrder,
     CommitNotice,
     Contributor,
     Fed,
@@ -31,6 +34,7 @@ from potluck.pipeline.messages import (
     Held,
     Lost,
     Place,
+    SpotCheck,
     UnitOrder,
 )
 from potluck.pipeline.stepledger import (
@@ -43,6 +47,7 @@ from potluck.pipeline.stepledger import (
     Phase,
     StageLost,
     StepLedger,
+    Verify,
 )
 from potluck.pipeline.stepledger import Feed as FeedAction
 
@@ -62,6 +67,8 @@ class StepConfig:
     """Nothing came through for so long: a fence finds out who is frozen."""
 
     average_seconds: float = 600.0
+    check_seconds: float = 120.0
+    """A verifier that does not answer for so long after the averages has found nothing."""
     max_attempts: int = 50
     """Of one step; a model that fails everywhere must not be tried for ever."""
 
@@ -109,6 +116,14 @@ class StepPlan:
     last: CommitNotice | None = None
     loss: float = 0.0
     pins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    are_checked: bool = False
+    """Spot checks are on, be there one in this step or not."""
+    checks: tuple[Check, ...] = ()
+    arithmetics: Mapping[str, str] = field(default_factory=dict)
+
+    def checks_for(self, member: str) -> tuple[SpotCheck, ...]:
+        """Those that a member hears of: nobody is told that it is checked itself."""
+        return tuple(SpotCheck(server=c.server, verifier=c.verifier) for c in self.checks if c.server != member)
 
 
 @dataclass
@@ -140,6 +155,7 @@ class StepRunner:
         self._tried = (0, 0, 0)  # life, step, attempt: a step that is begun again counts on
         self.on_held: Callable[[str, Held], None] = lambda member, held: None
         self.on_fenced: Callable[[], None] = lambda: None
+        self.on_checked: Callable[[Check, CheckResult], Finding] = lambda check, result: Finding()
         links.handle(Fed, self._fed)
         links.handle(Lost, self._lost)
 
@@ -202,6 +218,7 @@ class StepRunner:
             members=dict(plan.members),
             feeders=list(plan.feeders),
             units=plan.units,
+            checks={check.server: check.verifier for check in plan.checks},
             attempt=max(plan.term << TERM_BITS, tried),
         )
         running = self._running = _Running(plan, ledger, book)
@@ -263,6 +280,8 @@ class StepRunner:
             elif isinstance(action, Average):
                 reach("pipeline.conductor.averaging", step=ledger.step)
                 self._average_all(running, action)
+            elif isinstance(action, Verify):
+                self._spawn(running, self._verify(running, action))
             elif isinstance(action, Commit):
                 reach("pipeline.conductor.committing", step=ledger.step)
                 await running.book(action)
@@ -289,6 +308,9 @@ class StepRunner:
             loss=plan.loss,
             last=plan.last,
             pins=plan.pins.get(member, ()),
+            valid_from=fence.valid_from,
+            are_checked=plan.are_checked,
+            checks=plan.checks_for(member),
         )
         try:
             answer = await self._links.request(member, begin, reply=Held, timeout_seconds=self._config.fence_seconds)
@@ -332,6 +354,7 @@ class StepRunner:
             place=running.plan.place,
             total_samples=sum(ledger.samples),
             life=running.plan.life,
+            checks=running.plan.checks_for(action.feeder),
         )
         try:
             await self._links.send(action.feeder, feed, timeout_seconds=self._config.fence_seconds)
@@ -384,8 +407,50 @@ class StepRunner:
                 )
             )
 
+    async def _verify(self, running: _Running, action: Verify) -> None:
+        ledger, plan = running.ledger, running.plan
+        stages = tuple(stage for stage, names in enumerate(ledger.servers) if action.server in names)
+        order = CheckOrder(
+            step=ledger.step,
+            attempt=action.attempt,
+            server=action.server,
+            stages=stages,
+            arithmetic=plan.arithmetics.get(action.server, ""),
+        )
+        seconds = self._config.average_seconds + self._config.check_seconds
+        try:
+            answer = await self._links.request(action.verifier, order, reply=Checked, timeout_seconds=seconds)
+            result = result_of(answer.message)
+        except PotluckError as error:
+            result = CheckResult(compared=0, note=str(error))
+
+        def event() -> list[Action]:
+            if ledger.attempt != action.attempt:
+                return []
+            finding = self.on_checked(Check(action.server, action.verifier), result)
+            for liar in finding.excluded.keys() - {action.server}:
+                running.events.put_nowait(partial(ledger.gone, liar, finding.excluded[liar]))
+            if finding.failed:
+                running.losses.clear()
+                return ledger.lied(action.server, action.attempt, finding.failed)
+            return ledger.checked(action.server, action.attempt)
+
+        running.events.put_nowait(event)
+
     @staticmethod
     def _spawn(running: _Running, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         running.tasks.add(task)
         task.add_done_callback(running.tasks.discard)
+
+
+def result_of(checked: Checked) -> CheckResult:
+    """What a verifier says, as the judge takes it."""
+    errors = {"output": checked.output_error, "gradient": checked.gradient_error, "sum": checked.sum_error}
+    return CheckResult(
+        compared=checked.compared,
+        missing=checked.missing,
+        errors={kind: error for kind, error in errors.items() if error is not None},  # type: ignore[misc]
+        contradicted_by=checked.contradicted_by,
+        note=checked.note,
+    )

@@ -11,6 +11,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -133,12 +134,11 @@ class UnitServer:
             copies[:] = [copy for copy in copies if copy.is_pinned or copy.used_at > since]
 
 
-class CutReader:
+class CutReader(Protocol):
     """Where cuts are read from; a disk (cuts.py)."""
 
     async def read(self, unit: int, step: int) -> Copy:
         """A unit's state in a cut."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

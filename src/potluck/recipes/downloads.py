@@ -87,7 +87,7 @@ def fetch(download: Download, folder: Path | None = None, progress: Progress | N
             part.unlink()
             raise ConfigurationError(
                 f"what {download.url} gave is not {download.name}: its sha256 is {found[:12]}…, and should be "
-                f"{download.sha256[:12]}…. It was removed; ask whoever wrote the recipe"
+                f"{download.sha256[:12]}…. It was removed; ask the author of the recipe"
             )
         part.replace(path)
     except httpx.HTTPStatusError as error:
@@ -95,7 +95,7 @@ def fetch(download: Download, folder: Path | None = None, progress: Progress | N
             raise _try_again(download, part, error) from error
         raise ConfigurationError(
             f"{download.url} does not give {download.name}: it answers {error.response.status_code} "
-            f"{error.response.reason_phrase}. Ask whoever wrote the recipe"
+            f"{error.response.reason_phrase}. Ask the author of the recipe"
         ) from error
     except httpx.HTTPError as error:
         raise _try_again(download, part, error) from error

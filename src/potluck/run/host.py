@@ -59,7 +59,7 @@ class HostConfig:
     """The hub to start; with `hub_url`, only its folder, run and advertised hosts count."""
 
     guard: GuardConfig
-    """Whom the run lets in."""
+    """Who may join the run."""
 
     hub_url: str = ""
     """An existing NATS server or cluster, as tls://HOST:PORT, to be used instead; several servers with commas."""

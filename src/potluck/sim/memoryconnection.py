@@ -155,7 +155,7 @@ class MemoryConnection:
         self._replies[reply] = None
         try:
             if not self.hub._publish(subject, payload, reply):
-                raise NobodyAnswersError(f"nobody answers on {subject}: whoever should is not there")
+                raise NobodyAnswersError(f"nobody answers on {subject}: nothing is there that should")
             async with asyncio.timeout(timeout_seconds) as deadline:
                 return await reply.answer
         except TimeoutError:
@@ -210,8 +210,8 @@ class MemoryConnection:
             await subscription.cancel()
         for reply in list(self._replies):
             reply.fail("the connection was closed")
-        if self in self.hub._connections:
-            self.hub._connections.remove(self)
+        if self in self.hub.connections:
+            self.hub.connections.remove(self)
 
     # For the stores, which obey the same permissions
 

@@ -80,7 +80,7 @@ class MemoryHub:
         self.subjects = Subjects(run)
         self.clock: Clock = clock or SystemClock()
         self._virtual_clock = clock
-        self._connections: list[MemoryConnection] = []
+        self.connections: list[MemoryConnection] = []
         self._rules: list[MemoryRule] = []
         self._tables: dict[str, MemoryTable] = {}
         self._turns: dict[str, int] = {}
@@ -99,7 +99,7 @@ class MemoryHub:
     ) -> MemoryConnection:
         """A new connection in a peer's name; without permissions, it may do everything."""
         connection = MemoryConnection(self, peer, permissions, on_connected, on_disconnected, on_refused)
-        self._connections.append(connection)
+        self.connections.append(connection)
         return connection
 
     def disconnect(self, peer: str | None = None) -> None:
@@ -167,7 +167,7 @@ class MemoryHub:
         return rule
 
     def _connections_of(self, peer: str | None) -> list[MemoryConnection]:
-        found = [connection for connection in self._connections if peer in (None, connection.peer)]
+        found = [connection for connection in self.connections if peer in (None, connection.peer)]
         if not found:
             raise ValueError(f"{peer or 'nobody'} has no connection to this hub")
         return found
@@ -175,7 +175,7 @@ class MemoryHub:
     def _listeners(self, subject: str) -> list[MemorySubscription]:
         return [
             subscription
-            for connection in self._connections
+            for connection in self.connections
             if connection.is_connected
             for subscription in connection._subscriptions
             if covers(subscription.subject, subject)

@@ -21,6 +21,7 @@ import nkeys
 
 from potluck.clock import Clock
 from potluck.errors import AccessError, HubUnavailableError
+from potluck.hub.access.member import Policy, Scopes
 from potluck.hub.connection import Delivery
 from potluck.hub.presence import Beacon, Card, CardAnswer, Presence, Role, State
 from potluck.hub.subjects import MAIN
@@ -215,13 +216,15 @@ class MemoryRun:
 
     async def _card_came(self, delivery: Delivery) -> None:
         peer = delivery.subject.rsplit(".", 1)[-1]
-        card, allowed = decode(Card, delivery.payload), self._allowed_groups.get(peer)
-        refused = tuple(group for group in card.groups if allowed and group not in allowed)
+        card, scopes = decode(Card, delivery.payload), Scopes(groups=tuple(self._allowed_groups.get(peer) or ()))
+        refusals = {group: Policy().refusal_of_group(group, scopes) for group in card.groups}
+        refused = tuple(group for group, reason in refusals.items() if reason)
         card = msgspec.structs.replace(card, groups=tuple(group for group in card.groups if group not in refused))
         self._presences[peer] = msgspec.structs.replace(self._presences[peer], card=card)
+        answer = CardAnswer(accepted=True, refused_groups=refused, message="; ".join(filter(None, refusals.values())))
         with contextlib.suppress(HubUnavailableError):
             await self.tell(peer, "alive")
-            await delivery.respond(encode(CardAnswer(accepted=True, refused_groups=refused)))
+            await delivery.respond(encode(answer))
 
     async def _left(self, delivery: Delivery) -> None:
         peer = delivery.subject.rsplit(".", 1)[-1]

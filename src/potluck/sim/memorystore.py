@@ -149,7 +149,7 @@ class MemoryStore:
         return revision
 
     async def delete(self, key: str, *, expected: int | None = None) -> None:
-        """Delete a key; a missing one does no harm."""
+        """Delete a key; a missing one is no error."""
         table = self._writable(key)
         self._check_expected(table, key, expected)
         if expected != 0:

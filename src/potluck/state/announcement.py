@@ -209,7 +209,7 @@ class Announcements:
         return max((state.epoch for state in states if state.is_served and not state.is_backup), default=-1)
 
     def beginner(self, coordinator: str, roster: Roster, epoch: int) -> str:
-        """Whom a coordinator has chosen to begin the run at this epoch; empty: nobody."""
+        """The peer that a coordinator has chosen to begin the run at this epoch; empty: nobody."""
         kept = self._of_present(coordinator, roster)
         return kept.beginner if kept is not None and kept.begins_at == epoch else ""
 

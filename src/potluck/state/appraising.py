@@ -46,8 +46,7 @@ MANY_SECONDS = 10.0  # … within so long
 REFUSALS = 5  # after so many in a row a peer is not waited for
 SAME_EPOCH_SECONDS = 5.0  # for others to have made the state that this peer has just made
 NEXT_EPOCH_SECONDS = 10.0  # for the next epoch, where epochs pass faster than announcements
-CHECK_EVERY_SECONDS = 10.0  # at most so often a peer compares its own state by value …
-CHECK_SHARE = 0.01  # … and for so much of each keeper's time, all who compare together
+CHECK_SHARE = 0.01  # of each keeper's time, for comparing values: all who compare together
 RETRY_SECONDS = 3.0
 NAMED_EVERY_SECONDS = 60.0
 
@@ -100,9 +99,11 @@ class Appraiser:
         workers: Workers,
         lineage: Lineage,
         *,
+        check_every_seconds: float,
         on_checked: Callable[[KeptState], None],
     ) -> None:
-        """`on_checked` is told which state of this peer was compared."""
+        """`on_checked` is told which state of this peer was compared, at most every `check_every_seconds`."""
+        self._check_every_seconds = check_every_seconds
         self.counts: Counter[str] = Counter()
         self._session = session
         self._links = links
@@ -183,7 +184,7 @@ class Appraiser:
             self._is_suspect = False
             self.counts["checks"] += 1
             num_trainers = sum(presence.card.role == "trainer" for presence in self._session.roster)
-            self._check_at = now + max(CHECK_EVERY_SECONDS, num_trainers * (now - began) / CHECK_SHARE / 10)
+            self._check_at = now + max(self._check_every_seconds, num_trainers * (now - began) / CHECK_SHARE / 10)
         else:
             self.counts["failed_checks"] += 1
             self._check_at = now + RETRY_SECONDS

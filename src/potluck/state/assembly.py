@@ -111,7 +111,7 @@ class Assembly:
             yield self._pool.share(self._chunks[inventory.hash_of(number)])
 
     def close(self) -> None:
-        """Let go of all chunks; what is on disk stays. Calling it twice does no harm."""
+        """Let go of all chunks; what is on disk stays. Idempotent."""
         chunks, self._chunks = self._chunks, {}
         for chunk in chunks.values():
             self._pool.drop(chunk)

@@ -26,6 +26,9 @@ class StateConfig:
     num_kept: int = 2
     """How many epochs a keeper has in memory; those that are being fetched stay longer."""
 
+    compare_every_seconds: float = 10.0
+    """At most so often this peer compares its state with others' by value, where the digests differ."""
+
     grace_seconds: float = 10.0
     """How long a coordinator waits, when a run goes on, for a newer state than anybody has offered."""
 
@@ -54,6 +57,8 @@ class StateConfig:
     def __post_init__(self) -> None:
         if self.num_kept < 1 or self.num_trainer_keepers < 1:
             raise ConfigurationError(f"{self}: num_kept and num_trainer_keepers are at least 1")
+        if not self.compare_every_seconds > 0:
+            raise ConfigurationError(f"compare_every_seconds is {self.compare_every_seconds}: it must be more than 0")
         if not self.grace_seconds >= 0 or not self.cut_every_seconds >= 0:
             raise ConfigurationError(
                 f"grace_seconds={self.grace_seconds}, cut_every_seconds={self.cut_every_seconds}: they are 0 or more"

@@ -87,7 +87,7 @@ class CutDesk:
         question = incoming.message
         incoming.release()
         if not self._lease.is_held:
-            raise RetryableError("this peer does not coordinate main (any more): ask whoever does")
+            raise RetryableError("this peer does not coordinate main (any more): ask the peer that does")
         if question.return_to:
             return await self._take_order(incoming.sender, question.return_to)
         unknown = sorted(question.epochs.keys() - self._groups())

@@ -317,30 +317,31 @@ class Cutting:
         presence = self._session.roster.get(self._session.peer_id)
         if presence is None or not (presence.trusted or presence.coordinates):
             return None
-        return await self.fetch(part)
+        return await fetch_part(part, self._session, self._directory, self._taker)
 
-    async def fetch(self, part: CutPart) -> Held:
-        """The state of a part from whoever serves it; RetryableError where nobody does."""
-        for claim in (*self._directory.claims(part.epoch), *self._directory.claims(part.epoch, backups=True)):
-            state = claim.state
-            if state is None or not state.is_served or state.compared != part.common:
-                continue
-            if claim.peer == self._session.peer_id:
-                continue
-            verdict = Verdict(
-                epoch=part.epoch,
-                digest=state.digest,
-                common=part.common,
-                num_bytes=state.num_bytes,
-                made_at=state.made_at,
-                keepers=(claim.peer,),
-                is_trusted=True,
-            )
-            until = self._session.clock.monotonic() + FETCH_SECONDS
-            try:
-                snapshot = await self._taker.fetch_for_resuming(verdict, None, FetchReport(), None, until)
-            except MovedOnError as error:
-                logger.info("the state of epoch %d is looked for elsewhere: %s", part.epoch, error)
-                continue
-            return Held(part.epoch, snapshot, state.made_at)
-        raise RetryableError(f"nobody serves the state of epoch {part.epoch} ({part.digest[:12]}…) now")
+
+async def fetch_part(part: CutPart, session: GroupSession, directory: StateDirectory, taker: StateTaker) -> Held:
+    """The state of a part from whoever serves it; RetryableError where nobody does."""
+    for claim in (*directory.claims(part.epoch), *directory.claims(part.epoch, backups=True)):
+        state = claim.state
+        if state is None or not state.is_served or state.compared != part.common:
+            continue
+        if claim.peer == session.peer_id:
+            continue
+        verdict = Verdict(
+            epoch=part.epoch,
+            digest=state.digest,
+            common=part.common,
+            num_bytes=state.num_bytes,
+            made_at=state.made_at,
+            keepers=(claim.peer,),
+            is_trusted=True,
+        )
+        until = session.clock.monotonic() + FETCH_SECONDS
+        try:
+            snapshot = await taker.fetch_for_resuming(verdict, None, FetchReport(), None, until)
+        except MovedOnError as error:
+            logger.info("the state of epoch %d is looked for elsewhere: %s", part.epoch, error)
+            continue
+        return Held(part.epoch, snapshot, state.made_at)
+    raise RetryableError(f"nobody serves the state of epoch {part.epoch} ({part.digest[:12]}…) now")

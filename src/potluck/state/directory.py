@@ -62,7 +62,7 @@ class StateDirectory:
         self.on_asked: Callable[[str], None] = lambda _peer: None
         """Is told who asks."""
         self.beginner = ""
-        """Whom this peer, as the coordinator, has chosen to begin the run …"""
+        """The peer that this one, as the coordinator, has chosen to begin the run …"""
         self.begins_at = 0
         """… when it is at this epoch."""
         self.cut = 0
@@ -99,7 +99,7 @@ class StateDirectory:
         self._task = asyncio.create_task(self._keep_speaking(), name="state: announcements")
 
     async def close(self) -> None:
-        """Say that nothing is kept here any more, and be silent. Calling it twice does no harm."""
+        """Say that nothing is kept here any more, and be silent. Idempotent."""
         self._stop_listening()
         await tasks.end(self._task)
         for subscription in self._subscriptions:

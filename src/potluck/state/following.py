@@ -1,7 +1,7 @@
 """Keeping without training: an aux peer takes over the trainers' state now and then, and sees that the run goes on.
 
-It has no model, so it fetches as a newcomer would: every so many epochs, with pauses; in
-between, for a twentieth, so that where epochs are long newcomers get the newest state from it, and no trainer has to
+It has no model, so it fetches as a newcomer would: every so many epochs, with pauses; in between, for a twentieth of
+the time, so that where epochs are long newcomers get the newest state from it, and no trainer has to
 give it to each of them; and what only those have who are about to leave (handingover.py). What it has it serves and
 saves, so that a run survives though all trainers are gone. And where the trainers have all come back
 from disk, and nobody has the state of the present epoch, it chooses with them what to go on from, as the coordinator
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_SECONDS = 1.0
 DOWN_SECONDS = 3.0  # without a state of the present epoch: each epoch is without one for a moment
-# The same while somebody who made that epoch is still there: it may be in a long step, and has yet to look what came.
-MAKER_SECONDS = 60.0
 FETCH_SECONDS = 600.0  # without anything coming
 PAUSE_FACTOR = 9  # a fetch that took a second is followed by nine without
 # … but by no more than this: on a slow line the fetch took long, and took little from the rounds (link/line.py). The
@@ -64,9 +62,8 @@ class Follower:
         self._due_epoch: int | None = None  # of the one that was taken last because it was due, and is saved
         self._fresh_at = 0.0
         self._num_late = 0  # how many epochs after it was due the last fetch had ended
+        self._seen_epoch = 0
         self._up_at = clock.monotonic()  # when somebody had the state of the present epoch, or trained, last
-        self._seen_epoch = averager.lineage.epoch
-        self._makers: dict[str, str] = {}  # of the present epoch, if it was made before our eyes: their sessions
         self._task: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
 
@@ -75,7 +72,7 @@ class Follower:
         self._task = asyncio.create_task(self._follow(), name="state: following")
 
     async def close(self) -> None:
-        """Follow no more. Calling it twice does no harm."""
+        """Follow no more. Idempotent."""
         await tasks.end(self._task, self._fetching)
 
     async def _follow(self) -> None:
@@ -126,22 +123,12 @@ class Follower:
         """Whether trainers are there, and for a while none of them has had the state of the present epoch."""
         epoch, now = self._averager.lineage.epoch, self._clock.monotonic()
         has_trainers = any(presence.card.role == "trainer" for presence in self._roster)
-        if not (epoch and has_trainers) or self._num_training() or self._keeper.directory.verdict(epoch) is not None:
+        has_moved, self._seen_epoch = epoch != self._seen_epoch, epoch  # faster than states are announced
+        is_up = has_moved or self._keeper.is_in_the_making
+        is_up = is_up or self._num_training() > 0 or self._keeper.directory.verdict(epoch) is not None
+        if is_up or not (epoch and has_trainers):
             self._up_at = now
-        return now - self._up_at >= (MAKER_SECONDS if self._is_maker_there() else DOWN_SECONDS)
-
-    def _is_maker_there(self) -> bool:
-        """Whether a peer that has the averages of the present epoch lives; one that was started again has not."""
-        head = self._averager.lineage.head
-        if head is not None and head.epoch != self._seen_epoch:
-            self._seen_epoch = head.epoch
-            present = {peer: self._roster.get(peer) for peer in head.holders}
-            self._makers = {peer: found.card.session for peer, found in present.items() if found is not None}
-        found = [(session, self._roster.get(peer)) for peer, session in self._makers.items()]
-        return any(
-            presence is not None and presence.card.role == "trainer" and presence.card.session == session
-            for session, presence in found
-        )
+        return now - self._up_at >= DOWN_SECONDS
 
     @property
     def _next_epoch(self) -> int:

@@ -72,27 +72,29 @@ class StateKeeper:
         self._pool = ChunkPool()
         self._workers = workers or workers_for(session.whole, group.name, "states", 2)
         self._has_workers = False
-        self._shelf = Shelf(self.config.num_kept)
+        self.shelf = Shelf(self.config.num_kept)
+        """What this peer holds."""
         self._comparison = Comparison(
             lambda epoch: self.directory.verdict(epoch),
             lambda verdict: self._appraiser.difference(verdict),
             lambda state: self._appraiser.suspect(state),
         )
         self.directory = StateDirectory(
-            session, self._shelf, self._holders, self._comparison.past, lambda: self.archive.saved()
+            session, self.shelf, self._holders, self._comparison.past, lambda: self.archive.saved()
         )
         self._appraiser = Appraiser(
             session,
             self._links,
             self.directory,
-            self._shelf,
+            self.shelf,
             self._workers,
             averager.lineage,
+            check_every_seconds=self.config.compare_every_seconds,
             on_checked=self._comparison.checked,
         )
         self._serving = Serving(
             self._links,
-            self._shelf,
+            self.shelf,
             self.config.serving,
             session.clock,
             self._workers,
@@ -106,7 +108,7 @@ class StateKeeper:
             session,
             averager,
             self.directory,
-            self._shelf,
+            self.shelf,
             self,
             backups=self.archive.backups,
             workers=self._workers,
@@ -114,11 +116,11 @@ class StateKeeper:
             cuts=board_of(session.whole),
         )
         self.restoring = Reinstating(
-            session, self.directory, self._shelf, self, backups=self.archive.backups, workers=self._workers
+            session, self.directory, self.shelf, self, backups=self.archive.backups, workers=self._workers
         )
         is_watching = session.card.role == "observer"
         self.cutting = (
-            None if is_watching else Cutting(session, averager, self.directory, self._shelf, self, self.archive)
+            None if is_watching else Cutting(session, averager, self.directory, self.shelf, self, self.archive)
         )
         """This group's part in the cuts of the run; None: this peer only looks."""
         self.cut_desk: CutDesk | None = None
@@ -146,7 +148,7 @@ class StateKeeper:
             raise
 
     async def close(self) -> None:
-        """Finish the backup that is being written, serve nothing more. Calling it twice does no harm.
+        """Finish the backup that is being written, serve nothing more. Idempotent.
 
         What is uploaded gets there first, if it does in 30 s.
         """
@@ -164,7 +166,7 @@ class StateKeeper:
         if self._has_workers:
             self._has_workers = False
             await self._workers.close()
-        self._shelf.close()
+        self.shelf.close()
 
     # Publishing
 
@@ -191,7 +193,7 @@ class StateKeeper:
         return self._publisher.publish(tensors, metadata, epoch, own=own, steady=steady, is_held=is_held)
 
     def _newest(self) -> Snapshot | None:
-        newest = self._shelf.newest()
+        newest = self.shelf.newest()
         return newest.snapshot if newest is not None else None
 
     async def _published(self, epoch: int, snapshot: Snapshot) -> None:
@@ -212,9 +214,9 @@ class StateKeeper:
         if held.snapshot.inventory.has_common_tensors:
             self._comparison.note(held.announced(), is_taken=is_taken)
         if self.keeps if keeps is None else keeps:
-            self._shelf.put(held.epoch, held.snapshot, made_at=held.made_at)
+            self.shelf.put(held.epoch, held.snapshot, made_at=held.made_at)
         else:
-            self._shelf.clear()
+            self.shelf.clear()
         if self.cutting is not None:
             self.cutting.came()
         self.directory.announce()
@@ -231,7 +233,7 @@ class StateKeeper:
         if self.kept_epoch is not None and self.kept_epoch == self._handed_over:
             return True
         is_safe = await hand_over(
-            self._session, self.directory, self._shelf, lambda: self._serving.counts["chunks"], timeout_seconds
+            self._session, self.directory, self.shelf, lambda: self._serving.counts["chunks"], timeout_seconds
         )
         self._handed_over = self.kept_epoch if is_safe else None
         if not is_safe and self.archive.keep_last_copy():
@@ -241,7 +243,7 @@ class StateKeeper:
     @property
     def kept_epoch(self) -> int | None:
         """The newest epoch whose state this peer holds for others."""
-        newest = self._shelf.newest()
+        newest = self.shelf.newest()
         return newest.epoch if newest is not None else None
 
     @property
@@ -343,7 +345,7 @@ class StateKeeper:
                 verdict = await self.directory.until_verdict(
                     epoch, self._averager.lineage, known_until, at_least=at_least_epoch, settle_seconds=settle_seconds
                 )
-                own = self._shelf.find(verdict.digest)
+                own = self.shelf.find(verdict.digest)
                 try:
                     if own is not None:  # this peer went back to it on behalf of all
                         snapshot = own.hold()
@@ -380,7 +382,7 @@ class StateKeeper:
         until: float,
         patience_seconds: float,
     ) -> Snapshot:
-        bases = [held.snapshot.hold() for held in self._shelf] + ([based.hold()] if based is not None else [])
+        bases = [held.snapshot.hold() for held in self.shelf] + ([based.hold()] if based is not None else [])
         fetcher = Fetcher(
             self._links,
             self._session.clock,
@@ -437,6 +439,11 @@ class StateKeeper:
             return await self._resuming.resume(base, progress=progress, timeout_seconds=timeout_seconds)
         finally:
             self._pool.trim()
+
+    @property
+    def is_in_the_making(self) -> bool:
+        """Whether trainers have the averages of the present epoch, and will have its state."""
+        return self._resuming.is_in_the_making
 
     async def fetch_for_resuming(
         self,

@@ -80,7 +80,7 @@ class Publisher:
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
-        """Finish what was published, since it may be wanted as a backup. Calling it twice does no harm."""
+        """Finish what was published, since it may be wanted as a backup. Idempotent."""
         self._loop = None
         await self.until_idle()
 

@@ -15,6 +15,9 @@ what belongs together.
 A run that has nothing yet is begun by one trainer, with its own state, and the others take that. The coordinator says
 who it is, since those who start at the same moment would each take themselves for the first. It does the same where
 epochs are committed and their states are lost: all trainers died before a first backup, and nobody comes with one.
+
+Nothing is taken over while trainers that have the averages of the present epoch are still there: they are about to make
+its state. That takes seconds for a large model, and hundreds of steps with DiLoCo in the background.
 """
 
 from __future__ import annotations

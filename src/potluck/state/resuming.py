@@ -98,6 +98,10 @@ class Resuming:
         """Whether the run began with this peer's own state."""
         self._beginner = Beginner()
         self._lost_since: float | None = None
+        self._asking: tuple[int, set[str]] = (
+            0,
+            set(),
+        )  # an epoch, and who asked for a state since
         directory.on_asked = self._asked
 
     async def resume(
@@ -116,6 +120,8 @@ class Resuming:
                 await directory.settle(None, 0)
             if directory.disputed(lineage.epoch, at_least=max(lineage.epoch - 1, 1)) is not None:
                 since = clock.monotonic()  # others have a state, and cannot agree yet: nothing is adopted
+            if self.is_in_the_making:
+                since = clock.monotonic()
             if lineage.epoch != head:
                 head, since = lineage.epoch, clock.monotonic()
             waited = clock.monotonic() - since
@@ -172,8 +178,25 @@ class Resuming:
         both = [self._directory.verdict(part.epoch, backups=backups) for backups in (True, False)]
         return next((verdict for verdict in both if verdict is not None and verdict.common == part.common), None)
 
+    @property
+    def is_in_the_making(self) -> bool:
+        """Whether others have the averages of the present epoch, and will have its state.
+
+        A trainer that was started again has them no more, but it asks for a state.
+        """
+        head, roster = self._averager.lineage.head, self._session.roster
+        if head is None:
+            return False
+        epoch, asking = self._asking
+        gone = {self._session.peer_id, *(asking if epoch == head.epoch else ())}
+        holders = [roster.get(peer) for peer in head.holders if peer not in gone]
+        return any(holder is not None and holder.card.role == "trainer" for holder in holders)
+
     def _asked(self, peer: str) -> None:
         """As the coordinator of a run that has nothing, or nothing any more: choose who begins it."""
+        if self._asking[0] != self._averager.lineage.epoch:
+            self._asking = self._averager.lineage.epoch, set()
+        self._asking[1].add(peer)
         roster = self._session.roster
         presence = roster.get(peer)
         is_trainer = presence is not None and presence.card.role == "trainer"

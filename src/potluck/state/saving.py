@@ -65,7 +65,7 @@ class Saver:
         return any(state.cut == cut for state in self.saved)
 
     async def close(self) -> None:
-        """Finish the backup that is being written, and save what is newer. Calling it twice does no harm."""
+        """Finish the backup that is being written, and save what is newer. Idempotent."""
         if self._task is not None:
             await asyncio.wait([self._task])
         last, self._unsaved = self._unsaved, None

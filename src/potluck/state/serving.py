@@ -168,7 +168,7 @@ class Serving:
         links.handle_stream(FetchChunks, self._serve)
 
     async def close(self) -> None:
-        """End all streams. Calling it twice does no harm."""
+        """End all streams. Idempotent."""
         for service in list(self._services):
             await service.stream.cancel("the keeper leaves")
 

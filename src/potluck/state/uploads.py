@@ -71,7 +71,7 @@ class Uploads:
     async def close(self, *, timeout_seconds: float = 0.0) -> None:
         """Give what is offered so long to get there, then end, when what is being sent is there.
 
-        Calling it twice does no harm.
+        Idempotent.
         """
         if timeout_seconds > 0 and self._task is not None:
             with contextlib.suppress(TimeoutError):

@@ -27,7 +27,7 @@ READY = "Server is ready"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainUser:
-    """Somebody whom the server lets in; without permissions, everything is permitted."""
+    """A user of the server; without permissions, everything is permitted."""
 
     seed: bytes
     peer: str

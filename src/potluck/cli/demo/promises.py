@@ -97,7 +97,7 @@ def all_left_cleanly(exit_codes: Mapping[str, int]) -> Promise:
     """Of everybody who was asked to leave."""
     rude = {name: code for name, code in exit_codes.items() if code != 0}
     return Promise(
-        promise="whoever is asked to leave leaves cleanly",
+        promise="everybody who is asked to leave leaves cleanly",
         kept=bool(exit_codes) and not rude,
         found=f"exit codes {rude}" if rude else f"{len(exit_codes)} processes did",
     )

@@ -1,13 +1,14 @@
 """The records that say who may take part: members, bans, requests for access, and the run's policy.
 
 They stand in the hub's stores (registry.py), so that any guard of a cluster can decide, and a restarted one goes on.
-A *person* is whom seats are counted by: `hf:NAME` after a Hugging Face token, the person an invite was made out to,
+Seats are counted by *person*: `hf:NAME` after a Hugging Face token, the person an invite was made out to,
 or `key:PEER` when all that is known of somebody is a key.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 import msgspec
@@ -15,16 +16,18 @@ import msgspec
 from potluck.errors import ConfigurationError
 from potluck.hub.presence import Role
 from potluck.hub.queues import EVERY, Rights, check_rights
-from potluck.hub.subjects import PEER_ID, check_group_name
+from potluck.hub.subjects import MAIN, PEER_ID, check_group_name
 from potluck.messages import Message
 
 Service = Literal["local", "cloud", "colab", "kaggle"]
+GroupRule = Literal["all", "invited"]  # any member may be in the group, or those whose invite names it
 ROLES: tuple[Role, ...] = get_args(Role)
 SERVICES: tuple[Service, ...] = get_args(Service)
 
 DEFAULT_SEATS: dict[Service, int] = {"local": 8, "cloud": 32, "colab": 2, "kaggle": 2}
 MAX_NAME_CHARACTERS = 64
 MAX_NOTE_CHARACTERS = 500
+MAX_DECLARED = 1024  # groups of a run
 
 
 class Scopes(Message, frozen=True, kw_only=True):
@@ -98,7 +101,7 @@ class AccessRequest(Message, frozen=True, kw_only=True):
 
 
 class Policy(Message, frozen=True, kw_only=True):
-    """Whom a run lets in, and on what terms. Organisers may change it while the run goes on."""
+    """Who may join a run, and on what terms. Organisers may change it while the run goes on."""
 
     token_holders: Literal["refused", "listed", "anyone"] = "refused"  # who gets in with a Hugging Face token
     users: tuple[str, ...] = ()  # listed user names
@@ -108,12 +111,36 @@ class Policy(Message, frozen=True, kw_only=True):
     max_waiting: int = 200
     seats: dict[Service, int] = msgspec.field(default_factory=lambda: dict(DEFAULT_SEATS))  # live peers per person
     minimum_version: str = ""  # of the potluck package, as 0.1.0; empty: any
+    groups: dict[str, GroupRule] = {}  # beside main; empty: programs may make groups of any name
 
     def __post_init__(self) -> None:
         check_seats(self.seats)
+        check_declared(self.groups)
         if not 0 <= self.max_waiting <= 10_000:
             raise ConfigurationError(f"max_waiting is {self.max_waiting}: it must be from 0 to 10000")
         parse_version(self.minimum_version)
+
+    def check_groups(self, names: Iterable[str]) -> None:
+        """ConfigurationError if the run declares its groups, and one of these is not among them."""
+        for name in names:
+            if self.groups and name != MAIN and name not in self.groups:
+                raise ConfigurationError(self._unknown(name))
+
+    def refusal_of_group(self, group: str, scopes: Scopes) -> str:
+        """Why a member with these scopes may not be in a group; empty: it may."""
+        if self.groups and group != MAIN and group not in self.groups:
+            return self._unknown(group)
+        is_named = group in scopes.groups or (scopes.coordinates and scopes.trusted)  # as the host's own peer
+        if scopes.allows_group(group) and (is_named or self.groups.get(group, "all") == "all"):
+            return ""
+        return (
+            f"its invite does not name the group {group!r}. Ask an organiser for a link that does (potluck members "
+            f"invite --group {group})"
+        )
+
+    def _unknown(self, group: str) -> str:
+        known = ", ".join(sorted({MAIN, *self.groups}))
+        return f"the run has no group {group!r}: it has {known}. Another one is added under [groups] in run.toml"
 
 
 def seats_for(scopes: Scopes, policy: Policy, service: Service) -> int | None:
@@ -131,7 +158,7 @@ def known_service(name: str) -> Service:
 
 
 def person_of_key(peer: str) -> str:
-    """Whom a peer belongs to when all that is known of it is its key."""
+    """The person of a peer of which only the key is known."""
     return f"key:{peer}"
 
 
@@ -151,6 +178,16 @@ def check_roles(roles: tuple[Role, ...]) -> None:
     """At least one role, each once."""
     if not roles or len(set(roles)) != len(roles):
         raise ConfigurationError(f"roles are {roles}: name at least one of {', '.join(ROLES)}, each once")
+
+
+def check_declared(groups: Mapping[str, GroupRule]) -> None:
+    """Names of groups beside `main`, which every run has."""
+    for name in groups:
+        check_group_name(name)
+    if MAIN in groups:
+        raise ConfigurationError(f"every run has the group {MAIN}, and all members may be in it: leave it out")
+    if len(groups) > MAX_DECLARED:
+        raise ConfigurationError(f"{len(groups)} groups: declare at most {MAX_DECLARED}")
 
 
 def check_seats(seats: dict[Service, int]) -> None:

@@ -156,7 +156,7 @@ class BulkConnection(asyncio.BufferedProtocol):
         self._say(bulkprotocol.PING)
 
     def abort(self, reason: str) -> None:
-        """End the connection now. Calling it twice does no harm."""
+        """End the connection now. Idempotent."""
         self._end(reason)
         if self._transport is not None and not self._gone.is_set():
             self._transport.abort()

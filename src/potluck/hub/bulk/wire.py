@@ -189,7 +189,7 @@ class BulkWire:
         return counts
 
     async def close(self) -> None:
-        """Send what was written and disconnect; nothing is told any more. Calling it twice does no harm."""
+        """Send what was written and disconnect; nothing is told any more. Idempotent."""
         self.state = "closed"
         await tasks.end(self._task)
         connection, self._connection = self._connection, None

@@ -49,7 +49,7 @@ class BackgroundWork:
         self._loops.add(asyncio.create_task(self._repeat(loop), name=name))
 
     async def close(self) -> None:
-        """End everything. Calling it twice does no harm."""
+        """End everything. Idempotent."""
         self._closed = True
         await tasks.end(*self._loops, *self._running)
         self._loops.clear()

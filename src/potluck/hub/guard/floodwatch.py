@@ -47,7 +47,7 @@ class FloodWatch:
         self._keeper = keeper
         self._registry = registry
         self._clock = clock
-        self._found: dict[str, Flood] = {}  # by peer; whom nothing has been done about yet
+        self._found: dict[str, Flood] = {}  # by peer; those that were not dealt with yet
         self._wanted = asyncio.Event()
         self.counts: Counter[str] = Counter()
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from potluck.clock import Clock, SystemClock
 from potluck.errors import ConfigurationError, NotAdmittedError
 from potluck.hub.access.application import Answer, waiting_subject
-from potluck.hub.access.member import ROLES, AccessRequest, Member, Policy, Scopes, person_of_key
+from potluck.hub.access.member import ROLES, AccessRequest, GroupRule, Member, Policy, Scopes, person_of_key
 from potluck.hub.address import HubAddress
 from potluck.hub.guard import huggingface
 from potluck.hub.guard.backgroundwork import BackgroundWork
@@ -70,7 +70,10 @@ class GuardConfig:
     """The run's name."""
 
     policy: Policy = field(default_factory=Policy)
-    """Whom the run lets in at its first start; later, what organisers set holds."""
+    """Who may join the run at its first start; later, what organisers set holds."""
+
+    groups: Mapping[str, GroupRule] | None = None
+    """The groups that the run declares, from this start on; None: those that it has declared before."""
 
     presence: PresenceConfig = field(default_factory=PresenceConfig)
     """How long silence may last."""
@@ -136,7 +139,7 @@ class Guard:
         logger.info("the guard of %s answers", self._config.run)
 
     async def stop(self) -> None:
-        """Answer no more; members stay connected. Calling it twice does no harm."""
+        """Answer no more; members stay connected. Idempotent."""
         await self._background.close()
         if self._reception is not None:
             await self._reception.close()
@@ -266,6 +269,8 @@ class Guard:
         if self._hub is None or self._registry is None or self._writer is None or self._reception is None:
             raise AssertionError("the guard is not connected")
         await self._registry.start(self._config.policy)
+        if self._config.groups is not None:
+            await self._registry.declare_groups(self._config.groups)
         await self._registry.members.create(self._keys.organiser_public, self._organiser_record())
         await self._writer.start()
         await self._system.follow(self._connection_opened, self._keeper.closed, self._connection_counted)

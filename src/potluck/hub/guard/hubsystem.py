@@ -163,7 +163,7 @@ class HubSystem:
         return True
 
     async def close(self) -> None:
-        """Follow no more. Calling it twice does no harm."""
+        """Follow no more. Idempotent."""
         for subscription in self._subscriptions:
             await subscription.cancel()
         self._subscriptions = []

@@ -77,7 +77,7 @@ class LeaderKeeper:
         self._watch = await self._hub.store("lease").watch(self._lease_changed)
 
     async def stop(self) -> None:
-        """Follow no more. Calling it twice does no harm."""
+        """Follow no more. Idempotent."""
         if self._watch is not None:
             await self._watch.cancel()
             self._watch = None

@@ -115,6 +115,7 @@ class OrganiserDesk:
     # Invites
 
     async def _invite(self, organiser: str, request: organise.CreateInvite) -> Message:
+        self._registry.policy.check_groups(request.scopes.groups)
         invite, secret = new_invite(
             scopes=request.scopes,
             now=self._clock.wall(),
@@ -160,7 +161,7 @@ class OrganiserDesk:
     def _member_for(
         self, request: organise.Approve, waiting: AccessRequest | None, known: Member | None, organiser: str
     ) -> Member:
-        """The record of somebody whom an organiser lets in; of a member, the record with its new scopes."""
+        """The record of a person that an organiser lets in; of a member, the record with its new scopes."""
         if known is not None and waiting is None:
             scopes = request.scopes or known.scopes
             role = known.role if known.role in scopes.roles else scopes.roles[0]

@@ -100,7 +100,9 @@ class PresenceKeeper:
         if refusal_of_key := self._check_link_key(peer, card):
             self.counts["refused_link_keys"] += 1
             return CardAnswer(accepted=False, message=refusal_of_key)
-        refused_groups = tuple(group for group in card.groups if not member.scopes.allows_group(group))
+        policy = self._registry.policy
+        refusals = {group: policy.refusal_of_group(group, member.scopes) for group in card.groups}
+        refused_groups = {group: reason for group, reason in refusals.items() if reason}
         if refused_groups:
             self.counts["refused_groups"] += 1
             allowed = tuple(group for group in card.groups if group not in refused_groups)
@@ -113,7 +115,9 @@ class PresenceKeeper:
         self.counts["cards"] += 1
         self._writer.want(changes)
         await self._writer.written(peer)
-        return CardAnswer(accepted=True, refused_groups=refused_groups)
+        return CardAnswer(
+            accepted=True, refused_groups=tuple(refused_groups), message="; ".join(refused_groups.values())
+        )
 
     def beacon(self, peer: str, payload: bytes) -> None:
         """A sign of life."""

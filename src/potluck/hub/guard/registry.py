@@ -8,13 +8,15 @@ have written is put right again, from memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from potluck.errors import ProtocolError, RevisionConflictError
 from potluck.hub.access import invite as invites
 from potluck.hub.access.invite import Invite
-from potluck.hub.access.member import AccessRequest, Ban, Member, Policy, ban_key
+from potluck.hub.access.member import AccessRequest, Ban, GroupRule, Member, Policy, ban_key
 from potluck.hub.connection import Entry, HubConnection, Store, Subscription
 from potluck.hub.presence import Role
 from potluck.hub.queues import QueueDefinition
@@ -55,7 +57,7 @@ class Table(Generic[R]):
         self._watch = await self._store.watch(self._changed)
 
     async def stop(self) -> None:
-        """Follow no more. Calling it twice does no harm."""
+        """Follow no more. Idempotent."""
         if self._watch is not None:
             await self._watch.cancel()
             self._watch = None
@@ -108,7 +110,7 @@ class Table(Generic[R]):
         raise RevisionConflictError(f"{key} was changed by others {MAX_CONFLICTS} times in a row: try again")
 
     async def remove(self, key: str) -> None:
-        """Remove a record; a missing one does no harm."""
+        """Remove a record; a missing one is no error."""
         await self._store.delete(key)
         self._drop(key)
 
@@ -186,8 +188,13 @@ class Registry:
         await self.policies.create(POLICY_KEY, first_policy)
         await self.policies.fetch(POLICY_KEY)
 
+    async def declare_groups(self, groups: Mapping[str, GroupRule]) -> None:
+        """Which groups the run has beside `main`; none: any that a program makes."""
+        if self.policy.groups != groups:
+            await self.policies.change(POLICY_KEY, lambda policy: msgspec.structs.replace(policy, groups=dict(groups)))
+
     async def stop(self) -> None:
-        """Follow the stores no more. Calling it twice does no harm."""
+        """Follow the stores no more. Idempotent."""
         for table in self._tables():
             await table.stop()
 

@@ -54,7 +54,7 @@ class RosterWriter:
         self._task = asyncio.create_task(self._run(), name="roster writer")
 
     async def stop(self) -> None:
-        """Write no more. Calling it twice does no harm."""
+        """Write no more. Idempotent."""
         await tasks.end(self._task)
         self._task = None
         if self._watch is not None:

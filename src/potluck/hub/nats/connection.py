@@ -53,7 +53,7 @@ class ConnectionConfig:
     """When a link is given up, and how the next one is found."""
 
     stores: Literal["direct", "guard"] = "direct"
-    """Whom to ask to read and write stores: JetStream itself, or the guard, which passes the question on."""
+    """Who answers reads and writes of stores: JetStream itself, or the guard, which passes the question on."""
 
     reply_timeout_seconds: float = 5.0
     """How long the hub itself may take to answer: to read or write a store, to take note of a subscription."""
@@ -279,7 +279,7 @@ class NatsConnection:
         }
 
     async def close(self) -> None:
-        """Flush, then disconnect; leaves no task and no socket. Calling it twice does no harm."""
+        """Flush, then disconnect; leaves no task and no socket. Idempotent."""
         async with self._closing:
             self._closed = True
             for watch in list(self._watches):

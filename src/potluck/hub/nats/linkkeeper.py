@@ -133,7 +133,7 @@ class LinkKeeper:
         raise _the_one_to_fix(failures)
 
     async def close(self) -> None:
-        """Stop watching and end the link, after what was sent has arrived. Calling it twice does no harm."""
+        """Stop watching and end the link, after what was sent has arrived. Idempotent."""
         await tasks.end(self._task)
         link, self.link = self.link, None
         if link is not None:

@@ -38,7 +38,7 @@ class _Waiting:
         if self.done.done():
             return
         if status_of(message) == NO_RESPONDERS:
-            self.fail(NobodyAnswersError(f"nobody answers on {self.subject}: whoever should is not there"))
+            self.fail(NobodyAnswersError(f"nobody answers on {self.subject}: nothing is there that should"))
         elif self.is_last(message):
             self.done.set_result(self.answers)
 

@@ -83,7 +83,7 @@ class NatsStore:
             return await self._write(key, value, mark.revision, headers)
 
     async def delete(self, key: str, *, expected: int | None = None) -> None:
-        """Delete a key; a missing one does no harm. `expected` as in `put`."""
+        """Delete a key; a missing one is no error. `expected` as in `put`."""
         if expected == 0:
             entry = await self.get(key)
             if entry is not None:

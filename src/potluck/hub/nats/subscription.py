@@ -91,7 +91,7 @@ class NatsHubSubscription:
             await link.unsubscribe(on_link)
 
     async def cancel(self) -> None:
-        """Stop delivery. Calling it twice does no harm."""
+        """Stop delivery. Idempotent."""
         self._on_cancel(self)
         await self._dispatcher.close()
         link, on_link = self._link, self._on_link

@@ -68,7 +68,7 @@ class NatsWatch:
         self._behind.set()
 
     async def cancel(self) -> None:
-        """Stop. Calling it twice does no harm."""
+        """Stop. Idempotent."""
         self._connection.release(self)
         await tasks.end(self._task)
         if self._subscription is not None:

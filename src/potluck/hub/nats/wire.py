@@ -52,7 +52,7 @@ class Wire(Transport):
 
     @abstractmethod
     def abort(self) -> None:
-        """End the connection now. Calling it twice does no harm."""
+        """End the connection now. Idempotent."""
 
     def _end(self, reason: str) -> None:
         if not self.ended.done():

@@ -109,7 +109,7 @@ class EmbeddedHub:
                 raise
 
     async def stop(self) -> None:
-        """Stop the server in good order. Calling it twice, or after the server has died, does no harm."""
+        """Stop the server in good order. Idempotent, also after the server has died."""
         async with self._stopping:
             await self._end_server()
             self._lock.release()

@@ -70,7 +70,7 @@ class FolderLock:
         write_private(self._folder / PID_FILE, f"{pid}\n")
 
     def release(self) -> None:
-        """Let go. Calling it twice does no harm."""
+        """Let go. Idempotent."""
         for descriptor in (self._server, self._owner):
             if descriptor is not None:
                 os.close(descriptor)

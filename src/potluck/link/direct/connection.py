@@ -64,7 +64,7 @@ class Greeter(Protocol):
 
 
 class ConnectionOwner(Protocol):
-    """Whom an open connection belongs to."""
+    """The owner of an open connection."""
 
     def packet(self, connection: Connection, frame: memoryview, payload: memoryview | None) -> None:
         """A packet came, hostile until checked. The views stay valid."""

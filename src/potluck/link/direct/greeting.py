@@ -11,8 +11,8 @@ dialler's key; the Welcome proves the listener's, and the Ready that the dialler
 what it once overheard. Both sides then know that bytes pass both ways, and hold keys for them that no other connection
 has (noise.py).
 
-Whom the dialler means, both keys, the version of the protocol and the mode are part of what the handshake proves: two
-sides that differ in one of them do not understand each other's first message. In trusted-LAN mode the same greeting
+The peer that the dialler means, both keys, the protocol's version and the mode are part of what the handshake proves:
+two sides that differ in one of them do not understand each other's first message. In trusted-LAN mode the same greeting
 tells a member from a stranger, and what follows it is not sealed. (Whoever can change packets on that LAN can take over
 a connection once it stands; that is the trust in the name.)
 

@@ -36,7 +36,7 @@ class ListenerOwner(Protocol):
         ...
 
     def owner_of(self, member: KnownPeer) -> ConnectionOwner:
-        """Whom a connection of this member will belong to."""
+        """The owner of a connection of this member."""
         ...
 
     def incoming_opened(self, member: KnownPeer, connection: Connection) -> None:

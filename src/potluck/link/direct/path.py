@@ -116,7 +116,7 @@ class DirectPath:
 
     @property
     def peer(self) -> str:
-        """Whom this path leads to."""
+        """The peer at its other end."""
         return self.member.peer
 
     def set_addresses(self, addresses: list[Endpoint]) -> None:

@@ -45,7 +45,7 @@ class DialBackRequest(Message, frozen=True, kw_only=True, tag="dial_back"):
     """Please try whether these addresses lead to me."""
 
     addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
-    link_key: Key  # whom a connection must lead to
+    link_key: Key  # of the peer that a connection must lead to
     probe_key: Key  # the pair that the asker lets in for this
     probe_secret: Key
     plain: bool = False  # trusted-LAN mode

@@ -4,7 +4,7 @@ Every peer opens its wire at the start, needed or not. That is one more connecti
 tens of kilobytes; in return a greeting always finds its receiver listening, and no second way of waking peers up is
 needed that could fail by itself.
 
-Whom a packet comes from is the last token of its subject: the hub lets nobody publish in another's name. The hub itself
+The last token of a packet's subject is its sender: the hub lets nobody publish in another's name. The hub itself
 cannot do so either: packets are sealed end to end under link keys, and what does not open is counted and ends the path.
 """
 
@@ -356,7 +356,7 @@ class RelayCarrier:
         self._keep_ticking()
         return None
 
-    # Whom we listen to
+    # The senders that we listen to
 
     def _unbidden(self, peer: str, size: int) -> None:
         """Something came without credit: small words do, but there is a limit."""

@@ -31,6 +31,7 @@ PAGES = (
 )
 FLEET_PAGES = (("/fleet", "Fleet"), ("/queues", "Queues"), ("/value", "Value network"))
 PATHS_PAGES = (("/paths", "Paths"),)  # where the model has paths
+PIPELINE_PAGES = (("/pipeline", "Pipeline"),)  # where the model is cut into stages
 ORGANISER_PAGES = (("/members", "Members"), ("/control", "Control"))
 TOGGLE_THEME = f"""() => {{
     const dark = !document.body.classList.contains('body--dark');
@@ -101,7 +102,8 @@ def frame(dashboard: Dashboard, request: Request, here: str, title: str) -> Iter
             fleet = FLEET_PAGES if dashboard.has_fleet or here in dict(FLEET_PAGES) else ()
             manifest = dashboard.follower.manifest
             paths = PATHS_PAGES if manifest is not None and manifest.paths is not None else ()
-            for target, name in (*PAGES, *paths, *fleet, *(ORGANISER_PAGES if visitor is not None else ())):
+            staged = PIPELINE_PAGES if manifest is not None and manifest.pipeline is not None else ()
+            for target, name in (*PAGES, *paths, *staged, *fleet, *(ORGANISER_PAGES if visitor is not None else ())):
                 link = ui.link(name, target).classes("nav-link here" if target == here else "nav-link")
                 if target == "/members":
                     _count_waiting(dashboard, link)

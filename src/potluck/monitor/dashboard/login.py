@@ -84,7 +84,7 @@ class Login:
         return visitor
 
     def leave(self, session: str | None) -> None:
-        """End a session; one that does not exist does no harm."""
+        """End a session; one that does not exist is no error."""
         self._sessions.pop(session or "", None)
 
     def _failed(self, address: str) -> PermissionDeniedError:

@@ -39,6 +39,7 @@ from potluck.monitor.dashboard.pages.naming import NamingPage
 from potluck.monitor.dashboard.pages.overview import OverviewPage
 from potluck.monitor.dashboard.pages.paths import PathsPage
 from potluck.monitor.dashboard.pages.peers import PeerPage, PeersPage
+from potluck.monitor.dashboard.pages.pipeline import PipelinePage
 from potluck.monitor.dashboard.pages.preview import PreviewPage
 from potluck.monitor.dashboard.pages.queues import QueuesPage, ValuePage
 from potluck.monitor.dashboard.pages.rounds import RoundsPage
@@ -73,6 +74,7 @@ PAGES: tuple[tuple[str, str, Fill], ...] = (
     ("/name", "Name it", NamingPage),
     ("/fleet", "Fleet", FleetPage),
     ("/paths", "Paths", PathsPage),
+    ("/pipeline", "Pipeline", PipelinePage),
     ("/queues", "Queues", QueuesPage),
     ("/value", "Value network", ValuePage),
 )

@@ -1,7 +1,7 @@
 """Merging at a quorum: who is late is waited for, as long as waiting pays off (pure).
 
 A round starts when K trainers are ready and the others have had their grace. The grace window follows the lateness that
-was seen in the rounds before: of those who came in time, and of those whom the round began without. These say when they
+was seen in the rounds before: of those who came in time, and of those that the round began without. These say when they
 would have been ready, so that a window that is too short grows.
 
 It is measured against the *work* of a round, the time from the start of the one before until the quorum is there again:

@@ -105,7 +105,10 @@ def _line_number(path: Path, start: int) -> int:
 
 def _parquet_rows(path: Path, column: str, shard: int, num_shards: int) -> Iterator[str]:
     for row in parquet_range(path, [column], shard, num_shards):
-        yield _as_text(row[column])
+        try:
+            yield _as_text(row[column])
+        except TypeError as error:
+            raise ConfigurationError(f"column={column!r}: in {path.name} {error}. Name a column with texts") from error
 
 
 def parquet_range(path: Path, columns: Sequence[str], shard: int, num_shards: int) -> Iterator[dict[str, Any]]:

@@ -29,7 +29,7 @@ from potluck.round.plan.messages import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditConfig:
-    """How rounds are audited in which somebody reduces whom the organisers do not vouch for."""
+    """How rounds are audited in which a peer reduces that is not trusted."""
 
     chunks_per_reducer: int = 2
     """So many chunks of each reducer are recomputed; 0: no audit."""
@@ -145,7 +145,7 @@ class Audit:
         self._over = False
 
     def start(self) -> list[Action]:
-        """Whom to ask what."""
+        """The questions, by peer."""
         actions: list[Action] = []
         for chunk, case in self._cases.items():
             if case.reducer in self._holders:
@@ -211,7 +211,7 @@ class Audit:
         inputs = account.inputs or {}
         if left_out := case.required - inputs.keys():
             names = ", ".join(self._plan.members[index].peer for index in sorted(left_out))
-            self._convict(case.reducer, f"it left {names} out of chunk {chunk}, whom it had to wait for")
+            self._convict(case.reducer, f"it left {names} out of chunk {chunk}, which it had to wait for")
             return self._close(case)
         if any(member in case.asked and member not in case.answers for member in inputs):
             return []

@@ -90,7 +90,7 @@ class Attendance:
         return self._known_members(report.missing_from) if (report := self._members[member].report) else ()
 
     def waited_for(self) -> set[int]:
-        """All whom somebody waits for."""
+        """All peers that are waited for."""
         return {other for member in range(len(self._members)) for other in self.waits_for(member)}
 
     def _held(self, member: int) -> set[int]:

@@ -389,7 +389,7 @@ class Coordinator:
         """
         term = self._term
         if term is None or self._lease.token != term.token:
-            raise RetryableError("this peer does not coordinate (any more): whoever does carries the order out")
+            raise RetryableError("this peer does not coordinate (any more): the peer that does carries the order out")
         key = RoundKey(epoch=self._lineage.epoch + 1, token=term.token, attempt=term.attempt)
         term.attempt += 1  # no other round has this key
         commit = make_restoration(

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from potluck import tasks
 from potluck.errors import DeadlineExceededError, PeerUnreachableError
 from potluck.link.carrier import Buffer
+from potluck.link.channel.packet import Urgency
 from potluck.link.grouplinks import GroupLinks
 from potluck.link.links import SendReceipt
 from potluck.round.plan.messages import Average, Contribution, RoundKey
@@ -174,8 +175,12 @@ class Lane:
         message = kind(key=self._key, chunk=letter.chunk, generation=letter.generation, seal=seal)
         size = len(letter.frame)
         try:
-            receipt = await self._links.send(
-                self.peer, message, [letter.frame], timeout_seconds=SEND_TIMEOUT_SECONDS, bulk=True
+            receipt = await self._links.queue_to(self.peer).send(
+                message,
+                [letter.frame],
+                group=self._links.group,
+                urgency=Urgency.BULK,
+                timeout_seconds=SEND_TIMEOUT_SECONDS,
             )
         except (PeerUnreachableError, DeadlineExceededError) as error:
             logger.debug("nothing can be sent to %s just now: %s", self.peer, error)

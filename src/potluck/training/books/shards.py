@@ -75,7 +75,7 @@ class ShardDesk:
 
     async def _asked(self, incoming: Incoming[TakeShard]) -> ShardTaken:
         if not self._lease.token:
-            raise RetryableError("this peer does not coordinate (any more): ask whoever does")
+            raise RetryableError("this peer does not coordinate (any more): ask the peer that does")
         async with self._turn:
             for _ in range(ATTEMPTS):
                 try:

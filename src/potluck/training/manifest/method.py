@@ -210,6 +210,7 @@ class PipelineSpec(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     micro_batch: Literal["auto"] | Annotated[int, msgspec.Meta(ge=1)] = "auto"
     recompute: Literal["auto", "always", "never"] = "auto"
     codec: Literal["raw", "float16", "bfloat16", "blockwise8"] = "raw"
+    check_rate: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.02  # of a server's steps, computed again by another
 
 
 def check_staged(training: SyncSettings | DiLoCoSettings, exchange: ExchangeSettings, evaluation: Evaluation) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from potluck.errors import ConfigurationError
+from potluck.hub.access.member import GroupRule, check_declared
 from potluck.hub.subjects import check_run_name
 from potluck.messages import Message
 from potluck.recipes.reference import Requirement
@@ -70,8 +71,19 @@ class RunFile(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """For a model that no machine holds."""
     paths: PathSpec | None = None
     """For a sparse model of many paths."""
+    groups: dict[str, GroupRule] = {}
+    """Those of programs, beside `main`: who may be in which. None: any, under any name."""
     curriculum: tuple[dict[str, Any], ...] = ()
     """Stages: each has `from_epoch`, and whatever changes then."""
+
+    def __post_init__(self) -> None:
+        check_declared(self.groups)
+        if self.groups and (self.paths is not None or self.pipeline is not None):
+            raise ConfigurationError("[groups] are those of programs: a run with [paths] or [pipeline] has its own")
+
+    def declared_groups(self) -> dict[str, GroupRule]:
+        """All groups that the run has beside `main`; empty: any that a program makes."""
+        return dict.fromkeys(self.paths.grid().modules, "all") if self.paths is not None else self.groups
 
 
 def read_run_file(path: Path) -> RunFile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ _RUN = """\
 name = "{name}"
 
 # What to train: stdlib-lm, digits, hf-causal-lm, hf-masked-lm or image-classifier, which are built in, or a file beside
-# this one, which the host serves to whoever joins.
+# this one, which the host serves to all who join.
 recipe = "{recipe}"
 
 seed = 0           # of the model's first values
@@ -57,6 +58,9 @@ gate = false                 # true: an epoch whose held-out loss leaves the ban
 # load_seconds = 600           # then loading the run's state has failed
 # slowest_line = 32768         # bytes per second: a round's deadline has room for lines as slow as this …
 # most_round_minutes = 60      # … up to here
+
+# [groups]         # for programs: beside main, which every run has. With this table there are no others
+# critic = "all"               # any member may join it; "invited": those whose invite names it (invite --group critic)
 
 # A curriculum: stages that are planned beforehand. Each changes what it names, from its epoch on, for all peers alike:
 # data, learning rate, schedule, target_batch_size; names as `potluck run show` lists them. As many stages as you like.
@@ -147,6 +151,9 @@ column = "text"              # of JSONL and parquet
 # dataset = "USER/NAME"      # instead of files: a data set that volunteers stream
 context = 0                  # tokens of a sample, up to the model's; 0: all of it"""
 
+_PICTURES = 'folder = "{files}"         # with a subfolder for each class; or parquet = "pictures.parquet"'
+_PICTURES_IN_PARQUET = 'parquet = "{files}"        # a picture and its label in each row; or folder = "pictures"'
+
 
 def _language_model(architecture: str) -> str:
     return f"""\
@@ -201,12 +208,20 @@ _STARTS = {
         files="texts.jsonl",
     ),
     "image-classifier": _Start(
-        model='folder = "{files}"         # with a subfolder for each class; or parquet = "pictures.parquet"\n'
-        "size = 32                    # pixels of a side\nwidth = 32\nstages = 3",
+        model=f"{_PICTURES}\nsize = 32                    # pixels of a side\nwidth = 32\nstages = 3",
         evaluation=10,
         files="pictures",
     ),
 }
+
+
+def _pattern_of(folder: Path) -> str:
+    """What names the texts in a folder: by the ending that most of its files have."""
+    endings = Counter(path.suffix for path in folder.iterdir() if path.is_file() and path.suffix)
+    if not endings:
+        raise ConfigurationError(f"--data {folder}: there are no files in it, as texts.jsonl or *.txt")
+    [(ending, _)] = endings.most_common(1)
+    return f"{folder.name}/*{ending}"
 
 
 def data_of_recipe(recipe: str) -> str:
@@ -214,15 +229,18 @@ def data_of_recipe(recipe: str) -> str:
     return _start_of(recipe).files
 
 
-def files_of_a_run(name: str, recipe: str, data: str = "") -> dict[str, str]:
-    """The files by name, for a recipe that is built in, or one's own. `data` names the organiser's own texts."""
+def files_of_a_run(name: str, recipe: str, data: Path | None = None) -> dict[str, str]:
+    """The files by name, for a recipe that is built in, or one's own. `data` are the organiser's own."""
     start, own = _start_of(recipe), recipe == OWN
-    if data and not start.files:
+    if data is not None and not start.files:
         raise ConfigurationError(f"the recipe {recipe} takes no data from you: leave out --data")
     words = {part: getattr(start, part) for part in ("model", "data", "stage", "training", "evaluation")}
+    if data is not None and data.is_file():
+        words["model"] = words["model"].replace(_PICTURES, _PICTURES_IN_PARQUET)
+    takes_a_folder = _PICTURES in start.model
+    place = start.files if data is None else data.name if takes_a_folder or data.is_file() else _pattern_of(data)
     words = {
-        part: value.replace("{files}", data or start.files) if isinstance(value, str) else value
-        for part, value in words.items()
+        part: value.replace("{files}", place) if isinstance(value, str) else value for part, value in words.items()
     }
     files = {RUN_FILE: _RUN.format(name=name, recipe=RECIPE_FILE if own else recipe, **words)}
     if own:

@@ -4,5 +4,7 @@ part.py      one peer's part: it follows the lease, enlists, serves, feeds, list
 hosting.py   what a host does in it
 data.py      the run's data in one order, whatever the shape: passes over shards, and where each step begins
 course.py    what the manifest says about a step: micro-batches, clipping, pauses, the optimizer of a unit
+overview.py  what a conductor tells all who look
+previews.py  what the model says and is worth, out of the host's cuts
 whole.py     the whole model out of a cut, for export, evaluation and previews
 """

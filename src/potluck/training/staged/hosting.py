@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -16,17 +17,22 @@ from potluck.run.peer import Peer
 from potluck.training.manifest.manifest import Manifest
 from potluck.training.manifest.noticeboard import NoticeBoard
 from potluck.training.staged.part import PipelinePart, Role, Tell
+from potluck.training.staged.previews import CutPreviews
+
+logger = logging.getLogger(__name__)
 
 CUTS_FOLDER = "cuts"
+SAVE_SECONDS = 10.0  # that a host which leaves takes for a last cut
 LISTENING_SHARE = 0.5  # of the free memory that a host gives to stages which have one server
 
 
 class StagedWork:
     """The whole part of a host's own peer in a pipeline."""
 
-    def __init__(self, board: NoticeBoard, part: PipelinePart) -> None:
+    def __init__(self, board: NoticeBoard, part: PipelinePart, previews: CutPreviews) -> None:
         self.board = board
         self.part = part
+        self.previews = previews
 
     @classmethod
     async def start(
@@ -48,15 +54,23 @@ class StagedWork:
                 cuts=folder / CUTS_FOLDER,
                 keep_last=keep_last,
             )
-            part = PipelinePart(peer, newest_of(board, manifest), recipe, role, tell)
+            newest = newest_of(board, manifest)
+            part = PipelinePart(peer, newest, recipe, role, tell)
+            own = open_recipe(manifest.recipe, manifest.model, recipe_file, manifest.files)
+            previews = CutPreviews(own, newest, folder / CUTS_FOLDER, peer.session.hub.store("history"), tell)
+            part.member.on_saved = previews.saved
             await part.start()
+            previews.start()
         except BaseException:
             await board.close()
             raise
-        return cls(board, part)
+        return cls(board, part, previews)
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Save what is there, if that does not take long, and leave. Idempotent."""
+        if (conductor := self.part.conductor) is not None and not await conductor.save_now(SAVE_SECONDS):
+            logger.info("the newest step is not saved: the newest cut is of step %d", conductor.record.cut_step)
+        await self.previews.close()
         await self.part.close()
         await self.board.close()
 

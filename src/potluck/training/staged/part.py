@@ -8,7 +8,6 @@ The conductor is the coordinator of `main`: whoever may coordinate stands for it
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from potluck.pipeline.cuts import CutShelf
 from potluck.pipeline.feeding import FeederConfig
 from potluck.pipeline.following import Following
 from potluck.pipeline.holding import Holding
+from potluck.pipeline.judging import Judge, Tolerances
 from potluck.pipeline.layout import Layout
 from potluck.pipeline.member import MemberConfig, Part, PipelineMember
 from potluck.pipeline.profiling import measure
@@ -201,7 +201,8 @@ class PipelinePart:
             counting = self.conductor.layout if self.conductor is not None else None
             return counting if counting is not None and counting.num_stages == wanted.num_stages else wanted
 
-        staff = Staff(costs, sizes, layout_for, RebalancingConfig(min_gain=MIN_GAIN))
+        fixed = None if self._spec.stages == "auto" else self._spec.stages
+        staff = Staff(costs, sizes, layout_for, RebalancingConfig(min_gain=MIN_GAIN), fixed)
         self.conductor = conductor = Conductor(
             self._peer.links,
             self._peer.session.roster,
@@ -211,6 +212,11 @@ class PipelinePart:
             course=self._course,
             book=book,
             term=token,
+            judge=Judge(
+                rate=self._spec.check_rate,
+                tolerances=Tolerances(self._spec.codec),
+                trusted=frozenset({self._peer.peer_id}),
+            ),
             config=ConductorConfig(),
         )
         conductor.on_event = self._tell
@@ -228,7 +234,7 @@ class PipelinePart:
         session = self._peer.session
         while True:
             try:
-                news = Overview(text=json.dumps(conductor.overview()))
+                news = Overview.of(conductor.overview())
                 await session.hub.publish(session.subjects.news(session.peer_id, OVERVIEW_TOPIC), encode(news))
             except RetryableError as error:
                 logger.debug("the overview was not told: %s", error)

@@ -34,6 +34,11 @@ class WholeModel:
         self._blueprint = Blueprint.of(recipe.blocks, seed)
         self.names = self._match()
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its parameters."""
+        return 4 * sum(self._blueprint.num_values)
+
     def _match(self) -> dict[str, tuple[int, str]]:
         """The model's names, in its order, with the unit and the name of each there."""
         with torch.device("meta"):

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 LABEL = "potluck.fleet"
 WORK, OWN = "/work", "/potluck"
-ROOTS_STAND_IN = 10001  # whom containers run as where the agent is root
+ROOTS_STAND_IN = 10001  # the user that containers run as where the agent is root
 MAX_PIDS = 4096
 MAX_FILES = 65536
 LOG_LIMIT = "16m"
@@ -364,7 +364,7 @@ def _at_most(kind: int, wanted: int) -> int:
 
 
 def _user() -> tuple[int, int]:
-    """Whom containers run as: never root."""
+    """The user that containers run as: never root."""
     return (os.getuid(), os.getgid()) if os.getuid() else (ROOTS_STAND_IN, ROOTS_STAND_IN)
 
 

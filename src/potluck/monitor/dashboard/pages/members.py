@@ -185,7 +185,7 @@ class MembersPage:
         with ui.dialog() as dialog, box("card dialog"):
             words("New invite", "card-title")
             with box("fields").style("margin-top: 14px"):
-                note = ui.input("For whom (a note for yourself)").props("outlined dense").classes("whole")
+                note = ui.input("Who it is for (a note for yourself)").props("outlined dense").classes("whole")
                 uses = ui.number("How many may use it (0: any)", value=1, min=0, precision=0).props("outlined dense")
                 days = ui.number("Valid for days (0: for ever)", value=7, min=0).props("outlined dense")
                 usual = ["trainer", "observer"]
@@ -231,7 +231,7 @@ def _over(invite: Invite, now: float) -> str:
 def _show_link(link: str) -> None:
     with ui.dialog() as dialog, box("card dialog"):
         words("The join link", "card-title")
-        words("It cannot be shown again. Whoever has it can join, within its limits.", "quiet")
+        words("It cannot be shown again. Anyone who has it can join, within its limits.", "quiet")
         words(link, "linkbox mono invite-link")
         ui.image(segno.make(link, error="m").svg_data_uri(scale=4, border=1)).classes("qr")
         with box("buttons"):

@@ -32,7 +32,7 @@ class NamingPage:
                     with box("buttons").style("margin-top: 0; justify-content: flex-start"):
                         button("Vote", self._vote, kind="main")
             else:
-                words("Whoever takes part in the run has one vote. On the machine where your peer runs:", "quiet")
+                words("Everybody who takes part in the run has one vote. On the machine where your peer runs:", "quiet")
                 words("potluck vote 'potluck://…' 'Sourdough'", "linkbox mono")
                 words("or start the dashboard there, by the run's link, and vote on this page.", "quiet")
         page.live(self.refresh, EVERY_SECONDS)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -191,9 +191,9 @@ def natural(seed: int) -> tuple[Task, dict[str, list[int]]]:
         losses=recipe.token_losses,
         window=64,
         prefix=32,
-        inner_steps=50,
+        inner_steps=20,
         batch_size=8,
-        phases=12,
+        phases=10,
         learning_rate=3e-3,
     )
     files = [path for number, path in enumerate(recipe._files) if number % EVALUATION_SHARE]
@@ -223,12 +223,13 @@ def routes_by_kmeans(task: Task, seed: int) -> list[int]:
     return [int(number) for number in fit_kmeans(features, NUM_PATHS, seed).route(features)]
 
 
-def measure(make: Callable[[int], tuple[Task, dict[str, list[int]]]], seeds: range) -> dict[str, Any]:
+def measure(make: Callable[[int], tuple[Task, dict[str, list[int]]]], seeds: range, **length: int) -> dict[str, Any]:
     """Means over seeds, with the lowest and the highest, and the tokens of each path."""
     found: dict[str, list[float]] = {}
     tokens: dict[str, list[int]] = {}
     for seed in seeds:
         task, routes = make(seed)
+        task = replace(task, **length)
         for name, loss in ways(task, routes, seed).items():
             found.setdefault(name, []).append(loss)
         for name, route in routes.items():
@@ -247,6 +248,8 @@ def main() -> None:
     options = parser(__doc__, repeats=3)
     options.add_argument("--seeds", type=int, default=3, help="for losses")
     options.add_argument("--first-seed", type=int, default=0, help="… from this one on")
+    options.add_argument("--inner-steps", type=int, help="of a phase, other than usual; for losses")
+    options.add_argument("--phases", type=int, help="the same")
     options.add_argument("--seconds", type=float, default=40.0, help="of the run whose time is shared out")
     tasks = {"separable": separable, "separable_words": separable_words, "natural": natural}
     options.add_argument("--only", choices=["run", *tasks])
@@ -257,8 +260,9 @@ def main() -> None:
         found |= recoveries(chosen.repeats, inner_steps=10) | own_modules(inner_steps=10)
         say(str(found))
         found |= shares(chosen.seconds, inner_steps=150)
+    length = {name: getattr(chosen, name) for name in ("inner_steps", "phases") if getattr(chosen, name)}
     seeds = range(chosen.first_seed, chosen.first_seed + chosen.seeds)
-    found |= {name: measure(make, seeds) for name, make in tasks.items() if chosen.only in (None, name)}
+    found |= {name: measure(make, seeds, **length) for name, make in tasks.items() if chosen.only in (None, name)}
     report(found, as_json=chosen.json, title="paths")
 
 

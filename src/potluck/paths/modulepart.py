@@ -62,6 +62,28 @@ def coordinating_module(
     return CoordinatorConfig(gather=replace(gather, weight_cap=None, most_weight=MOST_WEIGHT), trigger=trigger)
 
 
+class ModuleDriver(Driver):
+    """Fetches a state only when it is asked to, and not while it lands a round that went on without this peer.
+
+    Whoever has that state may itself wait for a module that this peer has yet to bring in.
+    """
+
+    _is_landing = False
+
+    def land(self, *, wait: bool = True) -> bool:
+        """See Driver."""
+        self._is_landing = True
+        try:
+            return super().land(wait=wait)
+        finally:
+            self._is_landing = False
+
+    def catch_up(self) -> None:
+        """See Driver."""
+        if not self._is_landing:
+            super().catch_up()
+
+
 class ModulePart:
     """One module, as this peer has it. For the thread that trains."""
 
@@ -74,6 +96,7 @@ class ModulePart:
         self.num_steps = 0
         """Outer steps that hold something of this peer's."""
         self._config = config
+        self._run = run
         self._commits: dict[int, tuple[float, float]] = {}  # phases and weight of each epoch
         self._not_before = 0.0
         loop.factor = self._factor
@@ -82,7 +105,7 @@ class ModulePart:
         if (head := self.collaboration.averager.lineage.head) is not None:
             self._committed(head)
         states = source_of_states(run, self.collaboration, "keepers", config.state)
-        self.driver = Driver(run, loop, self.collaboration, config.driver, states)
+        self.driver = ModuleDriver(run, loop, self.collaboration, config.driver, states)
         self.driver.begin()
 
     @property
@@ -106,6 +129,9 @@ class ModulePart:
         if self.driver.is_busy:
             landed = self._land()
         if self.wants_round and not self.driver.is_busy and time.monotonic() >= self._not_before:
+            if self.is_awaited:
+                self._not_before = time.monotonic() + RETRY_SECONDS
+                return landed
             self.wants_round = False
             if self.loop.phases:
                 self.catch_up()
@@ -120,6 +146,21 @@ class ModulePart:
             self.wants_round = bool(self.loop.phases)
             self._not_before = time.monotonic() + RETRY_SECONDS
         return False
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether this peer's copy is older than the module's newest epoch, and nobody offers that one's state yet.
+
+        Whoever made it may itself wait for a module that this peer has yet to bring in: so nobody should block here.
+        """
+        if self.driver.is_busy or not self.driver.is_behind:
+            return False
+        keeper = self.collaboration.keeper
+
+        async def is_offered() -> bool:
+            return keeper is None or keeper.directory.verdict(self.run_epoch) is not None
+
+        return not self._run.call(is_offered())
 
     def catch_up(self) -> None:
         """Take over the newest state, where this peer's copy is older."""

@@ -1,7 +1,8 @@
 """States of paths, kept by others: so a path's inner optimizer survives its peer.
 
 After a phase its trainer tells the keepers, aux peers such as the host's own, or where there is none one other trainer,
-that there is a newer state. They fetch it piece by piece when they have time, and only the newest of each path. Who
+that there is a newer state. They fetch it piece by piece, for a tenth of the time at most, and only the newest of each
+path: an inner optimizer is four times as large as a path's change in float16, and phases may be short. Who
 takes the path over asks the one who trained it last, and then the keepers; it goes on with the newest that it gets, and
 if it gets none, the inner optimizer begins anew and says so. An aux peer writes them to disk.
 """
@@ -32,6 +33,8 @@ PIECE_BYTES = 4 << 20
 MAX_BYTES = 64 << 30
 ASK_SECONDS = 5.0
 PIECE_SECONDS = 60.0
+PAUSE_FACTOR = 9  # a fetch that took a second is followed by nine without
+LONGEST_PAUSE_SECONDS = 60.0
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PATHS)]
 
@@ -73,6 +76,7 @@ class PathKeeper:
         self.counts: Counter[str] = Counter()
         self._session = group.session
         self._links = group.links
+        self._clock = group.session.clock
         self._grid = grid
         self._folder = folder
         self._kept: dict[int, _Kept] = {}
@@ -158,6 +162,7 @@ class PathKeeper:
             while self._wanted:
                 path = next(iter(self._wanted))
                 peer, _ = self._wanted.pop(path)
+                began = self._clock.monotonic()
                 try:
                     found = await self._fetch(peer, path)
                     if found is not None:
@@ -166,6 +171,8 @@ class PathKeeper:
                 except PotluckError as error:
                     self.counts["not_kept"] += 1
                     logger.debug("the state of path %d was not to be had from %s: %s", path, peer, error)
+                busy_seconds = self._clock.monotonic() - began
+                await asyncio.sleep(min(PAUSE_FACTOR * busy_seconds, LONGEST_PAUSE_SECONDS))
             self._wake.clear()
             await self._wake.wait()
 

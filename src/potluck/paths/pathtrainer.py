@@ -373,7 +373,7 @@ class PathTrainer:
     def _is_there(self, name: str, taken: PhaseTaken) -> bool:
         part = self.modules[name]
         if part.run_epoch >= taken.needs.get(name, 0):
-            return not part.driver.is_busy or part.epoch >= taken.needs.get(name, 0)
+            return (not part.driver.is_busy or part.epoch >= taken.needs.get(name, 0)) and not part.is_awaited
         return not part.driver.is_busy and self._is_lost(part, taken)
 
     def _is_lost(self, part: ModulePart, taken: PhaseTaken) -> bool:

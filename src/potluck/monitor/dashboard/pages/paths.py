@@ -97,5 +97,5 @@ def picture(view: PathView) -> dict[str, Any]:
             "bottom": 0,
             "text": [f"{max(known):.3f}", f"{min(known):.3f}"] if known else ["", ""],
         },
-        "series": [{"type": "heatmap", "data": fields, "label": {"show": len(fields) <= LABELLED}}],
+        "series": [{"type": "heatmap", "data": fields, "label": {"show": len(fields) <= LABELLED, "color": "#111827"}}],
     }

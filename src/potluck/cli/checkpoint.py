@@ -179,7 +179,7 @@ async def _save_cut(peer: Peer, to: Path, saved: list[BackupInfo]) -> None:
     with console.err.status("waiting for a cut, and fetching it"):
         number, parts = await viewing.fetch_cut(peer)
     try:
-        for group, held in parts.items():
+        for group, held in sorted(parts.items(), key=lambda part: (part[0] != MAIN, part[0])):
             scope = peer.session.subjects.of_group(group).scope
             backups = Backups(backup_folder(to, group), BackupConfig(keep_last=10**6), run=scope)
             saved.append(await asyncio.to_thread(_write, backups, held, number))

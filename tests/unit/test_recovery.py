@@ -101,3 +101,45 @@ def test_a_state_that_nobody_gives_is_asked_for_until_the_deadline(run: InlineRu
 def test_without_a_source_of_states_a_peer_that_is_behind_cannot_go_on(run: InlineRun) -> None:
     with pytest.raises(FatalError, match="no source of states"):
         make_recovery(None, run).catch_up()
+
+
+class OneAtATime(EpochFive):
+    """An averager in which nobody can listen twice, and whose past averages can be had."""
+
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+        self.is_listened_to = False
+
+    async def average(self, *_tensors: object, **_options: object) -> None:
+        assert not self.is_listened_to, "this peer is in a round already"
+        self.is_listened_to = True
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.is_listened_to = False
+
+    async def hear_late(self, *_tensors: object, **options: Any) -> None:
+        self.heard.append(options["epoch"])
+
+
+class HasThree(NobodyHasIt):
+    """A keeper whose state is two epochs behind when it has come."""
+
+    def __init__(self, state: RunState) -> None:
+        super().__init__()
+        self._state = state
+
+    async def resume(self, *, base: Mapping[str, Tensor], timeout_seconds: float) -> RunState:  # type: ignore[override]
+        await asyncio.sleep(1.0)
+        return self._state
+
+
+def test_a_newcomer_whose_state_came_late_hears_what_it_missed(run: InlineRun) -> None:
+    method, averager = TargetBatch(ModelState(torch.optim.SGD(make_model().parameters(), lr=0.1))), OneAtATime()
+    state = RunState(epoch=3, tensors=method.tensors(), metadata=method.metadata())
+    parts: Any = (run, method, averager, RecoveryConfig(), HasThree(state))
+    recovery = Recovery(*parts, lambda _epoch: None)
+    recovery.begin(listens_on=True)
+    assert (recovery.epoch, averager.heard) == (5, [4, 5])
+    recovery.hear_out()
+    assert not averager.is_listened_to

@@ -108,15 +108,16 @@ class Recovery:
         """
         self._listens_on = listens_on
         self._num_restored = self._averager.num_restored
-        if self._source is not None:
-            self._resume(self._source)
-        if self._averager.epoch > self.epoch:
+        is_of_run = self._source is not None and self._resume(self._source)
+        if self._averager.epoch > self.epoch and is_of_run:
+            self.catch_up()
+        elif self._averager.epoch > self.epoch:
             self._fetch_newest()
         else:
             self.keep(at_once=True)  # many a program sets its weights right after it has made its optimizer
         self._listens_on = False  # whoever missed an epoch later is waited for at once: its batches take no longer
 
-    def _resume(self, source: StateSource) -> None:
+    def _resume(self, source: StateSource) -> bool:
         """Go on from the state that the run has, if any."""
         patience = self._config.load_state_timeout_seconds
         with self._listening() as listener:
@@ -127,6 +128,7 @@ class Recovery:
             if snapshot is not None:
                 self.counts["resumed"] += 1
                 self._take_up(snapshot, listener)
+        return snapshot is not None
 
     def catch_up(self) -> None:
         """Stand where the run does, if it is further than this peer. What becomes of work done is up to the method."""

@@ -168,7 +168,7 @@ def torchs() -> float:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         job = subprocess.Popen([*command, "--max-restarts=2", script, folder, SIZE], stderr=subprocess.DEVNULL)
         try:
-            done = _until_lines(steps, 15)
+            done = _until_lines(steps, 12)
             pid = json.loads((Path(folder) / "rank1.json").read_text())["pid"]
             subprocess.run(["kill", "-9", str(pid)], check=True)
             began = time.time()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,10 +13,14 @@ from potluck.errors import ConfigurationError
 from potluck.optim.parameters import EXTRA, PARAMETER
 from potluck.recipes.recipe import Recipe
 
+_generator = threading.Lock()
+
 
 def untrained(recipe: Recipe[Any], seed: int, device: torch.device | None = None) -> nn.Module:
     """The recipe's model with the values that the manifest's seed gives, on every machine the same."""
-    with torch.random.fork_rng(devices=[]):
+    # All threads share one generator: two of them would take each other's values, and may wait for each other for ever,
+    # one for the generator's lock and the other for the interpreter's.
+    with _generator, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return recipe.model().to(device or torch.device("cpu"))
 

@@ -126,7 +126,7 @@ def see_the_page(url: str) -> None:
         # From the feeder to stage 0, and on to stage 1.
         page.wait_for_function("document.querySelectorAll('svg.flow path.flow-line').length >= 2")
         names = page.locator("svg.flow .flow-name").all_text_contents()
-        assert {"ada", "bob", "carl"} == set(names)
+        assert {"ada", "bob", "carl"} <= set(names)  # the host holds stages that have one server
         step = page.locator(".figure.hero .figure-value")
         before = int(step.inner_text())
         poll_until_sync(lambda: int(step.inner_text()) > before or None, PATIENCE_SECONDS, "another step on the page")

@@ -89,7 +89,7 @@ class Altering(LyingWork):
 class Censoring(LyingWork):
     """A reducer that leaves a member out."""
 
-    named_for = "whom it had to wait for"
+    named_for = "which it had to wait for"
 
     def reduce(
         self,

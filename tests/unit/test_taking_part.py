@@ -64,7 +64,7 @@ def test_a_limit_on_memory() -> None:
     wide = MemoryLimit(1 << 50, CPU)
     assert wide.fits()
     assert not wide.is_exceeded()
-    assert MemoryLimit(4_000_000_000, CPU).describe() == "the 4000 MB of --max-memory"
+    assert MemoryLimit(64_000_000_000, CPU).describe() == "the 64000 MB of --max-memory"
     assert MemoryLimit(None, CPU).describe() == "the memory of cpu"
 
 

@@ -21,6 +21,7 @@ callbacks and timers wait until it goes on, then run in the order in which they 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextvars
 import functools
 import heapq
@@ -29,15 +30,18 @@ import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVarTuple
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 from potluck.sim.virtualclock import START_WALL_SECONDS
 from potluck.testing.leaks import pending_tasks
 
 P = ParamSpec("P")
+T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 START_SECONDS = 1000.0
+THREAD_SECONDS = 0.1  # for work in a thread, before timers count on
+LONGEST_THREAD_SECONDS = 60.0  # … where none is set
 TICKS_PER_SECOND = 2.0**20  # a power of two, so that differences of times are exact
 
 _PROCESS = contextvars.ContextVar("process", default="")
@@ -61,11 +65,16 @@ class _JumpingSelector(selectors.SelectSelector):
     def __init__(self) -> None:
         super().__init__()
         self.now = START_SECONDS
+        self.num_in_threads = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
         if ready or (timeout is not None and timeout <= 0):
             return ready
+        if self.num_in_threads:  # what a thread does takes real time, and no virtual one
+            ready = super().select(LONGEST_THREAD_SECONDS if timeout is None else THREAD_SECONDS)
+            if ready:
+                return ready
         if timeout is None:
             raise NothingLeftError("everybody waits, and no timer is set: nothing would ever happen again")
         self.move_to(self.now + timeout)
@@ -130,6 +139,26 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             return False
         parked.append(handle)
         return True
+
+    def run_in_executor(
+        self, executor: concurrent.futures.Executor | None, func: Callable[[*Ts], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        """As ever; the thread is waited for in real time."""
+        self._jumping.num_in_threads += 1
+        future = super().run_in_executor(executor, func, *args)
+        future.add_done_callback(self._thread_is_done)
+        return future
+
+    def _thread_is_done(self, _future: asyncio.Future[Any]) -> None:
+        self._jumping.num_in_threads -= 1
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Wait for its threads in real time."""
+        self._jumping.num_in_threads += 1
+        try:
+            await super().shutdown_default_executor()
+        finally:
+            self._jumping.num_in_threads -= 1
 
     def _call_soon(
         self, callback: Callable[..., object], args: Any, context: contextvars.Context | None

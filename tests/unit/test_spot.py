@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigurationError
@@ -146,6 +146,7 @@ def test_dear_kinds_are_not_started() -> None:
 
 
 @given(st.integers(1, 40), st.floats(0.0, 40.0), st.floats(1.0, 5.0), st.integers(0, 1000))
+@example(1, 5e-324, 1.0, 0)
 @settings(deadline=None, max_examples=50)
 def test_generated_machines_come_before_they_go(machines: int, bursts: float, burst: float, seed: int) -> None:
     config = PreemptionConfig(num_machines=machines, bursts_per_hour=bursts, mean_burst=burst)

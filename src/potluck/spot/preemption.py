@@ -72,7 +72,8 @@ def generate(config: PreemptionConfig, hours: float, seed: int) -> list[Change]:
 
 
 def _gap(rng: random.Random, config: PreemptionConfig) -> float:
-    return rng.expovariate(config.bursts_per_hour / 3600) if config.bursts_per_hour else float("inf")
+    per_second = config.bursts_per_hour / 3600  # the smallest rates become 0 here
+    return rng.expovariate(per_second) if per_second else float("inf")
 
 
 def parse_trace(text: str) -> list[Change]:

@@ -1,6 +1,6 @@
 """A rank of torch's 1F1B over gloo under torchrun, with a checkpoint every ten steps: torch_restart.py FOLDER SIZE
 
-Each rank writes its process id, the last one a line for each step. Whoever is restarted goes on from the checkpoint.
+Each rank writes its process id, the last one a line for each step. A restarted rank goes on from the checkpoint.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Spot checks: who checks whom, what is rounding, and that the liar is the one who goes."""
+"""Spot checks: which server checks which, what is rounding, and that the liar is the one who goes."""
 
 from __future__ import annotations
 

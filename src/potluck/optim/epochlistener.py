@@ -107,7 +107,7 @@ class EpochListener:
             if self._epoch:
                 self._ask_for(epoch for epoch in range(self._epoch, head + 1) if epoch not in self.averages)
             epoch = self._epoch = head + 1
-            (tensors,) = await tasks.finish([self._room_for(epoch)])  # whoever stops has the method for itself
+            (tensors,) = await tasks.finish([self._room_for(epoch)])  # then the caller has the method for itself
             try:
                 result = await self._averager.average(
                     tensors, weight=0.0, epoch=epoch, reduces=False, timeout_seconds=ROUND_SECONDS

@@ -65,7 +65,7 @@ def coordinating_module(
 class ModuleDriver(Driver):
     """Fetches a state only when it is asked to, and not while it lands a round that went on without this peer.
 
-    Whoever has that state may itself wait for a module that this peer has yet to bring in.
+    The peer that has that state may itself wait for a module that this peer has yet to bring in.
     """
 
     _is_landing = False
@@ -151,7 +151,7 @@ class ModulePart:
     def is_awaited(self) -> bool:
         """Whether this peer's copy is older than the module's newest epoch, and nobody offers that one's state yet.
 
-        Whoever made it may itself wait for a module that this peer has yet to bring in: so nobody should block here.
+        Its maker may itself wait for a module that this peer has yet to bring in: so nobody should block here.
         """
         if self.driver.is_busy or not self.driver.is_behind:
             return False

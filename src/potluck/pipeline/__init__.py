@@ -7,7 +7,7 @@ Pure, no I/O:
     stepledger.py   one step: each micro-batch counts once in each stage, the step commits once
     rebalancing.py  where newcomers go, and who moves to the bottleneck
     planning.py     the best shape for each number of machines, by simulation
-    judging.py      spot checks: who is checked by whom, what is rounding, who is excluded
+    judging.py      spot checks: which server checks which, what is rounding, who is excluded
 
 What is computed and held:
     blocks.py       a model as blocks: cut, ties, seeded dropout

@@ -318,7 +318,7 @@ class Conductor:
         )
 
     def _checks(self, layout: Layout, members: Mapping[str, Member]) -> tuple[Check, ...]:
-        """Who is checked in the next step, and by whom."""
+        """Which servers are checked in the next step, and which check them."""
 
         def blocks(stages: Iterable[int]) -> frozenset[int]:
             return frozenset(block for stage in stages for block in layout.blocks_of(stage))
@@ -331,7 +331,7 @@ class Conductor:
         return self.judge.choose(serving, holding)
 
     def _checked(self, check: Check, result: CheckResult) -> Finding:
-        """A verifier has answered: whoever lied is excluded, in this and all later steps."""
+        """A verifier has answered: a server that lied is excluded, in this and all later steps."""
         arithmetics = {name: peer.offer.arithmetic for name, peer in self.roll.peers.items()}
         finding = self.judge.hear(check, result, arithmetics)
         if finding.failed:

@@ -1,4 +1,4 @@
-"""Who sends how many micro-batches to whom: rates out of counts that peers tell now and then. Pure."""
+"""How many micro-batches go from each server to each other: rates out of counts that peers tell now and then. Pure."""
 
 from __future__ import annotations
 

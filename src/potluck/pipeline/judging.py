@@ -1,4 +1,4 @@
-"""Spot checks: who is checked by whom, which difference is rounding, and who is excluded. Pure.
+"""Spot checks: which server checks which, which difference is rounding, and who is excluded. Pure.
 
     checks = judge.choose(serving, holding)              # at a step's beginning; those who are checked are not told
     finding = judge.hear(check, result, arithmetics)     # what the verifier found, before the step's commit

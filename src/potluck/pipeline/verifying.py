@@ -376,7 +376,7 @@ def relative_error(told: Sequence[Tensor], own: Sequence[Tensor]) -> float:
             continue
         size = torch.linalg.vector_norm(other.double()).item()
         if not math.isfinite(size):
-            continue  # the step is skipped, whoever computes it
+            continue  # the step is skipped on every server
         difference = torch.linalg.vector_norm(one.double() - other.double()).item()
         if difference:
             worst = max(worst, difference / size if size and math.isfinite(difference) else math.inf)

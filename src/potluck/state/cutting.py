@@ -321,7 +321,7 @@ class Cutting:
 
 
 async def fetch_part(part: CutPart, session: GroupSession, directory: StateDirectory, taker: StateTaker) -> Held:
-    """The state of a part from whoever serves it; RetryableError where nobody does."""
+    """The state of a part, from a peer that serves it; RetryableError where nobody does."""
     for claim in (*directory.claims(part.epoch), *directory.claims(part.epoch, backups=True)):
         state = claim.state
         if state is None or not state.is_served or state.compared != part.common:

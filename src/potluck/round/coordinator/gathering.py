@@ -50,7 +50,7 @@ class GatherConfig:
     say. Robust aggregators do not look at weights; the books do."""
 
     most_weight: float = math.inf
-    """Nobody's weight counts for more, whoever it is: where a run knows how much one can have (paths/)."""
+    """No peer's weight counts for more, trusted ones included: where a run knows how much one can have (paths/)."""
 
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     """How parts are cut."""

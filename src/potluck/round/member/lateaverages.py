@@ -67,7 +67,7 @@ class LateAverages:
         self._links = links
         self._session = session
         self._workers = workers
-        self._commits: OrderedDict[int, Commit] = OrderedDict()  # the last ones, whoever holds their averages
+        self._commits: OrderedDict[int, Commit] = OrderedDict()  # the last ones, held by this peer or not
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._has_more = asyncio.Event()  # set, and replaced by another, when something more is kept
         self._num_serving = 0
@@ -118,7 +118,7 @@ class LateAverages:
         raise StateUnavailableError(f"nobody gave this peer the averages of epoch {epoch}")
 
     def _holders(self, commit: Commit) -> list[str]:
-        """Whom to ask: aux peers first, which have nothing else to do, then those with fast lines."""
+        """The peers to ask: aux peers first, which have nothing else to do, then those with fast lines."""
         here = {presence.peer: presence.card for presence in self._session.roster if presence.state == "alive"}
         others = [peer for peer in commit.holders if peer in here and peer != self._session.peer_id]
         others.sort(key=lambda peer: (here[peer].role != "aux", -(here[peer].upload_bytes_per_second or 0.0), peer))

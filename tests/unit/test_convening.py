@@ -6,10 +6,12 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from gatheringroom import commit_of, presence, ready
 
 from potluck.hub.subjects import Subjects
+from potluck.optim.methods.quorum import AdaptiveQuorum, ByMost
 from potluck.peer.identity import Identity
 from potluck.peer.lease import LeaseView
 from potluck.peer.roster import Roster
@@ -17,7 +19,7 @@ from potluck.round.audit.exclusions import PATIENT_ATTEMPTS
 from potluck.round.coordinator.adoption import Adoption
 from potluck.round.coordinator.convening import ADOPT_SECONDS, RETURN_SECONDS, Convener, NoPlan, Term, Wait
 from potluck.round.coordinator.gathering import GatherConfig, Proposal
-from potluck.round.coordinator.trigger import Quorum
+from potluck.round.coordinator.trigger import Quorum, Trigger
 from potluck.round.plan.messages import Completed, RoundKey
 from potluck.round.plan.signing import sign_word
 from potluck.sim.virtualclock import VirtualClock
@@ -150,6 +152,19 @@ def test_another_trigger_and_another_way_to_plan_count_from_the_next_round_on() 
     hall.convener.configure(GatherConfig(trusted_reducers=True), Quorum())
     hall.is_ready("B")
     assert isinstance(hall.step(), NoPlan)
+
+
+@pytest.mark.parametrize("trigger", [AdaptiveQuorum(), ByMost(AdaptiveQuorum().start)])
+def test_a_new_coordinator_waits_for_stragglers_as_the_one_before_had_learnt(trigger: Trigger) -> None:
+    hall = Hall()
+    hall.convener.configure(GatherConfig(), trigger)
+    hall.come("B")
+    hall.is_ready("A")
+    assert hall.step() == Wait(30.0)  # nothing is known
+    hall.lineage.head = msgspec.structs.replace(commit_of(0), grace_seconds=2.5)
+    hall.convener.resume()
+    assert hall.step() == Wait(2.5)
+    assert trigger.grace_seconds == 2.5  # for the next commit
 
 
 # With whom

@@ -48,15 +48,17 @@ class AdaptiveGrace:
         self._margin = margin
         self._latest: deque[float] = deque(maxlen=KEPT_ROUNDS)  # how late the last one was, by round
         self._work: deque[float] = deque(maxlen=KEPT_ROUNDS)
+        self._before: float | None = None  # what another had learnt
 
     @property
     def seconds(self) -> float:
         """The window: what would have done in nine of ten of the rounds before, and a margin; and a share of the work.
 
-        Nothing is known before the second round: then all that are there are waited for as long as may be.
+        Nothing is known before the second round: then all that are there are waited for as long as may be, or as long
+        as the coordinator before did.
         """
         if not self._work:
-            return self.most_seconds
+            return self.most_seconds if self._before is None else min(self._before, self.most_seconds)
         ordered = sorted(self._latest)
         typical = ordered[math.ceil(0.9 * len(ordered)) - 1]
         share = LEAST_SHARE * median(self._work)
@@ -66,6 +68,10 @@ class AdaptiveGrace:
     def reach_seconds(self) -> float:
         """Who comes later than this after the quorum is not waited for: a round's usual work."""
         return max(median(self._work), LEAST_REACH_SECONDS) if self._work else self.most_seconds
+
+    def resume(self, seconds: float) -> None:
+        """Another coordinator had learnt this window."""
+        self._before = max(seconds, self.least_seconds)
 
     def round_begins(self, work_seconds: float | None) -> None:
         """Another round begins. Its quorum was there so long after the one before began; None: that is not known."""
@@ -108,6 +114,15 @@ class AdaptiveQuorum:
         return StartSpec(
             min_senders=self._min_senders, least_seconds=grace.least_seconds, most_seconds=grace.most_seconds
         )
+
+    @property
+    def grace_seconds(self) -> float:
+        """The window as it is now."""
+        return self.grace.seconds
+
+    def resume(self, grace_seconds: float) -> None:
+        """See Trigger."""
+        self.grace.resume(grace_seconds)
 
     def due_at(self, ready: Sequence[ReadySender], trainers: frozenset[str]) -> float | None:
         """As Quorum, with the window as it is now."""
@@ -165,11 +180,22 @@ class ByMost:
         self._otherwise = otherwise
         self._said: dict[str, StartSpec] = {}
         self._quorum = AdaptiveQuorum.of(otherwise)
+        self._before: float | None = None
 
     @property
     def start(self) -> None:
         """It has no say of its own."""
         return None
+
+    @property
+    def grace_seconds(self) -> float:
+        """The window as it is now."""
+        return self._quorum.grace_seconds
+
+    def resume(self, grace_seconds: float) -> None:
+        """See Trigger."""
+        self._before = grace_seconds
+        self._quorum.resume(grace_seconds)
 
     def due_at(self, ready: Sequence[ReadySender], trainers: frozenset[str]) -> float | None:
         """As they would."""
@@ -178,6 +204,8 @@ class ByMost:
         start = self._chosen(len(trainers))
         if start != self._quorum.start:
             self._quorum = AdaptiveQuorum.of(start)
+            if self._before is not None:
+                self._quorum.resume(self._before)
         return self._quorum.due_at(ready, trainers)
 
     def begun(self, epoch: int, ready: Sequence[ReadySender], now: float) -> None:

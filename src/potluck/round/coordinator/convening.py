@@ -94,6 +94,12 @@ class Convener:
         """Plan and start the next rounds by this."""
         self._gathering.config = gather
         self._trigger = trigger
+        self.resume()
+
+    def resume(self) -> None:
+        """Wait for stragglers as the coordinator before did, until it is known better."""
+        if (head := self._lineage.head) is not None and head.grace_seconds > 0:
+            self._trigger.resume(head.grace_seconds)
 
     # What happens
 

@@ -245,6 +245,7 @@ class Coordinator:
             attempt = before.attempt if before is not None and before.token == token else 0
             self._term = self._last_term = Term(token, self._clock.monotonic(), attempt)
             self.counts["terms"] += 1
+            self._convener.resume()
         if self._director is None:
             return await self._convene(self._term)
         await self._direct(self._term, self._director)
@@ -374,6 +375,7 @@ class Coordinator:
             parent=self._lineage.parent_digest(),
             committed_at=self._session.now(),
             seconds=self._clock.monotonic() - director.started_at if director is not None else 0.0,
+            grace_seconds=self._config.trigger.grace_seconds,
             audited=audited,
             excluded=self._auditor.excluded(self._lineage.head),
             num_restored=self._lineage.head.num_restored if self._lineage.head is not None else 0,

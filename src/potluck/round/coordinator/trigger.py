@@ -1,8 +1,8 @@
 """When to start a round (pure): the coordinator asks, a run's mode of training answers.
 
 A trigger sees who is ready and who else trains, and names the time at which a round should start. It is also told when
-a round begins and who came too late for it, so that it can learn how long waiting pays off. What it has learnt is a
-convenience: a new coordinator learns it anew.
+a round begins and who came too late for it, so that it can learn how long waiting pays off. Each commit carries what it
+has learnt, so that a new coordinator goes on with that.
 """
 
 from __future__ import annotations
@@ -36,6 +36,15 @@ class Trigger(Protocol):
     @property
     def start(self) -> StartSpec | None:
         """The same in a few words, for a coordinator that asks the trainers; None: whatever the others say."""
+        ...
+
+    @property
+    def grace_seconds(self) -> float:
+        """How long it waits for stragglers now."""
+        ...
+
+    def resume(self, grace_seconds: float) -> None:
+        """The coordinator before waited so long. Counts until this trigger has learnt something itself."""
         ...
 
     def due_at(self, ready: Sequence[ReadySender], trainers: frozenset[str]) -> float | None:
@@ -83,6 +92,9 @@ class Quorum:
             return None
         missing = trainers - {sender.peer for sender in ready}
         return reached_at + self.grace_seconds if missing else -math.inf
+
+    def resume(self, grace_seconds: float) -> None:
+        """Its window is always the same."""
 
     def begun(self, epoch: int, ready: Sequence[ReadySender], now: float) -> None:
         """Its window is always the same."""

@@ -234,6 +234,7 @@ class Commit(Message, frozen=True, kw_only=True):
     aggregator: AggregatorSpec = MEAN
     committed_at: float = 0.0  # hub time
     seconds: Seconds = 0.0  # from plan to commit
+    grace_seconds: Seconds = 0.0  # that its coordinator gave stragglers; the next coordinator goes on with it
     revisions: Count = 0  # how often the plan had to be repaired
     left_out: dict[Name, Reason] = {}  # peers without the averages, and why
     audited: Count = 0  # chunks that the coordinator recomputed

@@ -14,6 +14,7 @@ import pytest
 from browser import Visit, open_browser
 from commandline import Terminal, until_event
 from fleetkitchen import Kitchen, end_jobs, job
+from playwright.sync_api import expect
 
 from potluck.testing.processes import Children
 
@@ -78,11 +79,7 @@ def test_machines_and_jobs_are_shown_live(terminal: Terminal, children: Children
             page.wait_for_selector(".nav-link.here:text-is('Fleet')")
             figures = page.locator(".item", has=page.locator(".item-title:text-is('cartpole')")).locator(".bar-figure")
             before = figures.inner_text()
-            page.wait_for_function(
-                "([before]) => ![...document.querySelectorAll('.bar-figure')].some(e => e.innerText === before)",
-                arg=[before],
-                timeout=PATIENCE_MILLISECONDS,
-            )
+            expect(figures).not_to_have_text(before, timeout=PATIENCE_MILLISECONDS)
             if PICTURES:
                 page.wait_for_timeout(20_000)  # so that there is something to see of the curves
                 page.screenshot(path=Path(PICTURES) / "dashboard-fleet.png", full_page=True)

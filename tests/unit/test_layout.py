@@ -15,6 +15,7 @@ from potluck import messages
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.round.codecs import CODEC_NAMES, CodecChoice, CodecRule, CodecSpec, codec_for
 from potluck.round.plan.chunks import (
+    FINE_CHUNKS,
     MAX_CHUNK_ELEMENTS,
     SMALLEST_CHUNK_BYTES,
     ChunkGrid,
@@ -356,7 +357,11 @@ def test_a_chunk_is_worth_its_message_and_no_burden_for_the_slowest_line() -> No
     small = (CodecSpan(codec=CodecSpec(name="float16"), elements=1_000_000),)
     assert fitting_chunk_bytes(small, 8, 20e6) == 200_000
     assert fitting_chunk_bytes(small, 8, math.inf) == DEFAULT_CHUNK_BYTES
-    assert fitting_chunk_bytes(small, 1, 100e3) == 50_000
+    assert fitting_chunk_bytes(small, 1, 100e3) == SMALLEST_CHUNK_BYTES
+    assert fitting_chunk_bytes(small, 1, 1e6) == 100_000
+    large = (CodecSpan(codec=CodecSpec(name="float16"), elements=100_000_000),)
+    assert fitting_chunk_bytes(large, 1, 1e6) == 200_000_000 // FINE_CHUNKS, "chunks are not too many"
+    assert fitting_chunk_bytes(large, 1, 100e3) == 50_000, "… unless each would take too long"
     assert fitting_chunk_bytes(small, 1, 1.0) == SMALLEST_CHUNK_BYTES
 
 

@@ -30,7 +30,7 @@ class Checked:
         self.present = set(NAMES)
         self.liars: set[str] = set()
         self.held: set[int] = set()
-        self.schedule.keepers_changed(self.present)
+        self.schedule.keepers_changed(dict.fromkeys(self.present))
 
     def ask(self) -> None:
         for ask in self.schedule.due(self.now):
@@ -50,7 +50,7 @@ class Checked:
             self.now += which / 4
         elif kind in ("leave", "join"):
             self.present = self.present - {name} if kind == "leave" else self.present | {name}
-            self.schedule.keepers_changed(self.present)
+            self.schedule.keepers_changed(dict.fromkeys(self.present))
             if kind == "leave":
                 self.open[name].clear()
         elif chunks and name not in self.liars:
@@ -88,7 +88,7 @@ def test_whatever_happens_the_rest_can_still_be_fetched(num_chunks: int, sequenc
         checked.ask()
         checked.check()
     checked.present = set(NAMES)
-    checked.schedule.keepers_changed(checked.present)
+    checked.schedule.keepers_changed(dict.fromkeys(checked.present))
     if checked.liars == set(NAMES):
         assert checked.schedule.due(checked.now + 100) == []
         return
@@ -106,7 +106,7 @@ def test_whatever_happens_the_rest_can_still_be_fetched(num_chunks: int, sequenc
 def simulate(speeds: dict[str, float], num_chunks: int) -> tuple[float, dict[str, int]]:
     """How long it takes with keepers that give so many chunks a second, one after the other, and who gave what."""
     schedule = Schedule(range(num_chunks))
-    schedule.keepers_changed(speeds)
+    schedule.keepers_changed(dict.fromkeys(speeds))
     free_at = dict.fromkeys(speeds, 0.0)
     answers: list[tuple[float, Ask]] = []
     now = 0.0
@@ -139,7 +139,7 @@ def test_faster_keepers_give_more() -> None:
 
 def test_a_slow_keeper_is_not_asked_for_more_than_it_gives_in_a_second() -> None:
     schedule = Schedule(range(100))
-    schedule.keepers_changed(["slow"])
+    schedule.keepers_changed({"slow": None})
     asks = schedule.due(0.0)
     now = 0.0
     for _ in range(10):
@@ -151,7 +151,7 @@ def test_a_slow_keeper_is_not_asked_for_more_than_it_gives_in_a_second() -> None
 
 def test_a_keeper_that_fails_again_and_again_is_asked_less_and_less() -> None:
     schedule = Schedule(range(10))
-    schedule.keepers_changed(["shaky"])
+    schedule.keepers_changed({"shaky": None})
     now, pauses = 0.0, []
     for _ in range(8):
         assert schedule.due(now)
@@ -163,15 +163,23 @@ def test_a_keeper_that_fails_again_and_again_is_asked_less_and_less() -> None:
         now = again_at
     assert pauses == sorted(pauses)
     assert pauses[0] < 1 <= pauses[-1] == LONGEST_PAUSE_SECONDS
-    schedule.keepers_changed([])
-    schedule.keepers_changed(["shaky"])
+    schedule.keepers_changed({})
+    schedule.keepers_changed({"shaky": None})
     assert schedule.due(now), "who comes back gets another chance at once"
 
 
 def test_who_owes_an_answer_for_long_is_overdue() -> None:
     schedule = Schedule(range(10))
-    schedule.keepers_changed(["a", "b"])
+    schedule.keepers_changed({"a": None, "b": None})
     asks = schedule.due(0.0)
     assert schedule.overdue(19.0, 20.0) == []
     schedule.arrived(next(ask for ask in asks if ask.keeper == "a"), 15.0)
     assert schedule.overdue(20.0, 20.0) == ["b"]
+
+
+def test_thin_lines_are_spared_while_a_fast_keeper_is_well() -> None:
+    schedule = Schedule(range(20))
+    schedule.keepers_changed({"fast": 1e6, "thin": 2e5, "fair": 3e5, "unknown": None})
+    assert {ask.keeper for ask in schedule.due(0.0)} == {"fast", "fair", "unknown"}
+    schedule.all_failed("fast", 1.0)
+    assert {ask.keeper for ask in schedule.due(1.0)} == {"thin"}, "the others have their questions still"

@@ -105,12 +105,14 @@ class Fetcher:
         assembly: Assembly,
         *,
         keepers: Callable[[str], Iterable[str]],
+        speed_of: Callable[[str], float | None] = lambda _keeper: None,
         report: FetchReport,
         progress: Progress | None = None,
         is_replaceable: bool = False,
         patience_seconds: float = 0.0,
     ) -> None:
-        """`keepers` tells who serves a state; call `keepers_changed` when that may be others.
+        """`keepers` tells who serves a state; call `keepers_changed` when that may be others. `speed_of` tells what a
+        keeper's line carries, in bytes a second, if that is known.
 
         `is_replaceable` says that others serve a state that differs only in what is each peer's own.
         """
@@ -121,6 +123,7 @@ class Fetcher:
         self._config = config
         self._assembly = assembly
         self._keepers = keepers
+        self._speed_of = speed_of
         self._progress = progress or (lambda _done, _total: None)
         self._is_replaceable = is_replaceable
         self._patience_seconds = patience_seconds
@@ -209,7 +212,9 @@ class Fetcher:
             self._wake.clear()
             now = self._now()
             self._note_arrivals()
-            schedule.keepers_changed(k for k in self._serving(digest) if k not in self.report.liars)
+            schedule.keepers_changed(
+                {k: self._speed_of(k) for k in self._serving(digest) if k not in self.report.liars}
+            )
             self._end_useless_sources()
             for keeper in schedule.overdue(now, self._config.answer_seconds):
                 if now - self._arrived_at(keeper) >= self._config.answer_seconds:

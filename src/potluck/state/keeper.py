@@ -390,6 +390,7 @@ class StateKeeper:
             self.config.fetching,
             assembly,
             keepers=lambda digest: self.directory.keepers(verdict.epoch, digest),
+            speed_of=self._speed_of,
             report=report,
             progress=progress or self.config.on_progress,
             is_replaceable=verdict.is_replaceable,
@@ -420,6 +421,10 @@ class StateKeeper:
             raise MovedOnError(f"the state {verdict.digest[:12]} is not what its keeper answered for")
         self.counts["fetched"] += 1
         return snapshot
+
+    def _speed_of(self, peer: str) -> float | None:
+        presence = self._session.roster.get(peer)
+        return presence.card.upload_bytes_per_second or None if presence is not None else None
 
     # Going on
 

@@ -4,6 +4,9 @@ Every keeper has a few questions open at a time, and gets another one when it ha
 more, and nobody has to know their speeds. How many are open follows from how long an answer takes: enough for the
 distance, and not more than about a second's worth of a slow keeper's work.
 
+Where speeds are known, a keeper with a thin line is asked for nothing while one is well whose line carries several
+times as much: it would add little, and its own rounds would wait for its line.
+
 When no chunk is left that nobody was asked for, keepers with nothing to do are asked for those that have been waited
 for longest, so that one slow or frozen keeper does not hold up the end. A keeper whose answer is not what the inventory
 says is out for good. One that fails is left alone for a while, longer each time, and what it was asked for goes to
@@ -12,7 +15,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 MAX_OPEN = 16  # questions to one keeper
@@ -21,6 +24,7 @@ TARGET_SECONDS = 1.0  # how long an answer should take at most
 MAX_ASKED = 2  # how many keepers are asked for one chunk at a time
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 8.0
+THIN_LINE = 1 / 4  # of the fastest keeper's: such a line is spared
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -39,6 +43,7 @@ class _Keeper:
     num_failures: int = 0  # in a row
     paused_until: float = 0.0
     is_present: bool = True
+    speed: float | None = None  # of its line, in bytes a second; None: not known
     heard_at: float = 0.0  # or asked, when nothing was open before
     lie: str = ""
 
@@ -76,16 +81,16 @@ class Schedule:
         """Keepers that are present and never lied."""
         return [name for name, keeper in self._keepers.items() if keeper.is_present and not keeper.lie]
 
-    def keepers_changed(self, present: Iterable[str]) -> None:
-        """These peers serve the state now. One that comes back starts afresh, unless it lied."""
-        names = set(present)
-        for name in names:
+    def keepers_changed(self, present: Mapping[str, float | None]) -> None:
+        """These serve the state now, on lines that carry so much. Who comes back starts afresh, unless it lied."""
+        for name, speed in present.items():
             keeper = self._keepers.setdefault(name, _Keeper())
+            keeper.speed = speed
             if not keeper.is_present:
                 keeper.is_present, keeper.num_failures, keeper.paused_until = True, 0, 0.0
                 keeper.num_open = FIRST_OPEN
         for name, keeper in self._keepers.items():
-            if name not in names and keeper.is_present:
+            if name not in present and keeper.is_present:
                 keeper.is_present = False
                 self._take_back(keeper)
 
@@ -135,7 +140,12 @@ class Schedule:
     def due(self, now: float) -> list[Ask]:
         """What to ask now."""
         asks: list[Ask] = []
-        ready = [(name, keeper) for name, keeper in self._keepers.items() if self._can_be_asked(keeper, now)]
+        least = self._least_speed()
+        ready = [
+            (name, keeper)
+            for name, keeper in self._keepers.items()
+            if self._can_be_asked(keeper, now) and (keeper.speed is None or keeper.speed >= least)
+        ]
         while ready:  # one question each in turn, so that a few chunks are spread over all
             ready = [(name, keeper) for name, keeper in ready if self._ask(name, keeper, now, asks)]
         return asks
@@ -144,6 +154,13 @@ class Schedule:
         """When a keeper's pause ends; None: nobody pauses."""
         pauses = [k.paused_until for k in self._keepers.values() if k.is_present and not k.lie and k.paused_until > now]
         return min(pauses, default=None)
+
+    def _least_speed(self) -> float:
+        """Keepers with thinner lines are spared."""
+        well = [
+            k.speed for k in self._keepers.values() if k.is_present and not k.lie and not k.num_failures and k.speed
+        ]
+        return THIN_LINE * max(well, default=0.0)
 
     def _can_be_asked(self, keeper: _Keeper, now: float) -> bool:
         return (

@@ -25,6 +25,8 @@ LARGEST_CHUNK_BYTES = 16 * 1024 * 1024
 CHUNKS_PER_REDUCER = 4  # so that a reducer adds up one chunk while the next arrives and the last leaves
 LEAST_CHUNK_SECONDS = 0.01  # a message costs each end about 0.2 ms of work: it should be worth that on the line
 MOST_CHUNK_SECONDS = 0.5  # on the slowest line, or a slow sender looks like a stalled one
+FINE_CHUNK_SECONDS = 0.1  # the same, while chunks are not too many: a round ends with one that goes there and back
+FINE_CHUNKS = 512  # each report says of every chunk whether it is there
 
 MAX_RUNS = 64
 MAX_CHUNK_ELEMENTS = 1 << 19  # a chunk as float32, with a codec's scratch, stays near the cache
@@ -119,7 +121,9 @@ def largest_reply_bytes(runs: Sequence[CodecSpan], chunk_bytes: int, num_senders
 
 def fitting_chunk_bytes(runs: Sequence[CodecSpan], num_reducers: int, slowest_bytes_per_second: float) -> int:
     """Chunks small enough that each reducer has several, and neither too small nor too large for the slowest line."""
-    wanted = encoded_bytes(runs) // max(1, CHUNKS_PER_REDUCER * num_reducers)
+    total = encoded_bytes(runs)
+    fine = max(slowest_bytes_per_second * FINE_CHUNK_SECONDS, total / FINE_CHUNKS)
+    wanted = min(total / max(1, CHUNKS_PER_REDUCER * num_reducers), fine)
     least = min(slowest_bytes_per_second * LEAST_CHUNK_SECONDS, DEFAULT_CHUNK_BYTES)
     most = min(slowest_bytes_per_second * MOST_CHUNK_SECONDS, DEFAULT_CHUNK_BYTES)
     return max(SMALLEST_CHUNK_BYTES, int(min(max(wanted, least), most)))

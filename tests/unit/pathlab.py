@@ -123,7 +123,7 @@ class PathLab:
             keeper=keeper,
             documents=self.documents,
             shards=lambda _phase: self.shards,
-            token_losses=word_losses,
+            token_losses=options.pop("token_losses", word_losses),
             config=self.config,
             **options,
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -237,6 +239,33 @@ def test_a_module_of_one_path_never_changes_another() -> None:
         for name in ("level-0-0", "own-0"):
             assert all(torch.equal(v, trainer.modules[name].loop.shared[k]) for k, v in apart[name].items())
         assert any(not torch.equal(v, trainer.modules["own-1"].loop.shared[k]) for k, v in apart["own-1"].items())
+
+
+def test_a_slow_path_does_not_hold_up_modules_it_has_no_part_in() -> None:
+    go_on = threading.Event()
+
+    def slowly(*what: Any) -> Tensor:
+        assert go_on.wait(PATIENCE_SECONDS)
+        return word_losses(*what)
+
+    with train_lab() as lab:
+        paths = PathLab(lab, (2,), shared=(), grace_seconds=1000.0)  # who waits for the slow path does so for too long
+        paths.open_host()
+        slow, slow_stop = paths.add_trainer("slow", token_losses=slowly)
+        quick, quick_stop = paths.add_trainer("quick")
+
+        def train() -> None:
+            poll_until_sync(lambda: slow.counts.phases or slow.modules, PATIENCE_SECONDS, "a lease of the slow one")
+            quick.train(quick_stop)
+
+        def look() -> None:
+            steps = lambda: [part.epoch for name, part in quick.modules.items() if name.startswith("own")]  # noqa: E731
+            poll_until_sync(lambda: steps() == [paths.end], PATIENCE_SECONDS, lambda: f"all outer steps, of {steps()}")
+            assert slow.counts.phases == 0
+            go_on.set()
+
+        together(lambda: slow.train(slow_stop), train, look)
+        assert slow.counts.phases + quick.counts.phases == 2 * paths.end
 
 
 def test_the_inner_optimizer_of_a_path_survives_its_peer() -> None:

@@ -88,7 +88,7 @@ async def test_a_holder_that_dies_is_not_waited_for_when_another_has_them() -> N
 
 @in_virtual_time
 async def test_an_epoch_that_nobody_has_any_more_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lateaverages, "KEPT_BYTES", 5 * ELEMENTS)  # one epoch in float32
+    monkeypatch.setattr(lateaverages, "KEPT_BYTES", {"trainer": 3 * ELEMENTS})  # less than one epoch in float32
     async with lab(3) as there:
         late = await miss_one(there)
         await there.average(there.members[:2])

@@ -2,8 +2,8 @@
 
 A peer that was late for a round, was left out of it, or is still fetching the state needs only that round's averages to
 stand where the others do: with Adam and float16 a sixth of the state's bytes. So everybody who holds averages keeps
-those of the last epochs for a while, encoded as they travelled, within a budget of memory; an aux peer as well, which
-has no state of its own to give.
+those of the last epoch, encoded as they travelled, and earlier ones within a budget of memory. That of an aux peer is
+larger: it has no model of its own.
 
 Who asks names the digest that the commit has. It takes the frames of one holder after the other until they add up to
 that digest, so a holder can lie no more than a reducer could.
@@ -37,7 +37,7 @@ from potluck.round.plan.messages import Commit, Count, Name
 logger = logging.getLogger(__name__)
 
 KEPT_EPOCHS = 16
-KEPT_BYTES = 256 * 1024**2  # of all epochs together; averages that are larger than this are not kept at all
+KEPT_BYTES = {"aux": 512 * 1024**2, "trainer": 64 * 1024**2}  # of all epochs together; the last is always kept
 MOST_STREAMS = 8  # served at once
 KEPT_SOON_SECONDS = 2.0  # a commit may reach who asks before it reaches who is asked
 ANSWER_SECONDS = 10.0  # a holder that sends nothing for so long is given up
@@ -67,6 +67,7 @@ class LateAverages:
         self._links = links
         self._session = session
         self._workers = workers
+        self._most_bytes = KEPT_BYTES.get(session.card.role, 0)
         self._commits: OrderedDict[int, Commit] = OrderedDict()  # the last ones, held by this peer or not
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._has_more = asyncio.Event()  # set, and replaced by another, when something more is kept
@@ -85,10 +86,14 @@ class LateAverages:
         """This peer holds the averages of an epoch that is committed."""
         size_bytes = sum(num_bytes(averages.frame(chunk)) for chunk in range(len(averages.grid)))
         self._kept[epoch] = _Kept(digest, averages, size_bytes)
-        while len(self._kept) > KEPT_EPOCHS or sum(kept.size_bytes for kept in self._kept.values()) > KEPT_BYTES:
+        while len(self._kept) > 1 and (len(self._kept) > KEPT_EPOCHS or self._kept_bytes > self._most_bytes):
             self._kept.popitem(last=False)
         has_more, self._has_more = self._has_more, asyncio.Event()
         has_more.set()
+
+    @property
+    def _kept_bytes(self) -> int:
+        return sum(kept.size_bytes for kept in self._kept.values())
 
     @property
     def epochs(self) -> tuple[int, ...]:

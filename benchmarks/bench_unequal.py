@@ -10,8 +10,8 @@ A small internet (potluck.testing.natlab, needs root) with three volunteers of s
 
 Lines take 20 ms each way. All contenders train the same model on the same text for the same time; losses are measured
 afterwards, of the shared parameters that the fast peer had each second, without local steps that nobody else has yet.
-Time counts from the moment when all are ready; Potluck's peers have loaded the run's state by then, hivemind's
-begin with what they have.
+Time counts from the moment when the peers are launched: Potluck's load the run's state first, and begin one by one as
+they are there; hivemind's begin together with what they have.
 
   sync      `potluck host`, volunteers as `potluck join` has them: a shared batch
   diloco    the same with local steps in the background; in the end all trainers are killed, and the run goes on
@@ -165,10 +165,9 @@ class Potluck:
         last = ends.get("medium", {"samples": 0, "given": 0})
         since_restart = last["given"] / last["samples"] if last["samples"] else None
         given = self.book()
-        all_ready = max(began.values())
         return {
-            "losses": [(at - all_ready, loss) for at, loss in ends["fast"]["losses"]],
-            "seconds_until_ready": all_ready - launched,
+            "losses": [(at - launched, loss) for at, loss in ends["fast"]["losses"]],
+            "seconds_until_ready": max(began.values()) - launched,
             "samples_lost_by_the_kill": lost_by_the_kill,
             "epochs": max(end["epoch"] for end in ends.values()),
             "samples": sum(computed.values()),
@@ -264,7 +263,7 @@ def hivemind(place: Place, seconds: float) -> dict[str, Any]:
     peers["fast"].send_line("stop")
     end = told(peers["fast"], "finished", END_SECONDS)
     return {
-        "losses": [(at, loss) for at, _, loss in end["losses"]],
+        "losses": [(ready_seconds + at, loss) for at, _, loss in end["losses"]],
         "epochs": end["epoch"],
         "seconds_until_ready": ready_seconds,
     }

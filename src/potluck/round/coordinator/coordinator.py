@@ -47,6 +47,8 @@ TICK_SECONDS = 0.1  # while a round is under way
 IDLE_SECONDS = 0.5
 LONGEST_RETRY_SECONDS = 2.0
 COMPLAIN_EVERY_SECONDS = 2.0
+QUIET_SHARE = 0.05  # of the time that a round should take at most: so long may a member be silent …
+MOST_QUIET_SECONDS = 15.0  # … up to this
 NAME_EVERY_SECONDS = 60.0  # whoever claims too much, each
 
 
@@ -295,12 +297,15 @@ class Coordinator:
                 )
 
     def _patience(self, proposal: Proposal) -> DirectorTimeouts:
+        """Seconds of silence do not end a round that takes minutes by its lines: reports wait behind bulk there."""
         patience = self._config.patience
+        expected_seconds = 2 * proposal.predicted_seconds if proposal.is_measured else 0.0
+        share = min(QUIET_SHARE * expected_seconds, MOST_QUIET_SECONDS)
         return replace(
             patience,
-            expected_seconds=2 * proposal.predicted_seconds if proposal.is_measured else 0.0,
-            stalled_seconds=max(patience.stalled_seconds, 4 * proposal.chunk_seconds),
-            silent_seconds=max(patience.silent_seconds, 2 * proposal.chunk_seconds),
+            expected_seconds=expected_seconds,
+            stalled_seconds=max(patience.stalled_seconds, 4 * proposal.chunk_seconds, share),
+            silent_seconds=max(patience.silent_seconds, 2 * proposal.chunk_seconds, share),
         )
 
     async def _complain(self, key: RoundKey, reason: str) -> None:

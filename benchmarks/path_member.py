@@ -4,8 +4,8 @@
 
 A trainer says {"path": NUMBER, "phase": …} when it begins a phase, and about twice a second where its seconds went and
 what its rounds have sent: {"inner": …, "outside": …, "phases": …, "sent": …, "wire": …}. An aux peer says {"commit":
-MODULE, …} for every outer step, and {"leads": …} whether it leases phases. Times are those of the wall clock, which all
-processes of one machine share. It ends with its input.
+MODULE, …} for every outer step, and {"leads": …, "kept": […]} whether it leases phases, and of which modules it has a
+state. Times are those of the wall clock, which all processes of one machine share. It ends with its input.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def help_out(run: Joined, grid: Grid) -> None:
     tell(event="in", peer=run.peer_id)
     stop = until_end_of_input()
     while not stop.wait(TELL_EVERY_SECONDS):
-        tell(leads=bool(main.collaboration.averager.lease.token))
+        kept = [name for name, helper in host.helpers.items() if helper.kept_epoch]
+        tell(leads=bool(main.collaboration.averager.lease.token), kept=kept)
 
 
 def until_end_of_input() -> threading.Event:

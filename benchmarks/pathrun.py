@@ -19,6 +19,7 @@ from typing import Any
 
 from bench_groups import process, until
 from harness import say
+from potluck.paths.grid import Grid
 
 START_SECONDS = 240.0
 RECOVERY_SECONDS = 60.0
@@ -70,6 +71,9 @@ def company(
         until(lambda: all(each.of("event") for each in aux), START_SECONDS, "the aux peers")
         trainers = [start("trainer", f"trainer {n}", links["volunteers"]) for n in range(num_trainers)]
         until(lambda: all(len(each.of("path")) > 1 for each in trainers), START_SECONDS, "phases of all trainers")
+        modules = set(Grid(tuple(levels), tuple(shared)).modules)
+        # What only one trainer has would be lost with it.
+        until(lambda: modules <= {m for a in aux for m in a.of("kept")[-1]["kept"]}, START_SECONDS, "kept states")
         yield aux, trainers
 
 

@@ -253,6 +253,11 @@ class StateDirectory:
                 left = min(left, settle_until - clock.monotonic())
             await self.until_changed(min(max(left, 0.0), ASK_EVERY_SECONDS))
 
+    def has_newer(self, verdict: Verdict, lineage: Lineage) -> bool:
+        """Whether a state of a later epoch is to be had."""
+        newer = self.newest(lineage.epoch, at_least=verdict.epoch + 1)
+        return newer is not None and self._is_to_be_had(newer)
+
     def _is_to_be_had(self, verdict: Verdict) -> bool:
         return bool(self.keepers(verdict.epoch, verdict.digest)) or self._shelf.find(verdict.digest) is not None
 

@@ -106,13 +106,14 @@ class Fetcher:
         *,
         keepers: Callable[[str], Iterable[str]],
         speed_of: Callable[[str], float | None] = lambda _keeper: None,
+        is_outdated: Callable[[], bool] = lambda: False,
         report: FetchReport,
         progress: Progress | None = None,
         is_replaceable: bool = False,
         patience_seconds: float = 0.0,
     ) -> None:
         """`keepers` tells who serves a state; call `keepers_changed` when that may be others. `speed_of` tells what a
-        keeper's line carries, in bytes a second, if that is known.
+        keeper's line carries, in bytes a second, if that is known; `is_outdated` whether a newer state is to be had.
 
         `is_replaceable` says that others serve a state that differs only in what is each peer's own.
         """
@@ -124,6 +125,7 @@ class Fetcher:
         self._assembly = assembly
         self._keepers = keepers
         self._speed_of = speed_of
+        self._is_outdated = is_outdated
         self._progress = progress or (lambda _done, _total: None)
         self._is_replaceable = is_replaceable
         self._patience_seconds = patience_seconds
@@ -257,7 +259,7 @@ class Fetcher:
             )
         if has_keepers:
             return None
-        if gone_at is not None and now - gone_at >= self._config.gone_seconds:
+        if gone_at is not None and (now - gone_at >= self._config.gone_seconds or self._is_outdated()):
             raise MovedOnError(f"nobody who tells the truth serves the state {digest[:12]} any more")
         return now if gone_at is None else gone_at
 

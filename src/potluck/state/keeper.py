@@ -351,7 +351,7 @@ class StateKeeper:
                         snapshot = own.hold()
                     else:
                         snapshot = await self._fetch_one(
-                            verdict, assembly, based, report, progress, until, patience_seconds
+                            verdict, assembly, based, report, progress, until, patience_seconds, is_any=epoch is None
                         )
                     break
                 except MovedOnError as error:
@@ -381,7 +381,10 @@ class StateKeeper:
         progress: Progress | None,
         until: float,
         patience_seconds: float,
+        *,
+        is_any: bool = False,
     ) -> Snapshot:
+        """`is_any`: a newer one is as good, when nobody serves this one any more."""
         bases = [held.snapshot.hold() for held in self.shelf] + ([based.hold()] if based is not None else [])
         fetcher = Fetcher(
             self._links,
@@ -391,6 +394,7 @@ class StateKeeper:
             assembly,
             keepers=lambda digest: self.directory.keepers(verdict.epoch, digest),
             speed_of=self._speed_of,
+            is_outdated=lambda: is_any and self.directory.has_newer(verdict, self._averager.lineage),
             report=report,
             progress=progress or self.config.on_progress,
             is_replaceable=verdict.is_replaceable,

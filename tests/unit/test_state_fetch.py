@@ -439,6 +439,28 @@ async def test_a_state_that_is_replaced_meanwhile_is_still_served_to_the_end() -
 
 
 @in_virtual_time
+async def test_a_state_that_is_served_no_more_is_not_waited_for_when_a_newer_one_is() -> None:
+    async with state_lab() as lab:
+        keeper, joiner = await lab.join("keeper"), await lab.join("joiner")
+        lab.run.network.set_conditions(
+            Conditions(delay_seconds=4.0), kind="direct", sender=joiner.id, receiver=keeper.id
+        )
+        lab.commit(1, keeper)
+        await keeper.publish(model(1), 1)
+        await asyncio.sleep(1.0)
+        fetching = asyncio.create_task(joiner.keeper.fetch(timeout_seconds=TIMEOUT_SECONDS))
+        await asyncio.sleep(0.1)  # the question is on its way
+        for epoch in (2, 3, 4):
+            lab.commit(epoch, keeper)
+            await keeper.publish(model(epoch), epoch)
+        lab.run.network.set_conditions(Conditions(), kind="direct", sender=joiner.id, receiver=keeper.id)
+        started = asyncio.get_running_loop().time()
+        with await fetching as fetched:
+            assert fetched.epoch == 4
+        assert asyncio.get_running_loop().time() - started < FetchConfig().gone_seconds
+
+
+@in_virtual_time
 async def test_a_fetch_comes_to_an_end_however_many_epochs_pass() -> None:
     """A keeper holds two epochs, and gives what it was asked for when it has let go of it for everybody else."""
     async with state_lab() as lab:

@@ -23,7 +23,6 @@ from potluck.paths.pathtrainer import PathConfig, PathTrainer
 from potluck.paths.phasedesk import PhaseLeases
 from potluck.paths.router import fit_kmeans
 from potluck.paths.sharding import Shards, routed
-from potluck.peer.lease import LeaseView
 from potluck.round.coordinator.gathering import GatherConfig
 from potluck.run.joined import Joined
 from potluck.state.config import StateConfig
@@ -98,19 +97,6 @@ class PathLab:
     ) -> tuple[PathTrainer, threading.Event]:
         run = self.lab.join(name, coordinates=options.pop("coordinates", False))
         model = make_model()
-        view = LeaseView()
-        watch = run.call(run.peer.session.hub.store("lease").watch(view.apply))
-        run.attach(watch.cancel)
-
-        async def keep() -> PathKeeper:
-            from potluck.run.group import Group
-
-            keeper = PathKeeper(Group(run.peer), self.grid)
-            keeper.start()
-            return keeper
-
-        keeper = run.call(keep())
-        run.attach(keeper.close)
         trainer = PathTrainer(
             run,
             self.grid,
@@ -119,8 +105,8 @@ class PathLab:
             inner=options.pop("inner", lambda p: torch.optim.AdamW(p, lr=1e-2))(model.parameters()),
             outer=outer,
             module_config=self.module_config,
-            leases=PhaseLeases(run, view, self.grid),
-            keeper=keeper,
+            leases=PhaseLeases.open(run, self.grid),
+            keeper=PathKeeper.open(run, self.grid),
             documents=self.documents,
             shards=lambda _phase: self.shards,
             token_losses=word_losses,

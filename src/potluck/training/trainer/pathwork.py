@@ -20,7 +20,7 @@ from potluck.paths.pathkeeping import PathKeeper
 from potluck.paths.pathtrainer import PathConfig, PathProgress, PathTrainer
 from potluck.paths.phasedesk import PhaseLeases
 from potluck.paths.sharding import Shards, check_documents, check_routing, read_routing
-from potluck.peer.lease import Lease, LeaseView
+from potluck.peer.lease import Lease
 from potluck.recipes.recipe import Recipe, require_downloads
 from potluck.recipes.shipped import fetched_files
 from potluck.round.coordinator.coordinator import CoordinatorConfig
@@ -143,17 +143,6 @@ def path_trainer(
             driver=driver,
         )
 
-    view = LeaseView()
-    watch = run.call(run.peer.session.hub.store("lease").watch(view.apply))
-    run.attach(watch.cancel)
-
-    async def keep() -> PathKeeper:
-        keeper = PathKeeper(Group(run.peer), grid)
-        keeper.start()
-        return keeper
-
-    keeper = run.call(keep())
-    run.attach(keeper.close)
     return PathTrainer(
         run,
         grid,
@@ -164,8 +153,8 @@ def path_trainer(
         outer=lambda: outer_of(manifest),
         transform=lambda: transform_of(manifest),
         module_config=module_config,
-        leases=PhaseLeases(run, view, grid),
-        keeper=keeper,
+        leases=PhaseLeases.open(run, grid),
+        keeper=PathKeeper.open(run, grid),
         documents=documents,
         shards=shards,
         token_losses=recipe.token_losses,

@@ -41,6 +41,7 @@ from potluck.recipes.stdlib_lm import EVALUATION_SHARE, SMALLEST_DOCUMENT, Confi
 from potluck.testing.languages import WordModel, languages, word_losses
 
 NUM_PATHS = 4
+TRANSFORMER = Config(layers=2, width=64, heads=4, context=64)
 VALIDATION_SHARE = 11  # one document in so many is not trained on; prime, so that all languages are among them
 
 
@@ -51,12 +52,12 @@ class Task:
     documents: Sequence[Tensor]
     make: Callable[[], nn.Module]
     losses: TokenLosses
-    window: int
-    prefix: int
-    inner_steps: int
-    batch_size: int
     phases: int
     learning_rate: float
+    window: int = 64
+    prefix: int = 32
+    inner_steps: int = 20
+    batch_size: int = 8
 
 
 def shards_of(grid: Grid, task: Task, paths: list[int]) -> Shards:
@@ -146,21 +147,15 @@ def ways(task: Task, routes: dict[str, list[int]], seed: int) -> dict[str, float
     return found
 
 
+def transformer_task(recipe: StdlibLM, documents: Sequence[Tensor], *, phases: int) -> Task:
+    """A small transformer on these documents."""
+    return Task(documents=documents, make=recipe.model, losses=recipe.token_losses, phases=phases, learning_rate=3e-3)
+
+
 def separable(seed: int) -> tuple[Task, dict[str, list[int]]]:
     """Four languages with the same words, and a transformer: the words before tell it which language it reads."""
-    recipe = StdlibLM(Config(layers=2, width=64, heads=4, context=64))
     documents, _ = languages(4000, seed=seed, length=65)
-    task = Task(
-        documents=documents,
-        make=recipe.model,
-        losses=recipe.token_losses,
-        window=64,
-        prefix=32,
-        inner_steps=20,
-        batch_size=8,
-        phases=16,
-        learning_rate=3e-3,
-    )
+    task = transformer_task(StdlibLM(TRANSFORMER), documents, phases=16)
     return task, {"k-means": routes_by_kmeans(task, seed)}
 
 
@@ -171,10 +166,6 @@ def separable_words(seed: int) -> tuple[Task, dict[str, list[int]]]:
         documents=documents,
         make=lambda: WordModel(32),
         losses=word_losses,
-        window=64,
-        prefix=32,
-        inner_steps=20,
-        batch_size=8,
         phases=16,
         learning_rate=1e-2,
     )
@@ -183,19 +174,9 @@ def separable_words(seed: int) -> tuple[Task, dict[str, list[int]]]:
 
 def natural(seed: int) -> tuple[Task, dict[str, list[int]]]:
     """The standard library's source."""
-    recipe = StdlibLM(Config(layers=2, width=64, heads=4, context=64))
+    recipe = StdlibLM(TRANSFORMER)
     documents = recipe.documents()
-    task = Task(
-        documents=documents,
-        make=recipe.model,
-        losses=recipe.token_losses,
-        window=64,
-        prefix=32,
-        inner_steps=20,
-        batch_size=8,
-        phases=10,
-        learning_rate=3e-3,
-    )
+    task = transformer_task(recipe, documents, phases=10)
     files = [path for number, path in enumerate(recipe._files) if number % EVALUATION_SHARE]
     files = [path for path in files if path.stat().st_size >= SMALLEST_DOCUMENT]
     sizes: dict[str, int] = {}

@@ -30,11 +30,9 @@ from potluck.paths.pathtrainer import PathConfig, PathProgress, PathTrainer
 from potluck.paths.phasedesk import PhaseLeases
 from potluck.paths.sharding import Routing, Shards, digest_of
 from potluck.peer.identity import Identity
-from potluck.peer.lease import LeaseView
 from potluck.recipes.stdlib_lm import Config, StdlibLM
 from potluck.round.coordinator.gathering import GatherConfig
 from potluck.round.plan.messages import Commit
-from potluck.run.group import Group
 from potluck.run.joined import Joined
 from potluck.state.config import StateConfig
 
@@ -56,11 +54,12 @@ def tell(**what: Any) -> None:
 def help_out(run: Joined, grid: Grid) -> None:
     """Lease phases and coordinate."""
     main = Optimizer(run, None, target_batch_size=1, auxiliary=True, num_threads=1)
+    group = run.group()
 
     async def start() -> PathHost:
         return await PathHost.start(
             run.peer,
-            run._groups["main"],
+            group,
             main.collaboration.averager.lease,
             grid,
             coordinating=lambda name: coordinating_module(
@@ -105,17 +104,6 @@ def train(run: Joined, grid: Grid, arguments: dict[str, Any]) -> None:
     shards = Shards(grid, Routing(levels=grid.levels, prefix=PREFIX, documents=digest, paths=paths, lengths=lengths))
     torch.manual_seed(0)
     model = recipe.model()
-    view = LeaseView()
-    watch = run.call(run.peer.session.hub.store("lease").watch(view.apply))
-    run.attach(watch.cancel)
-
-    async def keep() -> PathKeeper:
-        keeper = PathKeeper(Group(run.peer), grid)
-        keeper.start()
-        return keeper
-
-    keeper = run.call(keep())
-    run.attach(keeper.close)
     begun: tuple[int, int] | None = None
     rounds: dict[tuple[str, int], int] = {}  # what each has sent of this peer's
 
@@ -146,8 +134,8 @@ def train(run: Joined, grid: Grid, arguments: dict[str, Any]) -> None:
         module_config=lambda name: ModuleConfig(
             group=name, num_paths=len(grid.paths_through(name)), grace_seconds=GRACE_SECONDS, num_threads=1
         ),
-        leases=PhaseLeases(run, view, grid),
-        keeper=keeper,
+        leases=PhaseLeases.open(run, grid),
+        keeper=PathKeeper.open(run, grid),
         documents=documents,
         shards=lambda _phase: shards,
         token_losses=recipe.token_losses,

@@ -23,7 +23,6 @@ from potluck.paths.pathtrainer import PathConfig, PathTrainer
 from potluck.paths.phasedesk import PhaseLeases
 from potluck.paths.router import fit_kmeans
 from potluck.paths.sharding import Shards, routed
-from potluck.peer.lease import LeaseView
 from potluck.round.coordinator.gathering import GatherConfig
 from potluck.run.joined import Joined
 from potluck.state.config import StateConfig
@@ -75,11 +74,12 @@ class PathLab:
     def open_host(self, folder: FilePath | None = None, **state: Any) -> Joined:
         run = self.lab.join("host", role="aux", coordinates=True)
         main = Optimizer(run, None, target_batch_size=1, auxiliary=True, num_threads=1)
+        group = run.group()
 
         async def start() -> PathHost:
             return await PathHost.start(
                 run.peer,
-                run._groups["main"],
+                group,
                 main.collaboration.averager.lease,
                 self.grid,
                 coordinating=lambda name: coordinating_module(
@@ -98,19 +98,6 @@ class PathLab:
     ) -> tuple[PathTrainer, threading.Event]:
         run = self.lab.join(name, coordinates=options.pop("coordinates", False))
         model = make_model()
-        view = LeaseView()
-        watch = run.call(run.peer.session.hub.store("lease").watch(view.apply))
-        run.attach(watch.cancel)
-
-        async def keep() -> PathKeeper:
-            from potluck.run.group import Group
-
-            keeper = PathKeeper(Group(run.peer), self.grid)
-            keeper.start()
-            return keeper
-
-        keeper = run.call(keep())
-        run.attach(keeper.close)
         trainer = PathTrainer(
             run,
             self.grid,
@@ -119,8 +106,8 @@ class PathLab:
             inner=options.pop("inner", lambda p: torch.optim.AdamW(p, lr=1e-2))(model.parameters()),
             outer=outer,
             module_config=self.module_config,
-            leases=PhaseLeases(run, view, self.grid),
-            keeper=keeper,
+            leases=PhaseLeases.open(run, self.grid),
+            keeper=PathKeeper.open(run, self.grid),
             documents=self.documents,
             shards=lambda _phase: self.shards,
             token_losses=options.pop("token_losses", word_losses),

@@ -26,6 +26,7 @@ from potluck.messages import Message
 from potluck.paths.grid import MAX_PATHS, Grid
 from potluck.paths.pathstate import PathState, read_state
 from potluck.run.group import Group
+from potluck.run.joined import Joined
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,19 @@ class PathKeeper:
         self._links.handle(NewerState, self._heard)
         if folder is not None:
             self._read_all(folder)
+
+    @classmethod
+    def open(cls, run: Joined, grid: Grid) -> PathKeeper:
+        """A trainer's own: started, and closed when the run is left."""
+
+        async def start() -> PathKeeper:
+            keeper = cls(Group(run.peer), grid)
+            keeper.start()
+            return keeper
+
+        keeper = run.call(start())
+        run.attach(keeper.close)
+        return keeper
 
     def start(self) -> None:
         """Fetch what others tell of, from now on."""

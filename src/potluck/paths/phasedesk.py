@@ -1,4 +1,4 @@
-"""The book of phases in the hub: whoever coordinates the run gives out leases, trainers ask for them.
+"""The book of phases in the hub: the coordinator of the run gives out leases, trainers ask for them.
 
 As with shards, the book is one record, written by compare-and-set: two coordinators cannot give out one phase twice,
 and a new one goes on where the last stopped.
@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated, Self, TypeVar
 
 import msgspec
 
@@ -134,7 +134,7 @@ class PhaseDesk:
 
     async def _write(self, change: Callable[[PhaseBook, set[str]], PhaseBook]) -> None:
         if not self._lease.token:
-            raise RetryableError("this peer does not coordinate (any more): ask whoever does")
+            raise RetryableError("this peer does not coordinate (any more): ask the one that does")
         async with self._turn:
             for _ in range(ATTEMPTS):
                 entry = await self._store.get(PHASES_KEY)
@@ -156,13 +156,21 @@ class PhaseDesk:
 
 
 class PhaseLeases:
-    """A trainer's phases, from whoever coordinates; it waits while nobody does."""
+    """A trainer's phases, from the coordinator; it waits while there is none."""
 
     def __init__(self, run: Joined, coordinators: LeaseView, grid: Grid) -> None:
         self.counts: Counter[str] = Counter()
         self._run = run
         self._coordinators = coordinators
         self._grid = grid
+
+    @classmethod
+    def open(cls, run: Joined, grid: Grid) -> Self:
+        """Follow who coordinates the run, until it is left."""
+        coordinators = LeaseView()
+        watch = run.call(run.peer.session.hub.store("lease").watch(coordinators.apply))
+        run.attach(watch.cancel)
+        return cls(run, coordinators, grid)
 
     def take(self) -> PhaseTaken:
         """The next phase; StoppedError as soon as this peer is to leave."""

@@ -46,13 +46,18 @@ def make_optimizer(
     manifest = newest()
     compiler.postpone()
     inner = inner_optimizer(manifest.settings[0].optimizer, model)
-    buffers = buffers_of(model)
-    options = {**options_of(manifest), "state": state or StateConfig(), "hyperparameters": following(inner, newest)}
-    if isinstance(manifest.settings[0].training, manifests.SyncSettings):
-        return Optimizer(run, inner, extra_tensors=buffers, transform=transform_of(manifest), **options)
-    return DiLoCo(
-        run, inner, extra_tensors=buffers, outer=outer_of(manifest), transform=transform_of(manifest), **options
-    )
+    options = {**options_of(manifest), "state": state or StateConfig()}
+    kind = Optimizer if isinstance(manifest.settings[0].training, manifests.SyncSettings) else DiLoCo
+    return kind(run, inner, extra_tensors=buffers_of(model), **parts_of(newest, inner), **options)
+
+
+def parts_of(newest: Callable[[], Manifest], inner: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer of the run takes beside its options; new ones each time, since they have a memory."""
+    manifest = newest()
+    parts: dict[str, Any] = {"transform": transform_of(manifest), "hyperparameters": following(inner, newest)}
+    if isinstance(manifest.settings[0].training, manifests.DiLoCoSettings):
+        parts["outer"] = outer_of(manifest)
+    return parts
 
 
 def options_of(manifest: Manifest) -> dict[str, Any]:
@@ -134,7 +139,7 @@ def transform_of(manifest: Manifest) -> Transform | None:
 
 
 def gathering(manifest: Manifest) -> GatherConfig:
-    """How rounds of this run are planned, whoever coordinates."""
+    """How rounds of this run are planned, by any coordinator."""
     return GatherConfig(
         aggregator=manifest.exchange.aggregating(),
         trusted_reducers=manifest.exchange.reducers == "trusted",

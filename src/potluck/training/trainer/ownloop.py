@@ -36,7 +36,7 @@ from potluck.training.manifest.manifest import Manifest, OptimizerSpec, Settings
 from potluck.training.manifest.noticeboard import NoticeBoard
 from potluck.training.trainer.auxiliarywork import keep_receipts, open_desks
 from potluck.training.trainer.inneroptimizer import KINDS, parameter_groups
-from potluck.training.trainer.optimizers import follow, following, options_of, outer_of, transform_of
+from potluck.training.trainer.optimizers import follow, options_of, parts_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,23 +61,19 @@ class Optimizer(target_batches.Optimizer):
         **options: Any,
     ) -> None:
         """As `potluck.optim.optimizer.Optimizer`; in a hosted run `target_batch_size` may be left out."""
-        parts = {name: options.pop(name) for name in ("extra_tensors", "source", "hyperparameters") if name in options}
-        is_steered = _group(config, options) == MAIN
-        self.hosted = hosted = HostedRun.of(run, manifests.SyncSettings) if is_steered else None
+        parts = _parts(options, scheduler=scheduler, transform=transform)
+        self.hosted = hosted = HostedRun.of(run, manifests.SyncSettings, _group(config, options))
         if hosted is not None:
-            optimizer = inner = hosted.prepared(optimizer, params)
-            parts["hyperparameters"] = following(inner, lambda: hosted.manifest)
             options = {"target_batch_size": hosted.options["target_batch_size"], **options}
-            config = hosted.settled(config or OptimizerConfig(**options), scheduler=scheduler, transform=transform)
-            options, scheduler, transform = {}, None, transform_of(hosted.manifest)
+            own = config or OptimizerConfig(**options)
+            optimizer, config, parts = hosted.steer(optimizer, params, own, parts)
+            options = {}
         elif config is None and "target_batch_size" not in options:
             raise ConfigurationError(
                 "how many samples of all peers together make a step? Give target_batch_size=…: this run has no "
                 "organiser who says so"
             )
-        super().__init__(
-            run, optimizer, params=params, scheduler=scheduler, transform=transform, config=config, **parts, **options
-        )
+        super().__init__(run, optimizer, params=params, config=config, **parts, **options)
         if hosted is not None:
             hosted.serve(self)
 
@@ -114,26 +110,13 @@ class DiLoCo(outer_loops.DiLoCo):
         **options: Any,
     ) -> None:
         """As `potluck.optim.diloco.DiLoCo`."""
-        parts = {name: options.pop(name) for name in ("extra_tensors", "source", "hyperparameters") if name in options}
-        is_steered = _group(config, options) == MAIN
-        self.hosted = hosted = HostedRun.of(run, manifests.DiLoCoSettings) if is_steered else None
+        parts = _parts(options, scheduler=scheduler, transform=transform, outer=outer)
+        self.hosted = hosted = HostedRun.of(run, manifests.DiLoCoSettings, _group(config, options))
         if hosted is not None:
-            optimizer = inner = hosted.prepared(optimizer, params)
-            parts["hyperparameters"] = following(inner, lambda: hosted.manifest)
-            config = hosted.settled(config or DiLoCoConfig(**options), scheduler=scheduler, transform=transform)
-            options, scheduler, outer = {}, None, outer_of(hosted.manifest)
-            transform = transform_of(hosted.manifest)
-        super().__init__(
-            run,
-            optimizer,
-            params=params,
-            outer=outer,
-            scheduler=scheduler,
-            transform=transform,
-            config=config,
-            **parts,
-            **options,
-        )
+            own = config or DiLoCoConfig(**options)
+            optimizer, config, parts = hosted.steer(optimizer, params, own, parts)
+            options = {}
+        super().__init__(run, optimizer, params=params, config=config, **parts, **options)
         if hosted is not None:
             hosted.serve(self)
 
@@ -164,8 +147,14 @@ class DiLoCo(outer_loops.DiLoCo):
 
 
 def _group(config: OptimizerConfig | DiLoCoConfig | None, options: dict[str, Any]) -> str:
-    """Whose rounds these are: a manifest says how `main` trains, and nothing of other groups."""
+    """Whose rounds these are."""
     return config.group if config is not None else str(options.get("group", MAIN))
+
+
+def _parts(options: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    """What an optimizer takes beside its config: these, and those that are among the options, which leave there."""
+    names = ("extra_tensors", "source", "hyperparameters")
+    return parts | {name: options.pop(name) for name in names if name in options}
 
 
 ProgramOptimizer = Optimizer | DiLoCo
@@ -182,8 +171,15 @@ class HostedRun:
         self._is_over_told = False
 
     @classmethod
-    def of(cls, run: Joined, wanted: type[manifests.SyncSettings | manifests.DiLoCoSettings]) -> Self | None:
-        """The run's manifest, from now on; None where it has none. ConfigurationError where it trains otherwise."""
+    def of(
+        cls, run: Joined, wanted: type[manifests.SyncSettings | manifests.DiLoCoSettings], group: str
+    ) -> Self | None:
+        """The run's manifest, from now on; None where it has none. ConfigurationError where it trains otherwise.
+
+        A manifest says how the group `main` trains, and nothing about other groups.
+        """
+        if group != MAIN:
+            return None
         board = NoticeBoard.of(run.peer.session)
         run.attach(board.close)
         run.call_unless_leaving(board.start())
@@ -204,7 +200,15 @@ class HostedRun:
         assert self._board.manifest is not None, "there was one at the start"
         return self._board.manifest
 
-    def prepared(self, optimizer: Inner | None, params: Iterable[Any] | None) -> torch.optim.Optimizer:
+    def steer(
+        self, optimizer: Inner | None, params: Iterable[Any] | None, config: C, parts: dict[str, Any]
+    ) -> tuple[torch.optim.Optimizer, C, dict[str, Any]]:
+        """The program's optimizer, config and parts, with the run's settings in the place of its own."""
+        inner = self._prepared(optimizer, params)
+        config = self._settled(config, scheduler=parts["scheduler"], transform=parts["transform"])
+        return inner, config, {**parts, "scheduler": None, **parts_of(lambda: self.manifest, inner)}
+
+    def _prepared(self, optimizer: Inner | None, params: Iterable[Any] | None) -> torch.optim.Optimizer:
         """The program's optimizer with the names of the run's model; ConfigurationError where it is of no use."""
         inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _made(optimizer, params)
         spec = self.manifest.newest.optimizer
@@ -276,7 +280,7 @@ class HostedRun:
             if group[name] != value and group[name] != usual[name].default:
                 self._overruled.append(f"{name}={value} (here {group[name]})")
 
-    def settled(self, config: C, *, scheduler: object, transform: object) -> C:
+    def _settled(self, config: C, *, scheduler: object, transform: object) -> C:
         """The program's options, with those of the run in their place; says which differ."""
         if transform is not None:
             raise ConfigurationError(

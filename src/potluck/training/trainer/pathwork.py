@@ -20,7 +20,7 @@ from potluck.paths.pathkeeping import PathKeeper
 from potluck.paths.pathtrainer import PathConfig, PathProgress, PathTrainer
 from potluck.paths.phasedesk import PhaseLeases
 from potluck.paths.sharding import Shards, check_documents, check_routing, read_routing
-from potluck.peer.lease import Lease, LeaseView
+from potluck.peer.lease import Lease
 from potluck.recipes.recipe import Recipe, require_downloads
 from potluck.recipes.shipped import fetched_files
 from potluck.round.coordinator.coordinator import CoordinatorConfig
@@ -30,11 +30,12 @@ from potluck.state.config import StateConfig
 from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, Route
 from potluck.training.manifest.pathspec import PathSpec
+from potluck.training.trainer.config import TrainConfig
 from potluck.training.trainer.inneroptimizer import inner_optimizer
 from potluck.training.trainer.machine import find_devices
 from potluck.training.trainer.models import untrained
 from potluck.training.trainer.optimizers import codecs_of, following, gathering, outer_of, transform_of
-from potluck.training.trainer.trainer import TrainConfig, TrainProgress
+from potluck.training.trainer.trainer import TrainProgress
 
 
 def paths_of(manifest: Manifest) -> PathSpec:
@@ -67,7 +68,7 @@ def parts_of(manifest: Manifest, recipe: Recipe[Any], model: nn.Module) -> dict[
 
 
 def coordinating_paths(manifest: Manifest) -> Callable[[str], CoordinatorConfig]:
-    """How the rounds of each module are started and planned, whoever coordinates them."""
+    """How the rounds of each module are started and planned, by any coordinator."""
     spec, training, grid = paths_of(manifest), manifest.newest.training, paths_of(manifest).grid()
     assert isinstance(training, manifests.DiLoCoSettings), "the manifest saw to it"
     return lambda name: coordinating_module(
@@ -143,17 +144,6 @@ def path_trainer(
             driver=driver,
         )
 
-    view = LeaseView()
-    watch = run.call(run.peer.session.hub.store("lease").watch(view.apply))
-    run.attach(watch.cancel)
-
-    async def keep() -> PathKeeper:
-        keeper = PathKeeper(Group(run.peer), grid)
-        keeper.start()
-        return keeper
-
-    keeper = run.call(keep())
-    run.attach(keeper.close)
     return PathTrainer(
         run,
         grid,
@@ -164,8 +154,8 @@ def path_trainer(
         outer=lambda: outer_of(manifest),
         transform=lambda: transform_of(manifest),
         module_config=module_config,
-        leases=PhaseLeases(run, view, grid),
-        keeper=keeper,
+        leases=PhaseLeases.open(run, grid),
+        keeper=PathKeeper.open(run, grid),
         documents=documents,
         shards=shards,
         token_losses=recipe.token_losses,

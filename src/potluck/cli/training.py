@@ -75,7 +75,7 @@ async def train(
     if last is None:
         return
     if as_json:
-        console.print_json({"event": "trained", **_figures(last, len(peer.session.roster))})
+        console.print_json({"event": "trained", **_figures(last, peer.session.roster.num_working)})
     else:
         console.out.print(last.describe_given(), highlight=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -201,8 +202,9 @@ class Presenter:
         progress = event.progress
         if progress.epoch != self._told_epoch:
             self._told_epoch = progress.epoch
+            loss = "no loss yet" if math.isnan(progress.loss) and not progress.given else f"loss {progress.loss:.4f}"
             console.out.print(
-                f"epoch {progress.epoch}: loss {progress.loss:.4f}, {progress.samples_per_second:.1f} samples/s, "
+                f"epoch {progress.epoch}: {loss}, {progress.samples_per_second:.1f} samples/s, "
                 f"{progress.given} given, {console.count(event.num_peers, 'peer')}",
                 highlight=False,
             )

@@ -18,7 +18,7 @@ from potluck.messages import Message
 MAX_TEST_BYTES = 8 * 1024 * 1024
 FIRST_TEST_BYTES = 256 * 1024
 ENOUGH_SECONDS = 0.5
-STALL_SECONDS = 2.0  # a busy machine may stand still for so long, and its line is not slow: tried once more
+STALL_SECONDS = 5.0  # a busy machine may stand still for so long, and its line is not slow: tried once more
 TESTS_AT_ONCE = 24  # of one asker; measuring both ways takes up to 17
 TESTS_PER_SECOND = 0.5
 

@@ -39,6 +39,11 @@ def test_a_command_explains_itself(command: list[str]) -> None:
     assert f"potluck {' '.join(command)}" in result.output
 
 
+def test_help_keeps_the_names_of_tables_of_run_toml() -> None:
+    result = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "300", "TERM": "dumb"})
+    assert "under [data] uses them" in result.output
+
+
 def test_a_folder_that_is_there_is_written_over_only_if_asked(tmp_path: Path) -> None:
     def init(*options: str) -> Result:
         return CliRunner().invoke(app, ["init", str(tmp_path / "my-run"), "--recipe", "digits", *options])

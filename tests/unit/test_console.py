@@ -10,6 +10,8 @@ from rich.console import Console
 
 from potluck.cli import console
 from potluck.hub.access.member import AccessRequest
+from potluck.hub.presence import Card, Presence
+from potluck.peer.roster import Roster
 
 
 def test_whose_alarm_is_over_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,3 +54,14 @@ def test_who_asks_to_be_let_in_is_told_with_what_to_do(
     )
     console.tell_request(request, as_json=True)
     assert json.loads(capsys.readouterr().out)["event"] == "asks to be let in"
+
+
+def test_those_who_only_watch_come_and_go_unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(console.out, "print", lambda line: lines.append(str(line)))
+    roster = Roster()
+    roster.listen(lambda event: console.tell_roster_event(event, roster.num_working, as_json=False))
+    for name, role in (("Ada", "trainer"), ("monitor", "observer"), ("host", "aux")):
+        card = Card(session=name, role=role, name=name)  # type: ignore[arg-type]
+        roster.apply(Presence(peer=f"U{name}", card=card, state="alive", host="", person=name))
+    assert lines == ["Ada (UAda) joined; now 1 peer", "host (Uhost) joined; now 2 peers"]

@@ -73,6 +73,19 @@ def test_two_peers_train_two_models_in_two_groups(kind: type) -> None:
         assert members == {"alice", "bob"}
 
 
+def test_a_group_that_nobody_may_coordinate_is_told_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    with train_lab() as lab:
+        lab.join("alice", coordinates=True)  # like a host: in main alone
+        critic = Learner(lab.join("bob", coordinates=False), 10, "critic")
+        for _ in range(6):
+            loss_of(critic.model, make_batch(0)).backward()
+            critic.optimizer.step(batch_size=4)
+            critic.optimizer.zero_grad()
+        poll_until_sync(lambda: "start the host with --group critic" in caplog.text, PATIENCE_SECONDS, "a warning")
+        assert critic.optimizer.epoch == 0
+        assert caplog.text.count("may coordinate") == 1
+
+
 def test_a_newcomer_fetches_the_state_of_its_group_and_not_of_another() -> None:
     with train_lab() as lab:
         runs = two_peers(lab)

@@ -15,12 +15,14 @@ from typer.testing import CliRunner
 
 from potluck.cli import console, members, run
 from potluck.cli.demo import command, summary
+from potluck.cli.folders import asking_host, hosted_run
 from potluck.cli.main import app
 from potluck.cli.monitor import Screen, picture
-from potluck.errors import ConfigurationError
+from potluck.errors import ConfigurationError, HubUnavailableError
 from potluck.monitor.alarms import Alarm
 from potluck.monitor.view import Overview, PeerRow
 from potluck.recipes.reference import RecipeRef
+from potluck.run.hostrecord import HostRecord, write_record
 from potluck.training.manifest.changes import full_name, with_values
 from potluck.training.manifest.manifest import Manifest
 
@@ -189,3 +191,20 @@ def test_the_monitor_shows_a_line_of_figures_and_a_row_for_each_peer(target: int
     cells = [cell.strip() for cell in shown.strip("│").split("│")]
     assert cells == ["Ada", "trainer", "kaggle", "client", "7", "40", "8.0", "2.5000", "1.0 MB/s", "-", "alive"]
     assert table[-1].strip() == "! no epoch for 99 s"
+
+
+def test_a_run_that_is_not_here_is_told_with_those_that_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    bakery = tmp_path / "potluck" / "runs" / "bakery"
+    bakery.mkdir(parents=True)
+    with pytest.raises(ConfigurationError, match="my-first-run: start one"):
+        hosted_run("", None)
+    write_record(bakery, HostRecord(run="bakery", servers=(), ca_pem="", link=""))
+    with pytest.raises(ConfigurationError, match="This machine hosts bakery: name it with --run"):
+        hosted_run("", None)
+
+
+def test_a_host_that_does_not_run_is_told_with_how_to_start_it() -> None:
+    with pytest.raises(HubUnavailableError, match="start it with `potluck host`"), asking_host("bakery"):
+        raise HubUnavailableError("nothing answers")

@@ -67,7 +67,7 @@ def print_json(value: Any) -> None:
 
 
 def tell_roster_event(event: RosterEvent, num_peers: int, as_json: bool) -> None:
-    """Say who came or went. Names are other people's words, so they are never read as markup."""
+    """Say who came or went, but for those who only watch. Names are other people's words, so never read as markup."""
     name = event.presence.card.name
     if as_json:
         print_json(
@@ -79,7 +79,7 @@ def tell_roster_event(event: RosterEvent, num_peers: int, as_json: bool) -> None
                 "reason": event.presence.reason,
             }
         )
-    elif event.change in ("joined", "left", "dead"):
+    elif event.change in ("joined", "left", "dead") and event.presence.card.role != "observer":
         reason = f" ({event.presence.reason})" if event.presence.reason else ""
         out.print(
             Text.assemble(

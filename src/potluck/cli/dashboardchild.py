@@ -72,6 +72,7 @@ class DashboardChild:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "potluck.cli", "dashboard", *where, "--listen", options.listen, *port, *proxies,
             "--while-read", "--json", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the host, which ends it
         )  # fmt: skip
         reading = asyncio.create_task(self._read(process), name="reads the dashboard")
         stopping = asyncio.create_task(self._stop.wait(), name="end of the dashboard")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import platformdirs
 
-from potluck.errors import ConfigurationError
+from potluck.errors import ConfigurationError, HubUnavailableError
 from potluck.hub.subjects import check_run_name
-from potluck.run.hostrecord import HostRecord, read_record
+from potluck.run.hostrecord import HOST_FILE, HostRecord, read_record
 
 DEFAULT_RUN = "my-first-run"
 
@@ -81,7 +83,19 @@ def hosted_run(run: str, folder: Path | None) -> tuple[Path, HostRecord]:
     where = run_folder(check_run_name(run), folder)
     record = read_record(where)
     if record is None:
-        raise ConfigurationError(
-            f"no run is hosted in {where}: start one with `potluck host --run {run}`, or name its folder with --folder"
-        )
+        here = sorted(each.parent.name for each in where.parent.glob(f"*/{HOST_FILE}")) if folder is None else []
+        other = f"This machine hosts {', '.join(here)}: name it with --run. Or " if here else ""
+        start = f"start one with `potluck host --run {run}`, or name its folder with --folder"
+        raise ConfigurationError(f"no run is hosted in {where}{'. ' if here else ': '}{other}{start}")
     return where, record
+
+
+@contextmanager
+def asking_host(run: str) -> Iterator[None]:
+    """Where a command of the host's machine finds no hub, its error says how to start it."""
+    try:
+        yield
+    except HubUnavailableError as error:
+        raise HubUnavailableError(
+            f"the host of {run} does not seem to run: start it with `potluck host`. {error}"
+        ) from error

@@ -95,7 +95,8 @@ async def serve(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> N
     async def start() -> bool:
         if host.config.hub.cluster is not None and not as_json:
             console.out.print("Waiting for the other hubs of the cluster: most of them must be there.")
-        await host.start()
+        with console.err.status("opening the hub"):
+            await host.start()
         return True
 
     is_tried = False
@@ -111,6 +112,11 @@ async def serve(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> N
     try:
         await (_announce if work.announce is None else work.announce)(host, as_json)
         if work.run_file is None:  # what the run trains is said elsewhere, or later
+            if work.announce is None and not as_json:
+                console.out.print(
+                    "No run.toml was named, and there is none in this folder: programs of your own train here, and "
+                    "`potluck join` has nothing to train. `potluck init` writes a run.toml."
+                )
             host.serve(lambda _name: None)
         await _watch(host, replace(work, is_tried=is_tried or host.record.is_tried), stop, as_json)
     finally:
@@ -125,7 +131,7 @@ async def _watch(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> 
     roster = host.peer.session.roster
     async with AsyncExitStack() as parts:  # closed here, where nobody cancels: the dashboard has to be waited for
         host.listen_requests(lambda request: console.tell_request(request, as_json))
-        parts.callback(roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json)))
+        parts.callback(roster.listen(lambda event: console.tell_roster_event(event, roster.num_working, as_json)))
         _serve_parcels(host)
         await console.unless_stopped(host.unless_failed(_help(host, work, parts, as_json)), stop)
 

@@ -251,7 +251,8 @@ def ban(
         return found, await organiser.ban(found, reason)
 
     found, cut = _ask(run, folder, work)
-    _tell(as_json, f"{found} is banned; {cut} connections were cut.", banned=found, connections=cut)
+    whom = found if ":" in found else found[:12] if found.startswith(target) else f"{target} ({found[:12]})"
+    _tell(as_json, f"{whom} is banned; {cut} connections were cut.", banned=found, connections=cut)
 
 
 @app.command("unban")
@@ -340,7 +341,7 @@ def bans(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
 def _ask(run: str, folder: Path | None, work: Callable[[Organiser, HostRecord], Awaitable[T]]) -> T:
     """Do something in the organiser's name, with the keys in the run's folder."""
     from potluck.cli import console
-    from potluck.cli.folders import hosted_run
+    from potluck.cli.folders import asking_host, hosted_run
 
     console.set_up_logging(verbose=False)
     where, record = hosted_run(run, folder)
@@ -361,7 +362,8 @@ def _ask(run: str, folder: Path | None, work: Callable[[Organiser, HostRecord], 
         finally:
             await hub.close()
 
-    return console.run(connected())
+    with asking_host(record.run):
+        return console.run(connected())
 
 
 class Candidate(NamedTuple):

@@ -90,9 +90,10 @@ def _show(found: dict[str, Any], names: dict[str, str], as_json: bool) -> None:
     if as_json:
         console.print_json(found)
         return
+    loss = f"loss {found['loss']:.4f}" if found["step"] else "no loss yet"
     waits = f" It waits: {found['waits']}." if found["waits"] else ""
     console.out.print(
-        f"Step {found['step']}, loss {found['loss']:.4f}, {found['stages']} stages, {found['phase']}.{waits}",
+        f"Step {found['step']}, {loss}, {found['stages']} stages, {found['phase']}.{waits}",
         markup=False,
         highlight=False,
     )

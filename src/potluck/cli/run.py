@@ -186,7 +186,7 @@ def log(run: Run = "", folder: Folder = None, as_json: AsJson = False) -> None:
 def steer(run: str, folder: Path | None, work: Callable[[Steering, Path], Awaitable[T]]) -> T:
     """Do something in the organiser's name, with the keys in the run's folder."""
     from potluck.cli import console
-    from potluck.cli.folders import hosted_run
+    from potluck.cli.folders import asking_host, hosted_run
     from potluck.hub.address import HubAddress
     from potluck.hub.keys import HubKeys
     from potluck.training.manifest.steering import steering
@@ -200,7 +200,8 @@ def steer(run: str, folder: Path | None, work: Callable[[Steering, Path], Awaita
         async with steering(address, keys, record.run) as helm:
             return await work(helm, where)
 
-    return console.run(connected())
+    with asking_host(record.run):
+        return console.run(connected())
 
 
 def _data_check(where: Path) -> Callable[[Manifest, Settings], None]:

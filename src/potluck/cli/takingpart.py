@@ -175,7 +175,7 @@ class Part:
         as_json, roster = self.as_json, peer.session.roster
         _tell_joined(peer, as_json)
         end_hub = peer.session.listen(lambda change: _tell_hub_change(change, as_json))
-        end = roster.listen(lambda event: console.tell_roster_event(event, len(roster), as_json))
+        end = roster.listen(lambda event: console.tell_roster_event(event, roster.num_working, as_json))
         preflight = asyncio.create_task(check_the_way(peer, as_json), name="preflight")
         try:
             if peer.session.card.role == "trainer":
@@ -237,7 +237,7 @@ def _tell_joined(peer: Peer, as_json: bool) -> None:
     if as_json:
         console.print_json({"event": "joined", "peer": peer.peer_id, "peers": len(roster)})
         return
-    others = sum(presence.peer != peer.peer_id for presence in roster)
+    others = sum(presence.peer != peer.peer_id and presence.card.role != "observer" for presence in roster)
     console.out.print(f"[green]You are in[/green], with {console.count(others, 'other')}. Ctrl-C leaves.")
     clock = check_clock(
         peer.session.hub_time.clock_error_seconds(monotonic=peer.clock.monotonic(), wall=peer.clock.wall())

@@ -14,7 +14,7 @@ def tokenize(
     run_file: Annotated[Path, typer.Argument(help="A run.toml, or the folder that has one.")] = Path("run.toml"),
     as_json: o.AsJson = False,
 ) -> None:
-    """Make the texts of a language model's run into tokens, with a bar; `tokenized = true` under [data] uses them.
+    r"""Make the texts of a language model's run into tokens, with a bar; `tokenized = true` under \[data] uses them.
 
     The tokenizer is trained first where the run has one to train. What the host serves then is the tokens.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -76,7 +77,7 @@ async def train(
     if last is None:
         return
     if as_json:
-        console.print_json({"event": "trained", **_figures(last, len(peer.session.roster))})
+        console.print_json({"event": "trained", **_figures(last, peer.session.roster.num_working)})
     else:
         console.out.print(last.describe_given(), highlight=False)
 
@@ -202,8 +203,9 @@ class Presenter:
         progress = event.progress
         if progress.epoch != self._told_epoch:
             self._told_epoch = progress.epoch
+            loss = "no loss yet" if math.isnan(progress.loss) and not progress.given else f"loss {progress.loss:.4f}"
             console.out.print(
-                f"epoch {progress.epoch}: loss {progress.loss:.4f}, {progress.samples_per_second:.1f} samples/s, "
+                f"epoch {progress.epoch}: {loss}, {progress.samples_per_second:.1f} samples/s, "
                 f"{progress.given} given, {console.count(event.num_peers, 'peer')}",
                 highlight=False,
             )

@@ -24,7 +24,7 @@ class Throttle:
         if not bytes_per_second >= LEAST_BYTES_PER_SECOND:
             raise ConfigurationError(
                 f"a bandwidth of {bytes_per_second:g} bytes per second: at least {LEAST_BYTES_PER_SECOND} are needed "
-                "to take part at all"
+                "to take part at all. Write it with its unit, as in 20Mbit"
             )
         self.bytes_per_second = bytes_per_second
         self._burst_bytes = max(bytes_per_second * BURST_SECONDS, float(LEAST_BURST_BYTES))

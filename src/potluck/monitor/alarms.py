@@ -356,8 +356,9 @@ class Alarms:
             name = self._names.get(peer, peer[:12])
             text = (
                 f"{name} claims {last.claimed:,.0f} samples for an epoch, and {last.weight:,.0f} count: more than the "
-                "others' speed makes plausible. Ban it (potluck members ban), or, if it really is so fast, invite it "
-                "as trusted, or raise weight_cap in run.toml and start the host again"
+                "others' speed makes plausible. Where others have only just begun, this passes. If it stays and it "
+                "really is so fast, invite it as trusted, or raise weight_cap in run.toml and start the host again; if "
+                "not, ban it (potluck members ban)"
             )
             yield ("claims", peer), text
 

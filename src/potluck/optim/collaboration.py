@@ -89,6 +89,7 @@ class Collaboration:
         self.progress.weight_cap = coordinator.gather.weight_cap
         self.keeper: StateKeeper | None = None
         """Of this peer's states, where it has one: its starter says so."""
+        self._has_told = False
         self.averager.listen(self._committed)
 
     def coordinate_by(self, config: CoordinatorConfig) -> None:
@@ -125,6 +126,15 @@ class Collaboration:
     async def _confirm_when_due(self, epoch: int) -> None:
         if await self.progress.until_due(epoch, None):
             self.averager.confirm()
+
+    def tell_if_nobody_coordinates(self) -> None:
+        """Called when an epoch is due and does not come: says so, once, where no member may coordinate it."""
+        session = self.peer.session
+        if self._has_told or self.averager.lease.holder or session.candidates():
+            return
+        self._has_told = True
+        remedy = "" if session.group == MAIN else f": start the host with --group {session.group}, or join as auxiliary"
+        logger.warning("no member of the group %s may coordinate, so its epochs wait for one%s", session.group, remedy)
 
     def _committed(self, _commit: Commit) -> None:
         self.progress.committed()

@@ -306,6 +306,7 @@ class Optimizer(SharedOptimizer, torch.optim.Optimizer):  # type: ignore[overrid
             is_news = progress.latest is None or progress.latest is not self._unconfirmed
             if is_news and not self._meet_soon(epoch, CONFIRM_SECONDS):
                 self._unconfirmed = progress.latest
+                self.run.soon(self.collaboration.tell_if_nobody_coordinates)
         elif epoch != self._vain_epoch:
             due_in_seconds, step_seconds = progress.due_in_seconds(epoch), self._pace.seconds_per_step
             if due_in_seconds is None or is_worth_another_step(due_in_seconds, step_seconds):

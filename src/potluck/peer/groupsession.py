@@ -105,14 +105,14 @@ class GroupSession:
             self.clock,
             group=self.group,
             heartbeat=self.whole.heartbeat,
-            candidates=self._candidates,
+            candidates=self.candidates,
             may_hand_over=may_hand_over,
             session=card.session,
             is_gone=is_gone,
             on_change=on_change,
         )
 
-    def _candidates(self) -> list[str]:
+    def candidates(self) -> list[str]:
         """The members that may coordinate the group now."""
         return [presence.peer for presence in self.roster.alive() if presence.coordinates]
 

@@ -47,6 +47,11 @@ class Roster:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def num_working(self) -> int:
+        """How many train or help. Those who only watch come and go, and are nobody's concern."""
+        return sum(presence.card.role != "observer" for presence in self)
+
     def get(self, peer: str) -> Presence | None:
         """The present peer of that id, if there is one."""
         return self._entries.get(peer)

@@ -262,7 +262,8 @@ class Participant:
             if progress.path is not None and told != (progress.path, progress.phase):
                 told = (progress.path, progress.phase)
                 tell(PathBegan(progress.path, progress.phase, progress.holders - 1, progress.loss))
-            tell(Progressed(as_train_progress(progress, trainer.config.batch_size), len(self._run.peer.session.roster)))
+            num_peers = self._run.peer.session.roster.num_working
+            tell(Progressed(as_train_progress(progress, trainer.config.batch_size), num_peers))
 
         trainer = path_trainer(
             self._run,
@@ -289,7 +290,7 @@ class Participant:
             order = manifest.newest_change("paused" if progress.paused else "resumed")
             by, reason = (order.by, order.reason) if order is not None else ("", "")
             self._tell(PauseChanged(progress.paused, by, reason))
-        self._tell(Progressed(progress, len(self._run.peer.session.roster)))
+        self._tell(Progressed(progress, self._run.peer.session.roster.num_working))
 
 
 async def _first_manifest(session: Session, board: NoticeBoard, tell: Callable[[Event], None]) -> Manifest:

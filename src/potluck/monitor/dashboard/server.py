@@ -14,6 +14,7 @@ import ipaddress
 import logging
 import socket
 import string
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,6 +231,8 @@ def make_app(dashboard: Dashboard, config: ServerConfig) -> FastAPI:
     _add_door(app, dashboard, config)
     _add_pages(dashboard)
     ui.add_head_html(HEAD, shared=True)
+    # nicegui looks at every object of the process for its server, and torch warns of one of its own that is old.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     ui.run_with(
         app,
         title=f"Potluck · {dashboard.run}",

@@ -395,4 +395,4 @@ class Director:
         return self.plan.members[index].peer
 
     def _troubles(self) -> str:
-        return "; ".join(f"{member.peer}: {member.trouble}" for member in self.plan.members if member.trouble)
+        return "; ".join(f"{member.peer[:12]}: {member.trouble}" for member in self.plan.members if member.trouble)

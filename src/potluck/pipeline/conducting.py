@@ -118,6 +118,7 @@ class Conductor:
         self._runner.on_held = self.roll.held
         self._runner.on_fenced = self._cuts.fenced
         self._runner.on_checked = self._checked
+        self._runner.on_dispute = lambda suspects, reason: self._exclude(self.judge.disagree(suspects, reason))
         self._step_seconds = 0.0
         self._lost_since: float | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -315,6 +316,7 @@ class Conductor:
             are_checked=self.judge.rate > 0,
             checks=self._checks(layout, members),
             arithmetics={name: peer.offer.arithmetic for name, peer in self.roll.peers.items()},
+            trusted=self.judge.trusted,
         )
 
     def _checks(self, layout: Layout, members: Mapping[str, Member]) -> tuple[Check, ...]:
@@ -337,13 +339,16 @@ class Conductor:
         if finding.failed:
             about = {"step": self.record.step, "peer": check.server, "verifier": check.verifier}
             self.on_event("check failed", {**about, "reason": finding.failed})
-        for peer, reason in finding.excluded.items():
+        self._exclude(finding.excluded)
+        return finding
+
+    def _exclude(self, found: Mapping[str, str]) -> None:
+        for peer, reason in found.items():
             logger.warning("%s is excluded: %s", peer, reason)
             self.on_event("excluded", {"step": self.record.step, "peer": peer, "reason": reason})
             self.roll.exclude(peer)
         excluded = tuple((peer, reason[:500]) for peer, reason in self.judge.excluded.items())[-MAX_EXCLUDED:]
         self.record = replace(self.record, excluded=excluded)  # written with the step's commit
-        return finding
 
     async def take_step(self) -> StepOutcome:
         """One step, with whoever is ready."""

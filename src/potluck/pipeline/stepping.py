@@ -41,6 +41,7 @@ from potluck.pipeline.stepledger import (
     Action,
     Average,
     Commit,
+    Dispute,
     Exclude,
     Fence,
     Member,
@@ -120,6 +121,7 @@ class StepPlan:
     """Spot checks are on, be there one in this step or not."""
     checks: tuple[Check, ...] = ()
     arithmetics: Mapping[str, str] = field(default_factory=dict)
+    trusted: frozenset[str] = frozenset()
 
     def checks_for(self, member: str) -> tuple[SpotCheck, ...]:
         """Those that a member hears of: nobody is told that it is checked itself."""
@@ -156,6 +158,7 @@ class StepRunner:
         self.on_held: Callable[[str, Held], None] = lambda member, held: None
         self.on_fenced: Callable[[], None] = lambda: None
         self.on_checked: Callable[[Check, CheckResult], Finding] = lambda check, result: Finding()
+        self.on_dispute: Callable[[frozenset[str], str], None] = lambda suspects, reason: None
         links.handle(Fed, self._fed)
         links.handle(Lost, self._lost)
 
@@ -219,6 +222,7 @@ class StepRunner:
             feeders=list(plan.feeders),
             units=plan.units,
             checks={check.server: check.verifier for check in plan.checks},
+            trusted=plan.trusted,
             attempt=max(plan.term << TERM_BITS, tried),
         )
         running = self._running = _Running(plan, ledger, book)
@@ -290,6 +294,8 @@ class StepRunner:
                 running.excluded.append(action.member)
                 running.why = f"{action.member}: {action.reason}"
                 logger.warning("step %d goes on without %s: %s", ledger.step, action.member, action.reason)
+            elif isinstance(action, Dispute):
+                self.on_dispute(action.suspects, action.reason)
             elif isinstance(action, StageLost):
                 raise StageLostError(action.stages)
 

@@ -114,6 +114,7 @@ class Conductor:
         self.roll = Roll(links, roster, clock, blueprint, staff, self.judge, self._state, request_seconds=seconds)
         self.roll.on_gone = self._runner.gone
         self.roll.on_feeder = self._runner.feeder_came
+        self.roll.hears_also = self._runner.hears_also
         self._cuts = CutMaker(links, self.roll, self._state, self._write, self._settle)
         self._runner.on_held = self.roll.held
         self._runner.on_fenced = self._cuts.fenced
@@ -353,7 +354,7 @@ class Conductor:
     async def take_step(self) -> StepOutcome:
         """One step, with whoever is ready."""
         plan = self._step_plan()
-        self._state.running = plan
+        self._state.heard = {name: member.units or frozenset() for name, member in plan.members.items()}
         locating = self._spawn(self._locate(plan))
         started = self._clock.monotonic()
 
@@ -381,7 +382,7 @@ class Conductor:
             self.roll.must_load(error.excluded)
             raise
         finally:
-            self._state.running = None
+            self._state.heard = None
             locating.cancel()
         # Written with the next commit: what people look at need not be exact.
         self.record = replace(

@@ -290,6 +290,14 @@ class StepLedger:
         self._reports[unit, member] = _Report(digest, squared_norm)
         return self._commit_if_all()
 
+    def hears_also(self, name: str, units: frozenset[int]) -> bool:
+        """A member loads more blocks from now on: whether it hears their averages in this step already."""
+        member = self.members.get(name)
+        if member is None or member.units is None or self.phase not in (Phase.FENCING, Phase.FEEDING):
+            return False
+        self.members[name] = replace(member, units=member.units | units)
+        return True
+
     def checked(self, server: str, attempt: int) -> list[Action]:
         """A check has found nothing, or could not be made."""
         if attempt != self.attempt or self.phase is not Phase.AVERAGING:

@@ -194,6 +194,10 @@ class StepRunner:
         if (running := self._running) is not None:
             running.events.put_nowait(lambda: running.ledger.gone(peer, reason))
 
+    def hears_also(self, member: str, units: frozenset[int]) -> bool:
+        """A member loads more blocks: whether it hears the averages of their units in the step under way."""
+        return self._running is not None and self._running.ledger.hears_also(member, units)
+
     def feeder_came(self, peer: str) -> None:
         """A step that nobody feeds goes on with this one."""
         running = self._running

@@ -485,3 +485,17 @@ def test_a_listener_takes_over_a_stage_that_has_nobody_else() -> None:
 def test_contributions_must_partition_the_step(given_ids: dict[tuple[str, int], tuple[int, ...]], words: str) -> None:
     error = partition_error({(0, 0), (0, 1)}, given_ids)
     assert (words in error) if words else error == ""
+
+
+def test_a_listener_that_leaves_costs_no_attempt() -> None:
+    """As one that has handed over does, in the step after."""
+    members = {"a": Member((0,)), "leaving": Member((), units=frozenset({0}))}
+    ledger = StepLedger(step=0, num_stages=1, samples=[1, 1], members=members, feeders=["f"])
+    ledger.begin()
+    ledger.held("a", ledger.attempt, {})
+    excluded, feed = ledger.gone("leaving")
+    assert (type(excluded).__name__, type(feed).__name__) == ("Exclude", "Feed")
+    assert ledger.num_attempts == 1
+    assert ledger.fed(0, ledger.attempt) == []
+    (average,) = ledger.fed(1, ledger.attempt)
+    assert average == Average(ledger.attempt, (("a",),))

@@ -314,6 +314,7 @@ class StepLedger:
 
     def gone(self, who: str, reason: str = "it left") -> list[Action]:
         """A member or feeder is dead, unreachable or excluded."""
+        serves = any(who in servers for servers in self.servers)
         is_feeder = who in self.feeders
         if is_feeder:
             self.feeders.remove(who)
@@ -328,8 +329,11 @@ class StepLedger:
         self._promote()
         if lost := self._lost():
             return actions + lost
-        needs_attempt = member is not None or who in self._waiting.values() or self.phase is Phase.FENCING
-        return actions + (self._next_attempt() if needs_attempt else [])
+        if serves or self.phase is Phase.AVERAGING or who in self._waiting.values():
+            return actions + self._next_attempt()
+        # Nobody waits for what it computes: it listened, or had nothing to feed.
+        is_fenced = self.phase is Phase.FENCING and not self.awaited
+        return actions + (self._feed() if is_fenced else [])
 
     def stalled(self) -> list[Action]:
         """Nothing has moved for too long: fence, and see who answers."""

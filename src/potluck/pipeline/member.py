@@ -36,6 +36,7 @@ from potluck.pipeline.messages import (
     Saved,
 )
 from potluck.pipeline.serving import ServerConfig, StageServer
+from potluck.pipeline.stepend import StepEnd
 from potluck.pipeline.transfer import UnitServer, fetch_unit
 from potluck.pipeline.verifying import Verifier
 from potluck.pipeline.witnessing import Witness
@@ -96,7 +97,8 @@ class PipelineMember:
         self._group = group
         self.witness = witness = Witness(links)
         seed, server_config = holding.blueprint.seed, self._config.server
-        self.server = StageServer(links, clock, self_id, following, holding, group, witness, server_config, seed)
+        self.end = StepEnd(links, self_id, following, holding, group, server_config.timeout_seconds)
+        self.server = StageServer(links, clock, self_id, following, holding, self.end, witness, server_config, seed)
         self.server.on_begin = self._begun
         self.verifier = Verifier(
             links,
@@ -105,7 +107,7 @@ class PipelineMember:
             group,
             self_id=self_id,
             codec=server_config.codec,
-            averaged=self.server.until_averaged,
+            averaged=self.end.until_averaged,
         )
         self.feeder = (
             Feeder(links, clock, following, source, witness, self._config.feeder) if source is not None else None
@@ -150,6 +152,7 @@ class PipelineMember:
         self.verifier.close()
         await self.witness.close()
         await self.server.close()
+        await self.end.close()
         if self.feeder is not None:
             await self.feeder.close()
         await self.holding.close()
@@ -223,7 +226,7 @@ class PipelineMember:
             raise ProtocolError(f"the model has {num_blocks} blocks")
         is_new = self._assignment is None or self._assignment.stages != assignment.stages
         self._assignment = assignment
-        await self.server.catch_up(assignment.life, assignment.last)
+        await self.end.catch_up(assignment.life, assignment.last)
         from_seed = assignment.step == 0  # before the first step all have the values that the seed gives
         await self.holding.hold(assignment.blocks, life=assignment.life, step=assignment.step, from_seed=from_seed)
         if is_new:

@@ -1,4 +1,4 @@
-"""A stage's server: takes micro-batches, computes, hands on; then averages and steps with its stage.
+"""A stage's server: takes micro-batches, computes, hands on. The end of a step is in stepend.py.
 
     Forward ─▶ queue ─▶ compute thread ─▶ pusher ─▶ a server of the next stage
     Backward ─▶ queue (before forwards) ─▶ compute thread ─▶ the server that the forward came from
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -28,19 +27,14 @@ from potluck.errors import PeerError, ProtocolError, RetryableError
 from potluck.faultpoints import reach
 from potluck.link.dispatch import Incoming
 from potluck.link.links import Links
-from potluck.pipeline.averaging import AverageTask, Share, StageGroup
 from potluck.pipeline.blocks import State
 from potluck.pipeline.compute import Recompute, StageCompute
 from potluck.pipeline.following import Following
 from potluck.pipeline.holding import Holding
 from potluck.pipeline.layout import Layout
 from potluck.pipeline.messages import (
-    Applied,
-    AverageOrder,
-    Averages,
     Backward,
     Begin,
-    CommitNotice,
     Forward,
     Held,
     Lost,
@@ -48,11 +42,10 @@ from potluck.pipeline.messages import (
     Returned,
     Sent,
     StageIds,
-    UnitAverage,
-    UnitOrder,
 )
 from potluck.pipeline.pushing import HandOverError, Pusher
 from potluck.pipeline.routing import RouterConfig
+from potluck.pipeline.stepend import StepEnd
 from potluck.pipeline.wire import check_codec, decode_tensors, encode_tensors
 from potluck.pipeline.witnessing import Witness
 
@@ -111,7 +104,7 @@ class StageServer:
         self_id: str,
         conductor: Following,
         holding: Holding,
-        group: StageGroup,
+        end: StepEnd,
         witness: Witness,
         config: ServerConfig | None = None,
         run_seed: int = 0,
@@ -124,16 +117,14 @@ class StageServer:
         self._run_seed = run_seed
         self._computes: dict[int, StageCompute] = {}
         self._starts: tuple[int, ...] = ()
-        self._group = group
+        self._end = end
+        end.contribution = lambda stage, unit: self._computes[stage].contribution(unit)
         self._witness = witness
-        self._has_averaged = asyncio.Event()  # in this attempt
         self._config = config or ServerConfig()
         self._pushers: dict[int, Pusher] = {}
         self._begun: Begin | None = None
         self._passing: dict[tuple[int, int], _Passing] = {}  # (stage, micro-batch) of this attempt
         self._unreachable: set[str] = set()
-        self._averages: dict[int, Tensor] = {}
-        self._digests: dict[int, str] = {}
         self._jobs: asyncio.PriorityQueue[tuple[int, int, Callable[[], Coroutine[Any, Any, None]]]] = (
             asyncio.PriorityQueue()
         )
@@ -145,13 +136,10 @@ class StageServer:
         self.busy_seconds = 0.0
         self.samples_done = 0
         self._rate = 0.0
-        self.begun_at = -math.inf
         self.on_begin: Callable[[Begin], Coroutine[Any, Any, None]] = _nothing
         links.handle(Begin, self._begin)
         links.handle(Forward, self._forward)
         links.handle(Backward, self._backward)
-        links.handle(AverageOrder, self._average)
-        links.handle(CommitNotice, self._commit)
 
     async def start(self) -> None:
         """Begin to work."""
@@ -159,7 +147,7 @@ class StageServer:
 
     async def close(self) -> None:
         """Stop. Idempotent."""
-        for kind in (Begin, Forward, Backward, AverageOrder, CommitNotice):
+        for kind in (Begin, Forward, Backward):
             self._links.unhandle(kind)
         await tasks.end(self._worker, *self._attempt_tasks)
 
@@ -210,18 +198,12 @@ class StageServer:
             and (begin.step, begin.attempt) <= (current.step, current.attempt)
         ):
             raise ProtocolError(f"attempt {begin.attempt} of step {begin.step} is over")
-        await self.catch_up(begin.life, begin.last)
+        await self._end.catch_up(begin.life, begin.last)
         if begin.life == self._holding.life:
             await self._holding.advance(begin.step)
         is_new_step = current is None or begin.step != current.step or begin.life != current.life
         self._begun = begin
-        self.begun_at = self._clock.monotonic()
-        self._group.forget(begin.step, begin.attempt)
         self._witness.begin(begin.step, begin.checks, is_on=begin.are_checked)
-        self._has_averaged.set()  # of an attempt that is over
-        self._has_averaged = asyncio.Event()
-        self._averages.clear()
-        self._digests.clear()
         self._passing.clear()
         self._waiting.clear()
         if is_new_step:
@@ -229,6 +211,7 @@ class StageServer:
         for task in self._attempt_tasks:
             task.cancel()
         self._serve(begin)
+        self._end.begin(begin, self._computes)
         for stage, pusher in self._pushers.items():
             pusher.forget_tasks()
             pusher.set_servers(begin.servers[stage], unreachable=frozenset(self._unreachable))
@@ -429,64 +412,6 @@ class StageServer:
             await self._links.send(self._conductor.peer, lost, timeout_seconds=self._config.timeout_seconds)
         except (PeerError, RetryableError) as error:
             logger.warning("the conductor cannot be told that %s is lost: %s", peer, error)
-
-    # The end of a step
-
-    async def _average(self, incoming: Incoming[AverageOrder]) -> Averages:
-        order = incoming.message
-        begun = self._begun
-        if begun is None or not self._is_current(order.step, order.attempt):
-            raise ProtocolError(f"attempt {order.attempt} of step {order.step} is not the one under way here")
-        first = min(self._computes, default=-1)
-        reach("pipeline.averaging", step=order.step, stage=first)
-        divisor = begun.total_samples * begun.loss_scale
-        running = [asyncio.create_task(self._average_unit(order, each, divisor)) for each in order.units]
-        for task in running:  # they wait for others: the next attempt ends them
-            self._attempt_tasks.add(task)
-            task.add_done_callback(self._attempt_tasks.discard)
-        try:
-            reports = await asyncio.gather(*running)
-        except asyncio.CancelledError:
-            if not self._is_current(order.step, order.attempt):
-                raise ProtocolError(f"attempt {order.attempt} of step {order.step} is over") from None
-            raise
-        finally:
-            await tasks.end(*running)
-        reach("pipeline.averaged", step=order.step, stage=first)
-        if self._is_current(order.step, order.attempt):
-            self._has_averaged.set()
-        return Averages(units=tuple(reports))
-
-    async def until_averaged(self) -> None:
-        """Return when this server has the averages of the attempt, or the attempt is over."""
-        await self._has_averaged.wait()
-
-    async def _average_unit(self, order: AverageOrder, each: UnitOrder, divisor: float) -> UnitAverage:
-        stages = {c.stage for c in each.contributors if c.server == self._self_id}
-        shares = [Share(stage, *self._computes[stage].contribution(each.unit)) for stage in sorted(stages)]
-        task = AverageTask(order.step, order.attempt, each.unit, each.contributors, each.listeners, divisor)
-        average, report = await self._group.average(task, shares, timeout_seconds=self._config.timeout_seconds)
-        if not self._is_current(order.step, order.attempt):
-            raise ProtocolError(f"attempt {order.attempt} of step {order.step} is over")
-        self._averages[each.unit], self._digests[each.unit] = average, report.digest
-        return report
-
-    async def _commit(self, incoming: Incoming[CommitNotice]) -> Applied:
-        if not await self._conductor.accepts(incoming.sender):
-            raise ProtocolError("only the conductor tells of commits")
-        await self._take_step(incoming.message)
-        return Applied(step=self.at_step)
-
-    async def catch_up(self, life: int, last: CommitNotice | None) -> None:
-        """The notice was lost, or is late: this server was frozen, or the conductor new."""
-        if last is not None and last.step == self.at_step and life == self._holding.life:
-            await self._take_step(last)
-
-    async def _take_step(self, commit: CommitNotice) -> None:
-        """Apply the averages where they are those that were committed; what lacks them is loaded again."""
-        stages = self.stages
-        if await self._holding.committed(commit, dict(self._averages), dict(self._digests)):
-            reach("pipeline.applied", step=commit.step, stage=min(stages, default=-1))
 
     # Work
 

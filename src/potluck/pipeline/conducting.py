@@ -6,7 +6,7 @@ There is one at a time: the coordinator of `main`, by its lease. All that a succ
     roll.py      enlisted peers ─▶ staffing ─▶ assignments: they load while the run trains on
     here         at each boundary: who can serve now? a new layout counts once its servers are ready
                  a block that nobody has: the run goes back to its newest cut
-    stepping.py  the step itself        saving.py  cuts        showing.py  what people see
+    stepping.py  the step itself        saving.py  cuts        evaluating.py  held-out data        showing.py  overview
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from potluck.peer.roster import Roster
 from potluck.pipeline.blocks import units_of
 from potluck.pipeline.blueprint import Blueprint
 from potluck.pipeline.book import Book, RunRecord, with_loss
+from potluck.pipeline.evaluating import Evaluations
 from potluck.pipeline.judging import Check, CheckResult, Finding, Judge
 from potluck.pipeline.layout import Layout
 from potluck.pipeline.messages import (
@@ -78,6 +79,8 @@ class ConductorConfig:
     """A new conductor waits so long for holders of blocks before it gives them up."""
     lost_seconds: float = 5.0
     """So long a block may have no holder before the run goes back to a cut."""
+    evaluate_seconds: float = 60.0
+    """So long a commit waits for an evaluation through the pipeline."""
     look_seconds: float = 0.5
     """Between looks at what stands still."""
 
@@ -112,12 +115,14 @@ class Conductor:
         self.judge = judge or Judge(rate=0.0)
         seconds = self._config.request_seconds
         self.roll = Roll(links, roster, clock, blueprint, staff, self.judge, self._state, request_seconds=seconds)
-        self.roll.on_gone = self._runner.gone
+        self.roll.on_gone = self._gone
         self.roll.on_feeder = self._runner.feeder_came
         self.roll.hears_also = self._runner.hears_also
         self._cuts = CutMaker(links, self.roll, self._state, self._write, self._settle)
+        seconds = self._config.evaluate_seconds
+        self._evaluations = Evaluations(links, self.roll, self._state, self._runner, seconds=seconds)
         self._runner.on_held = self.roll.held
-        self._runner.on_fenced = self._cuts.fenced
+        self._runner.on_fenced = self._fenced
         self._runner.on_checked = self._checked
         self._runner.on_dispute = lambda suspects, reason: self._exclude(self.judge.disagree(suspects, reason))
         self._step_seconds = 0.0
@@ -360,6 +365,7 @@ class Conductor:
 
         async def book(commit: Commit) -> None:
             place = await locating
+            await self._evaluations.until_over()
             factor, most = 1.0, self._course.max_norm(plan.step)
             if most and commit.is_applied and commit.total_norm > most:
                 factor = most / (commit.total_norm + 1e-6)
@@ -384,6 +390,7 @@ class Conductor:
         finally:
             self._state.heard = None
             locating.cancel()
+            self._evaluations.stop()
         # Written with the next commit: what people look at need not be exact.
         self.record = replace(
             self.record, loss=outcome.loss, losses=with_loss(self.record.losses, plan.step, outcome.loss)
@@ -409,6 +416,15 @@ class Conductor:
             },
         )
         return outcome
+
+    def _fenced(self) -> None:
+        """An attempt's members have all answered."""
+        self._cuts.fenced()
+        self._evaluations.fenced()
+
+    def _gone(self, peer: str, reason: str) -> None:
+        self._evaluations.stop()
+        self._runner.gone(peer, reason)
 
     async def _locate(self, plan: StepPlan) -> Place:
         """Where the next step's data begin, asked of a feeder."""

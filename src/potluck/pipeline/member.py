@@ -21,6 +21,7 @@ from potluck.link.links import Links
 from potluck.pipeline.arithmetic import arithmetic_of
 from potluck.pipeline.averaging import LinkedGroup
 from potluck.pipeline.cuts import CutShelf
+from potluck.pipeline.evaluating import Evaluation, Evaluator
 from potluck.pipeline.feeding import Feeder, FeederConfig, Source
 from potluck.pipeline.following import Following
 from potluck.pipeline.holding import Holding
@@ -84,6 +85,7 @@ class PipelineMember:
         *,
         source: Source | None = None,
         cuts: CutShelf | None = None,
+        evaluation: Evaluation | None = None,
         config: MemberConfig | None = None,
     ) -> None:
         self._links = links
@@ -112,6 +114,8 @@ class PipelineMember:
         self.feeder = (
             Feeder(links, clock, following, source, witness, self._config.feeder) if source is not None else None
         )
+        self._evaluation = evaluation
+        self._evaluator = Evaluator(links, clock, following, evaluation) if evaluation is not None else None
         self.units = UnitServer(links, clock, holding)
         self.cuts = cuts
         if cuts is not None:
@@ -155,6 +159,8 @@ class PipelineMember:
         await self.end.close()
         if self.feeder is not None:
             await self.feeder.close()
+        if self._evaluator is not None:
+            self._evaluator.close()
         await self.holding.close()
 
     # Enlisting
@@ -170,6 +176,7 @@ class PipelineMember:
             listens=part.listens,
             saves=self.cuts is not None,
             saves_every=part.saves_every,
+            evaluates_every=self._evaluation.every_steps if self._evaluation is not None else 0,
             room_bytes=part.room_bytes,
             rate=self.server.rate(),
             life=holding.life,

@@ -37,6 +37,7 @@ from potluck.pipeline.messages import (
     Begin,
     Forward,
     Held,
+    Looked,
     Lost,
     Pushed,
     Returned,
@@ -88,6 +89,7 @@ class _Passing:
     sender: str
     samples: int
     adds: bool
+    evaluates: bool = False
 
 
 async def _nothing(begin: Begin) -> None:
@@ -276,14 +278,15 @@ class StageServer:
             tensor.requires_grad_(spec.needs_grad) if tensor.is_floating_point() else tensor
             for tensor, spec in zip(tensors, message.tensors, strict=True)
         )
-        attempt, frames = message.attempt, incoming.frames
-        self._witness.note("input", message.stage, attempt, message.id, frames)
-        if message.stage > 0:
-            before = message.stage - 1
-            self._witness.testify("output", incoming.sender, before, attempt, message.id, message.tensors, frames)
+        if not message.evaluates:
+            attempt, frames = message.attempt, incoming.frames
+            self._witness.note("input", message.stage, attempt, message.id, frames)
+            if message.stage > 0:
+                before = message.stage - 1
+                self._witness.testify("output", incoming.sender, before, attempt, message.id, message.tensors, frames)
         incoming.release()
         self._passing[message.stage, message.id] = _Passing(
-            incoming.sender, message.samples, message.stage not in message.held_by
+            incoming.sender, message.samples, message.stage not in message.held_by, message.evaluates
         )
         self._waiting.add((message.stage, message.id))
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -301,7 +304,11 @@ class StageServer:
         key = (message.attempt, message.id)
         outputs = None
         try:
-            if self._is_current(message.step, message.attempt):
+            if not self._is_current(message.step, message.attempt):
+                pass
+            elif message.evaluates:
+                outputs = await self._holding.in_thread(lambda: compute.look(message.step, message.id, inputs))
+            else:
                 outputs = await self._in_thread(lambda: compute.forward(message.step, key, inputs))
                 self.num_computed += 1
         finally:
@@ -312,7 +319,10 @@ class StageServer:
         reach("pipeline.forwarded", step=message.step, stage=message.stage, micro=message.id)
         if not self._is_current(message.step, message.attempt):
             return
-        if compute.is_last:
+        if compute.is_last and message.evaluates:
+            self._waiting.discard((message.stage, message.id))
+            self._spawn(self._tell_loss(message.stage, message.step, message.attempt, message.id, outputs[0].item()))
+        elif compute.is_last:
             self._waiting.discard((message.stage, message.id))
             assert self._begun is not None
             seed = torch.full_like(outputs[0], self._begun.loss_scale)
@@ -331,10 +341,12 @@ class StageServer:
                 samples=message.samples,
                 held_by=message.held_by,
                 tensors=specs,
+                evaluates=message.evaluates,
             )
-            self._witness.note("output", message.stage, message.attempt, message.id, frames)
+            if not message.evaluates:
+                self._witness.note("output", message.stage, message.attempt, message.id, frames)
             server = await self._pushers[message.stage + 1].push(onward, frames)
-            if server is not None:
+            if server is not None and not message.evaluates:
                 self._witness.testify(
                     "input", server, onward.stage, message.attempt, message.id, specs, frames, samples=message.samples
                 )
@@ -351,6 +363,9 @@ class StageServer:
         passing = self._passing.get((message.stage, message.id))
         if compute is None or passing is None or not self._is_current(message.step, message.attempt):
             return  # of an attempt that is over
+        if passing.evaluates:
+            self._spawn(self._tell_loss(message.stage, message.step, message.attempt, message.id, message.loss))
+            return
         attempt, frames, after = message.attempt, incoming.frames, message.stage + 1
         gradients = tuple(decode_tensors(message.tensors, frames, compute.device))
         self._witness.note("output gradient", message.stage, attempt, message.id, frames)
@@ -403,6 +418,19 @@ class StageServer:
             await receipt.wait(timeout_seconds=self._config.timeout_seconds)
         except (PeerError, RetryableError) as error:
             await self._tell_lost(step, attempt, peer, str(error))
+
+    async def _tell_loss(self, stage: int, step: int, attempt: int, micro: int, loss: float) -> None:
+        """Of a held-out micro-batch: back along the way that it came."""
+        passing = self._passing.get((stage, micro))
+        if passing is None or not self._is_current(step, attempt):
+            return
+        message: Backward | Looked = Looked(step=step, attempt=attempt, id=micro, loss=loss)
+        if stage > 0:
+            message = Backward(step=step, attempt=attempt, id=micro, stage=stage - 1, loss=loss, tensors=())
+        try:
+            await self._links.send(passing.sender, message, timeout_seconds=self._config.timeout_seconds)
+        except (PeerError, RetryableError) as error:
+            logger.info("%s does not hear of a held-out loss: %s", passing.sender, error)
 
     async def _tell_lost(self, step: int, attempt: int, peer: str, reason: str) -> None:
         if peer:

@@ -258,6 +258,13 @@ class StepRunner:
         """How far the step is."""
         return self._running.ledger.phase.value if self._running is not None else "waiting"
 
+    @property
+    def under_way(self) -> tuple[int, tuple[str, ...], tuple[int, ...]]:
+        """The attempt's number, the servers of its first stage, and the samples of each micro-batch."""
+        assert self._running is not None, "asked in a step"
+        ledger = self._running.ledger
+        return ledger.attempt, ledger.servers[0], tuple(ledger.samples)
+
     async def _next_event(self, running: _Running) -> None:
         ledger = running.ledger
         try:

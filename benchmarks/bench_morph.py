@@ -1,8 +1,9 @@
 """A pipeline that loses machines: seconds until the new shape computes, and the share of useful work with a preemption.
 
 Four servers in processes, four stages; three servers make three stages. The feeder holds spare copies. Beside it, the
-same model by torchrun with a checkpoint every ten steps, which restarts all ranks when one is killed. "Lost" is the
-longest pause between two micro-batches, less the usual one.
+same model by torchrun with a checkpoint every ten steps, which restarts all ranks when one is killed. A pause is the
+longest time between two micro-batches of a feeder; what is lost is a pause less the longest of the three steps before.
+With --sleeping the layers sleep instead of computing: then the figures do not depend on what else the machine does.
 
     scripts/bench morph --json
 """
@@ -25,12 +26,12 @@ import uvloop
 
 from bench_pipeline import Bench, bench
 from harness import ROOT, parser, report, say
-from pipelinetoy import SIZES
+from pipelinetoy import TOYS
 from potluck import faultpoints
 from potluck.pipeline.layout import Layout
 from potluck.testing.polling import poll_until
 
-SIZE = "compute"
+STEPS_BEFORE = 3
 PATIENCE_SECONDS = 300.0
 
 
@@ -42,6 +43,7 @@ class Watch:
         self.committed: list[float] = []
         self.morphed: list[float] = []
         self.gone: list[float] = []
+        self.lost_at = 0.0
 
     def reached(self, name: str, _labels: Mapping[str, object]) -> None:
         times = {
@@ -59,11 +61,12 @@ class Watch:
     def first_after(self, times: list[float], moment: float) -> float | None:
         return next((each for each in times if each > moment), None)
 
-    def pause_after(self, moment: float) -> float:
-        """The longest pause since then, less the usual one."""
-        gaps = [b - a for a, b in zip(self.fed, self.fed[1:], strict=False)]
-        since = [b - a for a, b in zip(self.fed, self.fed[1:], strict=False) if b > moment]
-        return max(since) - statistics.median(gaps)
+    def lost_since(self, moment: float) -> float:
+        """The longest pause since then, less the longest of three steps before: a step's end is a pause, too."""
+        before = [each for each in self.committed if each < moment][-STEPS_BEFORE]
+        gaps = [(b, b - a) for a, b in zip(self.fed, self.fed[1:], strict=False)]
+        usual = max(gap for at, gap in gaps if before < at <= moment)
+        return max(0.0, max(gap for at, gap in gaps if at > moment) - usual)
 
 
 async def until(what: Callable[[], Any], words: str) -> Any:
@@ -82,9 +85,9 @@ async def until_shape(made: Bench, num_stages: int) -> None:
 async def lose_one(made: Bench, watch: Watch, servers: list[subprocess.Popen[str]], how: signal.Signals) -> float:
     """From the signal, or from its detection where the machine says nothing, to the first of the new shape."""
     await until_shape(made, 4)
-    await until_steps(watch, 3)
+    await until_steps(watch, STEPS_BEFORE)
     victim = servers.pop(0)
-    began = time.monotonic()
+    began = watch.lost_at = time.monotonic()
     victim.send_signal(how)
     if how == signal.SIGSTOP:
         began = await until(lambda: watch.first_after(watch.gone, began), "the frozen server to be noticed")
@@ -98,7 +101,7 @@ async def lose_one(made: Bench, watch: Watch, servers: list[subprocess.Popen[str
 
 async def leave_with_notice(made: Bench, watch: Watch, servers: list[subprocess.Popen[str]]) -> float:
     await until_shape(made, 4)
-    await until_steps(watch, 3)
+    await until_steps(watch, STEPS_BEFORE)
     leaving = servers.pop(0)
     began = time.monotonic()
     assert leaving.stdin is not None
@@ -109,7 +112,7 @@ async def leave_with_notice(made: Bench, watch: Watch, servers: list[subprocess.
     assert told["handed_over"], "nobody took over"
     await until_steps(watch, 2)
     servers.append(made.serve())
-    return watch.pause_after(began)
+    return watch.lost_since(began)
 
 
 async def until_steps(watch: Watch, count: int) -> None:
@@ -132,21 +135,25 @@ async def useful_share(made: Bench, watch: Watch, servers: list[subprocess.Popen
     return counts[1] / counts[0]
 
 
-async def ours(repeats: int, seconds: float) -> dict[str, list[float]]:
-    toy = SIZES[SIZE]
+async def ours(size: str, repeats: int, seconds: float) -> dict[str, list[float]]:
+    toy = TOYS[size]
     watch = Watch()
-    found: dict[str, list[float]] = {"kill": [], "frozen": [], "notice": [], "share": []}
+    found: dict[str, list[float]] = {"kill": [], "pause": [], "frozen": [], "notice": [], "share": []}
     before = faultpoints.install(watch.reached)
-    blocks = toy.num_stages * toy.layers_per_stage
+    blocks = toy.num_blocks
     try:
-        async with bench(SIZE, lambda count: Layout.even(blocks, max(1, min(count, 4))), listens=True) as made:
+        async with bench(size, lambda count: Layout.even(blocks, max(1, min(count, 4))), listens=True) as made:
             made.conductor.on_event = watch.told
             servers = [made.serve() for _ in range(4)]
             running = asyncio.create_task(made.conductor.run())
             try:
                 for _ in range(repeats):
                     found["kill"].append(await lose_one(made, watch, servers, signal.SIGKILL))
-                    say(f"SIGKILL: {found['kill'][-1]:.2f} s to the first micro-batch of the new shape")
+                    found["pause"].append(watch.lost_since(watch.lost_at))
+                    say(
+                        f"SIGKILL: {found['kill'][-1]:.2f} s to the first micro-batch of the new shape, "
+                        f"{found['pause'][-1]:.2f} s without any"
+                    )
                     found["notice"].append(await leave_with_notice(made, watch, servers))
                     say(f"with notice: {found['notice'][-1]:.2f} s lost")
                 found["frozen"].append(await lose_one(made, watch, servers, signal.SIGSTOP))
@@ -160,13 +167,13 @@ async def ours(repeats: int, seconds: float) -> dict[str, list[float]]:
     return found
 
 
-def torchs() -> float:
+def torchs(size: str) -> float:
     """Seconds from the SIGKILL of a rank until all that was done before is done again, by torchrun."""
     script = str(ROOT / "benchmarks" / "baselines" / "torch_restart.py")
     with tempfile.TemporaryDirectory() as folder:
         steps = Path(folder) / "steps.jsonl"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-        job = subprocess.Popen([*command, "--max-restarts=2", script, folder, SIZE], stderr=subprocess.DEVNULL)
+        job = subprocess.Popen([*command, "--max-restarts=2", script, folder, size], stderr=subprocess.DEVNULL)
         try:
             done = _until_lines(steps, 12)
             pid = json.loads((Path(folder) / "rank1.json").read_text())["pid"]
@@ -199,12 +206,15 @@ def _until_lines(path: Path, count: int) -> list[dict[str, float]]:
 def main() -> None:
     options = parser(__doc__, repeats=3)
     options.add_argument("--seconds", type=float, default=60.0, help="between two preemptions")
+    options.add_argument("--sleeping", action="store_true", help="layers that sleep instead of computing")
     arguments = options.parse_args()
-    found = uvloop.run(ours(arguments.repeats, arguments.seconds))
-    restart = torchs()
+    size = "morphing" if arguments.sleeping else "compute"
+    found = uvloop.run(ours(size, arguments.repeats, arguments.seconds))
+    restart = torchs(size)
     say(f"torchrun: {restart:.1f} s until it is where it was")
     figures = {
         "kill_to_new_shape_seconds": statistics.median(found["kill"]),
+        "kill_pause_seconds": statistics.median(found["pause"]),
         "detection_to_new_shape_seconds": statistics.median(found["frozen"]),
         "lost_with_notice_seconds": statistics.median(found["notice"]),
         "useful_share": statistics.median(found["share"]),

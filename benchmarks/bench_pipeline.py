@@ -1,9 +1,13 @@
-"""A pipeline of four stages in processes: micro-batches per second, beside torch.distributed.pipelining 1F1B over gloo.
+"""A pipeline of four stages in processes: micro-batches per second, beside torch's 1F1B and hivemind's expert server.
 
-Two sizes of a toy transformer: one dominated by hand-over, one by compute. No recomputation on either side; links in
-the clear, as gloo's. Each server and rank has one thread.
+Computing: two sizes of a toy transformer, one dominated by hand-over, one by compute; each server, rank and expert has
+one thread. torch.distributed.pipelining over gloo in the clear, without recomputation on either side; hivemind computes
+forward again in backward, so ours does too beside it.
+Sleeping: layers that sleep instead of computing. The planner's prediction against the measured step; 16 servers of 1 to
+1/4 the speed against the sum of their rates; 50 ms and 100 Mbit/s on each line against lines without.
 
     scripts/bench pipeline --json
+    scripts/bench pipeline --only planned,unequal,far
 """
 
 from __future__ import annotations
@@ -14,67 +18,30 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import uvloop
 
 from bench_groups import process
-from harness import ROOT, parser, report, say
-from pipelinetoy import SEED, SIZES, Toy
-from potluck.hub.joinlink import JoinLink, fetch_address
-from potluck.peer.identity import Identity
-from potluck.pipeline.blocks import State
-from potluck.pipeline.blueprint import Blueprint
-from potluck.pipeline.book import HubBook
+from harness import HIVEMIND, ROOT, environment_with, median_of, parser, report, run_baseline, say
+from pipelinerun import IN_FLIGHT, conducting, timed_steps
+from pipelinetoy import SIZES, TOYS, Toy
+from potluck.hub.joinlink import JoinLink
 from potluck.pipeline.conducting import Conductor
-from potluck.pipeline.feeding import FeederConfig
-from potluck.pipeline.following import Following
-from potluck.pipeline.holding import Holding
 from potluck.pipeline.layout import Layout
-from potluck.pipeline.member import MemberConfig, Part, PipelineMember
-from potluck.pipeline.messages import Place
-from potluck.pipeline.staffing import Staff
-from potluck.pipeline.unitstate import Optimizing
-from potluck.run.peer import Peer, PeerConfig
-from potluck.testing.polling import poll_until
+from potluck.pipeline.member import PipelineMember
+from potluck.pipeline.planning import BlockProfile, Machine, Profile, shape_of
+from potluck.testing.natlab import Host, NatLab
 
 WARM_UP = 2
-IN_FLIGHT = 16
-
-
-class ToySource:
-    """The same micro-batch again and again."""
-
-    def __init__(self, toy: Toy) -> None:
-        self._toy = toy
-
-    def batch(self, step: int, place: Place, first: int, samples: int) -> State:
-        return self._toy.batch(samples)
-
-    def after(self, step: int, place: Place, samples: int) -> Place:
-        return place
-
-
-class ToyCourse:
-    """Steps without end."""
-
-    def __init__(self, toy: Toy) -> None:
-        self._toy = toy
-
-    def sizes(self, step: int, num_stages: int) -> tuple[int, ...]:
-        return (self._toy.micro_batch,) * self._toy.num_micro_batches
-
-    def max_norm(self, step: int) -> float:
-        return 0.0
-
-    def stands_still(self, step: int) -> str:
-        return ""
+SHAPES = [(4, 1), (2, 2), (1, 4)]  # stages × replicas
+DELAY_MS, RATE_MBIT = 25.0, 100.0  # of each machine's line: 50 ms from one machine to another
+SLOWNESS = [1 + 3 * number / 15 for number in range(16)]
+PATIENCE_SECONDS = 300.0
 
 
 @dataclass
@@ -88,71 +55,43 @@ class Bench:
     feeder: PipelineMember
     processes: ExitStack
 
-    def serve(self, **options: object) -> subprocess.Popen[str]:
+    def serve(
+        self, stage: int | None = None, *, slowness: float = 1.0, recompute: str = "never"
+    ) -> subprocess.Popen[str]:
         """One more server."""
-        arguments = {"link": str(self.link), "size": self.size, "conductor": self.conductor_id, "recompute": "never"}
-        return self.processes.enter_context(process("pipeline_member.py", json.dumps({**arguments, **options})))
-
-    @property
-    def conductor_id(self) -> str:
-        return self.feeder.following.peer
+        about = {"stage": stage, "slowness": slowness, "recompute": recompute}
+        arguments = {"link": str(self.link), "size": self.size, "conductor": self.feeder.following.peer, **about}
+        return self.processes.enter_context(process("pipeline_member.py", json.dumps(arguments)))
 
 
 @asynccontextmanager
-async def bench(size: str, layout_for: Callable[[int], Layout], *, listens: bool = False) -> AsyncIterator[Bench]:
+async def bench(
+    size: str, layout_for: Callable[[int], Layout], *, listens: bool = False, in_flight: int = IN_FLIGHT
+) -> AsyncIterator[Bench]:
     """Open a run; servers are still to come."""
-    toy = SIZES[size]
+    toy = TOYS[size]
     async with AsyncExitStack() as stack:
-        processes = stack.enter_context(ExitStack())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        processes = stack.enter_context(ExitStack())
         host = processes.enter_context(process("group_host.py", str(folder)))
         assert host.stdout is not None
         link = JoinLink.parse(json.loads(await asyncio.to_thread(host.stdout.readline))["link"])
-        config = PeerConfig(name="conductor", link=link, listen=("tcp://127.0.0.1:0",), trusted_lan=True)
-        peer = Peer(await fetch_address(link), link.run, Identity.temporary(), config)
-        await peer.start()
-        stack.push_async_callback(peer.close)
-        blueprint = Blueprint.of(toy.blocks, SEED)
-        conductor = Conductor(
-            peer.links,
-            peer.session.roster,
-            peer.clock,
-            blueprint=blueprint,
-            staff=Staff([1.0] * blueprint.num_blocks, [1] * blueprint.num_blocks, layout_for),
-            course=ToyCourse(toy),
-            book=HubBook(peer.session.hub.store("groups")),
-        )
-        stack.push_async_callback(conductor.close)
-        feeder = PipelineMember(
-            peer.links,
-            peer.clock,
-            peer.peer_id,
-            Following(peer.peer_id),
-            Holding(blueprint, Optimizing(lambda named: torch.optim.SGD(named.values(), lr=1e-3))),
-            Part(feeds=True, listens=listens),
-            source=ToySource(toy),
-            config=MemberConfig(feeder=FeederConfig(in_flight=IN_FLIGHT)),
-        )
-        await feeder.start()
-        stack.push_async_callback(feeder.close)
+        opened = conducting(link, toy, layout_for, listens=listens, in_flight=in_flight)
+        conductor, feeder = await stack.enter_async_context(opened)
         yield Bench(toy, size, link, conductor, feeder, processes)
 
 
-async def ours(size: str, steps: int) -> float:
-    toy = SIZES[size]
-    layout = Layout.even(toy.num_stages * toy.layers_per_stage, toy.num_stages)
+# Computing
+
+
+async def ours(size: str, steps: int, recompute: str) -> float:
+    toy = TOYS[size]
+    layout = Layout.even(toy.num_blocks, toy.num_stages)
     async with bench(size, lambda _count: layout) as made:
         for stage in range(toy.num_stages):
-            made.serve(stage=stage)
-        conductor = made.conductor
-        await poll_until(lambda: len(conductor.overview()["peers"]) > toy.num_stages, 120, "all servers")
-        began = 0.0
-        for step in range(WARM_UP + steps):
-            if step == WARM_UP:
-                began = time.perf_counter()
-            await conductor.until_ready()
-            await conductor.take_step()
-        return steps * toy.num_micro_batches / (time.perf_counter() - began)
+            made.serve(stage, recompute=recompute)
+        seconds = await timed_steps(made.conductor, toy.num_stages, warm_up=WARM_UP, steps=steps)
+        return toy.num_micro_batches / seconds
 
 
 def torchs(size: str, steps: int) -> float:
@@ -165,27 +104,161 @@ def torchs(size: str, steps: int) -> float:
         )
         for rank in range(SIZES[size].num_stages)
     ]
-    out, _ = ranks[-1].communicate(timeout=300)
+    out, _ = ranks[-1].communicate(timeout=PATIENCE_SECONDS)
     for rank in ranks:
         rank.wait(30)
     return float(json.loads(out.strip().splitlines()[-1])["micro_batches_per_second"])
 
 
+@contextmanager
+def expert(python: Path, *arguments: object) -> Iterator[list[str]]:
+    """Hivemind's server of one stage; its addresses."""
+    script = ROOT / "benchmarks" / "baselines" / "hivemind_experts.py"
+    command = [str(python), str(script), "server", *map(str, arguments)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        assert started.stdin is not None
+        try:
+            yield json.loads(started.stdout.readline())["addresses"]
+        finally:
+            started.stdin.close()
+            try:
+                started.wait(30)
+            except subprocess.TimeoutExpired:
+                started.kill()
+
+
+def hiveminds(size: str, steps: int) -> float:
+    python = environment_with("hivemind", [HIVEMIND])
+    with ExitStack() as stack:
+        addresses: list[str] = []
+        for stage in range(SIZES[size].num_stages):
+            found = stack.enter_context(expert(python, size, stage, *addresses))
+            addresses = addresses or found
+        answer = run_baseline(python, "hivemind_experts.py", "client", size, steps, IN_FLIGHT, *addresses)
+    return float(answer["micro_batches_per_second"])
+
+
+def computing(size: str, steps: int, repeats: int) -> dict[str, float]:
+    found = {
+        "potluck": median_of(lambda: uvloop.run(ours(size, steps, "never")), repeats),
+        "torch_1f1b": median_of(lambda: torchs(size, steps), repeats),
+        "potluck_recomputing": median_of(lambda: uvloop.run(ours(size, steps, "always")), repeats),
+        "hivemind": median_of(lambda: hiveminds(size, steps), repeats),
+    }
+    say(f"{size}: " + ", ".join(f"{name} {rate:.1f}" for name, rate in found.items()) + " micro-batches/s")
+    return {
+        **{f"{size}_{name}": rate for name, rate in found.items()},
+        f"{size}_ratio_1f1b": found["potluck"] / found["torch_1f1b"],
+        f"{size}_ratio_hivemind": found["potluck_recomputing"] / found["hivemind"],
+    }
+
+
+# Sleeping
+
+
+async def planned(steps: int) -> dict[str, float]:
+    """The planner's prediction of a step against the step, for several shapes; the largest difference."""
+    toy = TOYS["planned"]
+    assert toy.sleep_seconds is not None
+    forward, backward = (seconds / toy.micro_batch for seconds in toy.sleep_seconds)
+    profile = Profile(blocks=(BlockProfile(forward_seconds=forward, backward_seconds=backward),) * toy.num_blocks)
+    figures = {}
+    for stages, replicas in SHAPES:
+        layout = Layout.even(toy.num_blocks, stages)
+        size = toy.micro_batch * toy.num_micro_batches
+        shape = shape_of(profile, Machine(), layout, replicas, size, toy.micro_batch, recompute=False)
+        async with bench("planned", lambda _count, layout=layout: layout) as made:
+            for stage in range(stages):
+                for _ in range(replicas):
+                    made.serve(stage)
+            seconds = await timed_steps(made.conductor, stages * replicas, warm_up=1, steps=steps)
+        say(f"{stages}×{replicas}: {shape.seconds:.3f} s predicted, {seconds:.3f} s measured")
+        figures[f"planned_{stages}x{replicas}_measured_by_predicted"] = seconds / shape.seconds
+    figures["planned_largest_error"] = max(abs(ratio - 1) for ratio in figures.values())
+    return figures
+
+
+def stages_of(num_stages: int) -> list[tuple[int, float]]:
+    """The stage and slowness of sixteen servers, in stages of nearly the same rate: the fastest first, each to the
+    slowest stage.
+    """
+    rates, found = [0.0] * num_stages, []
+    for slowness in sorted(SLOWNESS):
+        stage = rates.index(min(rates))
+        rates[stage] += 1 / slowness
+        found.append((stage, slowness))
+    return found
+
+
+async def unequal(steps: int) -> dict[str, float]:
+    """Sixteen servers of different speeds against all of their rates, spread evenly over the stages."""
+    toy = TOYS["unequal"]
+    assert toy.sleep_seconds is not None
+    optimum = sum(1 / slowness for slowness in SLOWNESS) / sum(toy.sleep_seconds) / toy.num_stages
+    layout = Layout.even(toy.num_blocks, toy.num_stages)
+    async with bench("unequal", lambda _count: layout, in_flight=4 * IN_FLIGHT) as made:
+        for stage, slowness in stages_of(toy.num_stages):
+            made.serve(stage, slowness=slowness)
+        seconds = await timed_steps(made.conductor, len(SLOWNESS), warm_up=1, steps=steps)
+    rate = toy.num_micro_batches / seconds
+    say(f"16 servers of 1 to 1/4 the speed: {rate:.2f} micro-batches/s of {optimum:.2f}")
+    return {"unequal_share_of_optimum": rate / optimum}
+
+
+def far(steps: int) -> dict[str, float]:
+    """Machines 50 ms and 100 Mbit/s apart against the same without."""
+    seconds = {is_far: in_lab("far", steps, is_far) for is_far in (False, True)}
+    toy = TOYS["far"]
+    say(f"a step of {toy.num_micro_batches}: {seconds[True]:.2f} s far apart, {seconds[False]:.2f} s side by side")
+    return {"far_rate_share": seconds[False] / seconds[True]}
+
+
+def in_lab(size: str, steps: int, is_far: bool) -> float:
+    """Seconds of a step, with each server and the conductor on a machine of its own."""
+    toy = TOYS[size]
+
+    def script(node: Host, name: str, *arguments: object) -> Any:
+        command = [sys.executable, ROOT / "benchmarks" / name, *map(str, arguments)]
+        return node.popen(command, name=name, stdin=True)
+
+    def listening(node: Host) -> dict[str, str]:
+        return {"link": link, "size": size, "listen": f"tcp://{node.address}:0"}
+
+    with tempfile.TemporaryDirectory() as folder, NatLab() as lab:
+        hub, feeding, *serving = [lab.public(name) for name in ("hub", "feeder", "a", "b", "c", "d")]
+        for node in (feeding, *serving) if is_far else ():
+            node.shape(rate_mbit=RATE_MBIT, delay_ms=DELAY_MS)
+        host = script(hub, "group_host.py", folder, hub.address)
+        link = json.loads(host.wait_for_line(r'(\{"link".*\})', PATIENCE_SECONDS)[1])["link"]
+        conductor = script(feeding, "pipeline_conductor.py", json.dumps({**listening(feeding), "steps": steps}))
+        peer = json.loads(conductor.wait_for_line(r'(\{"peer".*\})', PATIENCE_SECONDS)[1])["peer"]
+        for stage, node in enumerate(serving[: toy.num_stages]):
+            about = {"conductor": peer, "recompute": "never", "stage": stage, "slowness": 1.0}
+            script(node, "pipeline_member.py", json.dumps({**listening(node), **about}))
+        return float(json.loads(conductor.wait_for_line(r'(\{"seconds".*\})', PATIENCE_SECONDS)[1])["seconds"])
+
+
 def main() -> None:
     options = parser(__doc__, repeats=3)
-    options.add_argument("--steps", type=int, default=6, help="steps that are measured, of 32 micro-batches each")
+    options.add_argument("--steps", type=int, default=6, help="steps that are measured where layers compute")
+    parts = ("handover", "compute", "planned", "unequal", "far")
+    options.add_argument("--only", default=",".join(parts), help=f"some of {', '.join(parts)}")
     arguments = options.parse_args()
+    wanted = arguments.only.split(",")
+    if unknown := set(wanted) - set(parts):
+        options.error(f"--only {', '.join(sorted(unknown))}: there are {', '.join(parts)}")
     figures: dict[str, Any] = {}
     for size in SIZES:
-        found: dict[str, list[float]] = {"potluck": [], "torch_1f1b": []}
-        for _ in range(arguments.repeats):
-            found["potluck"].append(uvloop.run(ours(size, arguments.steps)))
-            found["torch_1f1b"].append(torchs(size, arguments.steps))
-            say(f"{size}: {found['potluck'][-1]:.1f} micro-batches/s, 1F1B {found['torch_1f1b'][-1]:.1f}")
-        for name, values in found.items():
-            figures[f"{size}_{name}"] = sorted(values)[len(values) // 2]
-        figures[f"{size}_ratio"] = figures[f"{size}_potluck"] / figures[f"{size}_torch_1f1b"]
-    report(figures, as_json=arguments.json, title="micro-batches per second, 4 stages")
+        if size in wanted:
+            figures |= computing(size, arguments.steps, arguments.repeats)
+    if "planned" in wanted:
+        figures |= uvloop.run(planned(steps=3))
+    if "unequal" in wanted:
+        figures |= uvloop.run(unequal(steps=1))
+    if "far" in wanted:
+        figures |= far(steps=3)
+    report(figures, as_json=arguments.json, title="pipelines of four stages")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The host of bench_groups.py and others: hub and guard, and a link by which peers may coordinate.
 
-python group_host.py FOLDER      says {"link": …, "volunteers": …, "hub": PID}, then serves until its input ends
+python group_host.py FOLDER [ADDRESS]   says {"link": …, "volunteers": …, "hub": PID}, then serves until its input ends
 
 Peers that come by the link for volunteers train, and do not coordinate.
 """
@@ -39,8 +39,8 @@ async def invite(host: Host, scopes: Scopes) -> str:
         await connection.close()
 
 
-async def main(folder: Path) -> None:
-    hub = HubConfig(folder=folder, run=RUN, host="127.0.0.1", advertised_hosts=("127.0.0.1",))
+async def main(folder: Path, address: str = "127.0.0.1") -> None:
+    hub = HubConfig(folder=folder, run=RUN, host=address, advertised_hosts=(address,))
     host = Host(HostConfig(hub=hub, guard=GuardConfig(run=RUN), peer=None))
     await host.start()
     try:
@@ -52,4 +52,4 @@ async def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    asyncio.run(main(Path(sys.argv[1]), *sys.argv[2:]))

@@ -1,8 +1,8 @@
-"""One server of bench_pipeline.py and bench_morph.py. It ends with its input; at a line "leave" it hands over first.
+"""A server of bench_pipeline.py and bench_morph.py. It ends with its input; at a line "leave" it hands over first.
 
-python pipeline_member.py '{"link": …, "size": …, "conductor": …, "stage": …, "recompute": …}'
+python pipeline_member.py '{"link": …, "size": …, "conductor": …, "recompute": …, "stage": …, "slowness": …}'
 
-Without a stage it serves the one that the run needs most.
+Without a stage (null) it serves the one that the run needs most.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from functools import partial
 
 import torch
 import torch._dynamo  # the first optimizer imports it: before this peer is counted on
 import uvloop
 
-from pipelinetoy import SEED, SIZES
+from pipelinerun import LOOPBACK
+from pipelinetoy import SEED, TOYS
 from potluck.hub.joinlink import JoinLink, fetch_address
 from potluck.peer.identity import Identity
 from potluck.pipeline.blueprint import Blueprint
@@ -31,19 +33,13 @@ from potluck.testing.polling import poll_until
 async def main() -> None:
     arguments = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    link = JoinLink.parse(arguments["link"])
-    identity = Identity.temporary()
-    peer = Peer(
-        await fetch_address(link),
-        link.run,
-        identity,
-        PeerConfig(name="server", link=link, listen=("tcp://127.0.0.1:0",), trusted_lan=True),
-    )
+    link, stage = JoinLink.parse(arguments["link"]), arguments["stage"]
+    listen = arguments.get("listen", LOOPBACK)
+    config = PeerConfig(name="server", link=link, listen=(listen,), trusted_lan=True)
+    peer = Peer(await fetch_address(link), link.run, Identity.temporary(), config)
     await peer.start()
-    toy = SIZES[arguments["size"]]
-    holding = Holding(
-        Blueprint.of(toy.blocks, SEED), Optimizing(lambda named: torch.optim.SGD(named.values(), lr=1e-3))
-    )
+    blueprint = Blueprint.of(partial(TOYS[arguments["size"]].blocks, arguments["slowness"]), SEED)
+    holding = Holding(blueprint, Optimizing(lambda named: torch.optim.SGD(named.values(), lr=1e-3)))
     await poll_until(lambda: peer.session.roster.get(arguments["conductor"]), 60, "the conductor")
     member = PipelineMember(
         peer.links,
@@ -51,7 +47,7 @@ async def main() -> None:
         peer.peer_id,
         Following(arguments["conductor"]),
         holding,
-        Part(serves=True, stages=(arguments["stage"],) if "stage" in arguments else ()),
+        Part(serves=True, stages=() if stage is None else (stage,)),
         config=MemberConfig(server=ServerConfig(recompute=arguments["recompute"])),
     )
     await member.start()

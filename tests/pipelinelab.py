@@ -16,6 +16,7 @@ from potluck.pipeline.blueprint import Blueprint
 from potluck.pipeline.book import MemoryBook
 from potluck.pipeline.conducting import Conductor, ConductorConfig
 from potluck.pipeline.cuts import CutShelf
+from potluck.pipeline.evaluating import Evaluation
 from potluck.pipeline.following import Following
 from potluck.pipeline.holding import Holding
 from potluck.pipeline.judging import Judge
@@ -51,7 +52,7 @@ class Mix(nn.Module):
         self.dropout = dropout
 
     def forward(self, hidden: Tensor, targets: Tensor) -> State:
-        mixed = functional.dropout(torch.tanh(self.inner(self.norm(hidden))), self.dropout)
+        mixed = functional.dropout(torch.tanh(self.inner(self.norm(hidden))), self.dropout, self.training)
         return hidden + mixed, targets
 
 
@@ -196,6 +197,7 @@ class Pipeline:
         part: Part,
         config: MemberConfig | None = None,
         cuts: CutShelf | None = None,
+        evaluation: Evaluation | None = None,
     ) -> PipelineMember:
         peer = await self.run.join(name)
         following = Following(self.home.peer_id)
@@ -211,6 +213,7 @@ class Pipeline:
             part,
             source=source,
             cuts=cuts,
+            evaluation=evaluation,
             config=config,
         )
         await poll_until(lambda: peer.session.roster.get(self.home.peer_id), 20, "the conductor to be in the roster")

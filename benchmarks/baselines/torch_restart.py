@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from pipelinetoy import SEED, SIZES
+from pipelinetoy import SEED, TOYS
 
 EVERY = 10
 
 
 def main() -> None:
     warnings.filterwarnings("ignore")
-    folder, toy = Path(sys.argv[1]), SIZES[sys.argv[2]]
+    folder, toy = Path(sys.argv[1]), TOYS[sys.argv[2]]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()

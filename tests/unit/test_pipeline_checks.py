@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -135,6 +137,37 @@ def test_a_server_that_lies_is_excluded_and_its_lie_never_counts(lie: Callable[[
             del made.members["s1.1"]
             expected = build(tied=True, dropout=0.1)
             reference(expected, steps)
+            await made.settled()
+            assert_close(made.weights(), flat(expected))
+
+    asyncio.run(case())
+
+
+@pytest.mark.parametrize("squared_norm", [0.0, 1e6, math.inf])
+def test_a_server_that_reports_a_false_norm_is_excluded_at_once(squared_norm: float) -> None:
+    """Clipping uses the total norm: a false one would shrink every step, or let none be clipped."""
+
+    async def case() -> None:
+        async with pipeline(2, lambda: build(tied=True), PATIENT, max_norm=0.5) as made:
+            for stage, replica in [(0, 0), (1, 0), (1, 1), (1, 2)]:
+                await made.serve(f"s{stage}.{replica}", stage)
+            await made.feed("f")
+            await made.step(STEPS[0])
+            liar, group = made.peers["s1.1"].peer_id, made.members["s1.1"].end._group
+            honest = group.average
+
+            async def average(*given: Any, **named: Any) -> Any:
+                found, report = await honest(*given, **named)
+                return found, msgspec.structs.replace(report, squared_norm=squared_norm)
+
+            group.average = average  # type: ignore[method-assign]
+            outcome = await made.step(STEPS[1])
+            assert outcome.excluded == (liar,)
+            assert set(made.conductor.judge.excluded) == {liar}
+            del made.members["s1.1"]
+            await made.step(STEPS[2])
+            expected = build(tied=True)
+            reference(expected, STEPS, max_norm=0.5)
             await made.settled()
             assert_close(made.weights(), flat(expected))
 

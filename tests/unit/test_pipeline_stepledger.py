@@ -17,6 +17,7 @@ from potluck.pipeline.stepledger import (
     Action,
     Average,
     Commit,
+    Dispute,
     Feed,
     Fence,
     Item,
@@ -26,6 +27,7 @@ from potluck.pipeline.stepledger import (
     StageLost,
     StepLedger,
     Verify,
+    agreed_norm,
     partition_error,
 )
 
@@ -358,14 +360,21 @@ def test_who_claims_what_another_holds_is_excluded_and_its_ids_are_replayed() ->
     assert any(isinstance(action, Fence) for action in actions)
 
 
-def average_all(ledger: StepLedger, *, norm: float = 9.0, digests: dict[str, str] | None = None) -> list[Action]:
+def average_all(
+    ledger: StepLedger,
+    *,
+    norm: float = 9.0,
+    digests: dict[str, str] | None = None,
+    norms: dict[str, float] | None = None,
+) -> list[Action]:
     shares = {("a", 0): (0, 1), ("b", 1): (0,), ("c", 1): (1,)}
     actions: list[Action] = []
     for name, member in sorted(ledger.members.items()):
         unit = member.stages[0]
         given = {key: ids for key, ids in shares.items() if key[1] == unit}
         digest = (digests or {}).get(name, f"d{unit}")
-        actions += ledger.averaged(name, ledger.attempt, unit, digest=digest, squared_norm=norm, contributions=given)
+        own = (norms or {}).get(name, norm)
+        actions += ledger.averaged(name, ledger.attempt, unit, digest=digest, squared_norm=own, contributions=given)
     return actions
 
 
@@ -421,6 +430,39 @@ def test_who_has_another_average_is_excluded_before_the_commit() -> None:
     assert "c" not in ledger.members
 
 
+def test_of_two_norms_of_one_average_the_larger_counts_and_both_members_are_suspects() -> None:
+    ledger = averaging()
+    dispute, commit = average_all(ledger, norms={"c": 0.0})
+    assert isinstance(dispute, Dispute)
+    assert dispute.suspects == {"b", "c"}
+    assert commit == Commit(0, ledger.attempt, ("d0", "d1"), math.sqrt(18.0), True)
+
+
+def test_a_trusted_member_says_whose_norm_is_false() -> None:
+    ledger = averaging()
+    ledger.trusted = frozenset({"b"})
+    dispute, excluded, commit = average_all(ledger, norms={"c": math.inf})
+    assert isinstance(dispute, Dispute)
+    assert dispute.suspects == {"c"}
+    assert type(excluded).__name__ == "Exclude"
+    assert isinstance(commit, Commit)
+    assert commit.is_applied
+
+
+@given(
+    st.integers(0, 8).flatmap(
+        lambda liars: st.tuples(st.integers(liars + 1, 9), st.lists(st.floats(), min_size=liars, max_size=liars))
+    ),
+    st.floats(1e-6, 1e6),
+)
+def test_fewer_than_half_cannot_change_a_norm(given_norms: tuple[int, list[float]], honest: float) -> None:
+    num_honest, lies = given_norms
+    norms = {f"h{n}": honest * (1 + 1e-6 * n) for n in range(num_honest)} | {f"l{n}": lie for n, lie in enumerate(lies)}
+    found, suspects = agreed_norm(norms)
+    assert found == pytest.approx(honest, rel=2e-3)
+    assert not any(name.startswith("h") for name in suspects)
+
+
 def test_a_listener_takes_over_a_stage_that_has_nobody_else() -> None:
     members = {"a": Member((0,)), "listener": Member((0,), listens=True)}
     ledger = StepLedger(step=0, num_stages=1, samples=[1], members=members, feeders=["f"])
@@ -443,3 +485,17 @@ def test_a_listener_takes_over_a_stage_that_has_nobody_else() -> None:
 def test_contributions_must_partition_the_step(given_ids: dict[tuple[str, int], tuple[int, ...]], words: str) -> None:
     error = partition_error({(0, 0), (0, 1)}, given_ids)
     assert (words in error) if words else error == ""
+
+
+def test_a_listener_that_leaves_costs_no_attempt() -> None:
+    """As one that has handed over does, in the step after."""
+    members = {"a": Member((0,)), "leaving": Member((), units=frozenset({0}))}
+    ledger = StepLedger(step=0, num_stages=1, samples=[1, 1], members=members, feeders=["f"])
+    ledger.begin()
+    ledger.held("a", ledger.attempt, {})
+    excluded, feed = ledger.gone("leaving")
+    assert (type(excluded).__name__, type(feed).__name__) == ("Exclude", "Feed")
+    assert ledger.num_attempts == 1
+    assert ledger.fed(0, ledger.attempt) == []
+    (average,) = ledger.fed(1, ledger.attempt)
+    assert average == Average(ledger.attempt, (("a",),))

@@ -20,8 +20,8 @@ What is computed and held:
 Who does it, on links:
     messages.py, wire.py   what they say; activations as frames
     pushing.py      handing a micro-batch to whichever server has room
-    serving.py      a stage's server
-    feeding.py      a feeder
+    serving.py      a stage's server                               stepend.py   averages and commits, on one peer
+    feeding.py      a feeder                                       evaluating.py   held-out data, between a step's own
     witnessing.py   what passed between a server and its neighbours, told to its verifier
     verifying.py    a verifier: computes again what a server did       arithmetic.py   how a machine rounds
     averaging.py    StageGroup: the average of a unit, all or nothing

@@ -147,6 +147,19 @@ class StageCompute:
                 self._added[key[1]] = loss
         return inputs
 
+    @torch.no_grad()
+    def look(self, step: int, micro: int, inputs: State) -> State:
+        """The tensors for the next stage in evaluation mode: nothing is kept, and no gradient comes."""
+        modules = [module for number in self.stages[self.stage] for module in self.blocks[number].modules()]
+        modes = [module.training for module in modules]  # of each: some may be frozen
+        for module in modules:
+            module.training = False
+        try:
+            return self._run(step, micro, inputs)
+        finally:
+            for module, mode in zip(modules, modes, strict=True):
+                module.training = mode
+
     def _run(self, step: int, micro: int, inputs: State) -> State:
         return run_blocks(self.blocks, self.stages[self.stage], inputs, (self.run_seed, step, micro))
 

@@ -6,7 +6,7 @@ There is one at a time: the coordinator of `main`, by its lease. All that a succ
     roll.py      enlisted peers ─▶ staffing ─▶ assignments: they load while the run trains on
     here         at each boundary: who can serve now? a new layout counts once its servers are ready
                  a block that nobody has: the run goes back to its newest cut
-    stepping.py  the step itself        saving.py  cuts        showing.py  what people see
+    stepping.py  the step itself        saving.py  cuts        evaluating.py  held-out data        showing.py  overview
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from potluck.peer.roster import Roster
 from potluck.pipeline.blocks import units_of
 from potluck.pipeline.blueprint import Blueprint
 from potluck.pipeline.book import Book, RunRecord, with_loss
+from potluck.pipeline.evaluating import Evaluations
 from potluck.pipeline.judging import Check, CheckResult, Finding, Judge
 from potluck.pipeline.layout import Layout
 from potluck.pipeline.messages import (
@@ -78,6 +79,8 @@ class ConductorConfig:
     """A new conductor waits so long for holders of blocks before it gives them up."""
     lost_seconds: float = 5.0
     """So long a block may have no holder before the run goes back to a cut."""
+    evaluate_seconds: float = 60.0
+    """So long a commit waits for an evaluation through the pipeline."""
     look_seconds: float = 0.5
     """Between looks at what stands still."""
 
@@ -112,12 +115,16 @@ class Conductor:
         self.judge = judge or Judge(rate=0.0)
         seconds = self._config.request_seconds
         self.roll = Roll(links, roster, clock, blueprint, staff, self.judge, self._state, request_seconds=seconds)
-        self.roll.on_gone = self._runner.gone
+        self.roll.on_gone = self._gone
         self.roll.on_feeder = self._runner.feeder_came
+        self.roll.hears_also = self._runner.hears_also
         self._cuts = CutMaker(links, self.roll, self._state, self._write, self._settle)
+        seconds = self._config.evaluate_seconds
+        self._evaluations = Evaluations(links, self.roll, self._state, self._runner, seconds=seconds)
         self._runner.on_held = self.roll.held
-        self._runner.on_fenced = self._cuts.fenced
+        self._runner.on_fenced = self._fenced
         self._runner.on_checked = self._checked
+        self._runner.on_dispute = lambda suspects, reason: self._exclude(self.judge.disagree(suspects, reason))
         self._step_seconds = 0.0
         self._lost_since: float | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -315,6 +322,7 @@ class Conductor:
             are_checked=self.judge.rate > 0,
             checks=self._checks(layout, members),
             arithmetics={name: peer.offer.arithmetic for name, peer in self.roll.peers.items()},
+            trusted=self.judge.trusted,
         )
 
     def _checks(self, layout: Layout, members: Mapping[str, Member]) -> tuple[Check, ...]:
@@ -337,23 +345,27 @@ class Conductor:
         if finding.failed:
             about = {"step": self.record.step, "peer": check.server, "verifier": check.verifier}
             self.on_event("check failed", {**about, "reason": finding.failed})
-        for peer, reason in finding.excluded.items():
+        self._exclude(finding.excluded)
+        return finding
+
+    def _exclude(self, found: Mapping[str, str]) -> None:
+        for peer, reason in found.items():
             logger.warning("%s is excluded: %s", peer, reason)
             self.on_event("excluded", {"step": self.record.step, "peer": peer, "reason": reason})
             self.roll.exclude(peer)
         excluded = tuple((peer, reason[:500]) for peer, reason in self.judge.excluded.items())[-MAX_EXCLUDED:]
         self.record = replace(self.record, excluded=excluded)  # written with the step's commit
-        return finding
 
     async def take_step(self) -> StepOutcome:
         """One step, with whoever is ready."""
         plan = self._step_plan()
-        self._state.running = plan
+        self._state.heard = {name: member.units or frozenset() for name, member in plan.members.items()}
         locating = self._spawn(self._locate(plan))
         started = self._clock.monotonic()
 
         async def book(commit: Commit) -> None:
             place = await locating
+            await self._evaluations.until_over()
             factor, most = 1.0, self._course.max_norm(plan.step)
             if most and commit.is_applied and commit.total_norm > most:
                 factor = most / (commit.total_norm + 1e-6)
@@ -376,8 +388,9 @@ class Conductor:
             self.roll.must_load(error.excluded)
             raise
         finally:
-            self._state.running = None
+            self._state.heard = None
             locating.cancel()
+            self._evaluations.stop()
         # Written with the next commit: what people look at need not be exact.
         self.record = replace(
             self.record, loss=outcome.loss, losses=with_loss(self.record.losses, plan.step, outcome.loss)
@@ -403,6 +416,15 @@ class Conductor:
             },
         )
         return outcome
+
+    def _fenced(self) -> None:
+        """An attempt's members have all answered."""
+        self._cuts.fenced()
+        self._evaluations.fenced()
+
+    def _gone(self, peer: str, reason: str) -> None:
+        self._evaluations.stop()
+        self._runner.gone(peer, reason)
 
     async def _locate(self, plan: StepPlan) -> Place:
         """Where the next step's data begin, asked of a feeder."""

@@ -14,7 +14,8 @@ change) and a ceiling. A pair that is not measured yet has the ceiling.
 that it sent something else. One of them lies. Whoever is the only peer that all of its disputes have in common is the
 liar: it is excluded, and those disputes count no more against the others. Where that names nobody and a server fails
 three checks, the server goes; after twelve, a neighbour that it contradicted each time goes too. The conductor's own
-peer is believed: where it has room, it loads the blocks in dispute, and decides.
+peer is believed: where it has room, it loads the blocks in dispute, and decides. Two members that report different
+norms of one average are in dispute too.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Dispute:
     """A failed check: one of the suspects lies."""
 
     server: str
-    """That was checked."""
+    """That was checked; empty: two reports of one average differ."""
     suspects: frozenset[str]
     neighbour: str = ""
     """Who says something else about what passed."""
@@ -187,6 +188,21 @@ class Judge:
             self.tolerances.note(*pair, kind, error)
         return Finding()
 
+    def disagree(self, suspects: frozenset[str], reason: str) -> dict[str, str]:
+        """One of these said something false about what they all have: who is excluded, and why."""
+        dispute = Dispute("", suspects - self.trusted)
+        if not dispute.suspects:
+            return {}
+        self.num_failed += 1
+        self._disputes = [*self._disputes, dispute][-MAX_DISPUTES:]
+        return self._exclude(dict.fromkeys(self._named(dispute), reason))
+
+    def _exclude(self, found: dict[str, str]) -> dict[str, str]:
+        for name in found:
+            self._disputes = [each for each in self._disputes if name not in each.suspects]
+        self.excluded |= found
+        return found
+
     def _failed(self, check: Check, reason: str, neighbour: str = "") -> Finding:
         self.num_failed += 1
         server = check.server
@@ -194,9 +210,7 @@ class Judge:
         dispute = Dispute(server, frozenset(suspects), neighbour)
         self._disputes = [*self._disputes, dispute][-MAX_DISPUTES:]
         found = {name: reason if name == server else f"it spoke against {server[:8]}" for name in self._named(dispute)}
-        for name in found:
-            self._disputes = [each for each in self._disputes if name not in each.suspects]
-        self.excluded |= found
+        self._exclude(found)
         return Finding(failed="" if server in self.trusted else reason, excluded=found)
 
     def _named(self, newest: Dispute) -> set[str]:

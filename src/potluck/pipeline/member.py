@@ -21,6 +21,7 @@ from potluck.link.links import Links
 from potluck.pipeline.arithmetic import arithmetic_of
 from potluck.pipeline.averaging import LinkedGroup
 from potluck.pipeline.cuts import CutShelf
+from potluck.pipeline.evaluating import Evaluation, Evaluator
 from potluck.pipeline.feeding import Feeder, FeederConfig, Source
 from potluck.pipeline.following import Following
 from potluck.pipeline.holding import Holding
@@ -36,6 +37,7 @@ from potluck.pipeline.messages import (
     Saved,
 )
 from potluck.pipeline.serving import ServerConfig, StageServer
+from potluck.pipeline.stepend import StepEnd
 from potluck.pipeline.transfer import UnitServer, fetch_unit
 from potluck.pipeline.verifying import Verifier
 from potluck.pipeline.witnessing import Witness
@@ -83,6 +85,7 @@ class PipelineMember:
         *,
         source: Source | None = None,
         cuts: CutShelf | None = None,
+        evaluation: Evaluation | None = None,
         config: MemberConfig | None = None,
     ) -> None:
         self._links = links
@@ -96,7 +99,8 @@ class PipelineMember:
         self._group = group
         self.witness = witness = Witness(links)
         seed, server_config = holding.blueprint.seed, self._config.server
-        self.server = StageServer(links, clock, self_id, following, holding, group, witness, server_config, seed)
+        self.end = StepEnd(links, self_id, following, holding, group, server_config.timeout_seconds)
+        self.server = StageServer(links, clock, self_id, following, holding, self.end, witness, server_config, seed)
         self.server.on_begin = self._begun
         self.verifier = Verifier(
             links,
@@ -105,11 +109,13 @@ class PipelineMember:
             group,
             self_id=self_id,
             codec=server_config.codec,
-            averaged=self.server.until_averaged,
+            averaged=self.end.until_averaged,
         )
         self.feeder = (
             Feeder(links, clock, following, source, witness, self._config.feeder) if source is not None else None
         )
+        self._evaluation = evaluation
+        self._evaluator = Evaluator(links, clock, following, evaluation) if evaluation is not None else None
         self.units = UnitServer(links, clock, holding)
         self.cuts = cuts
         if cuts is not None:
@@ -150,8 +156,11 @@ class PipelineMember:
         self.verifier.close()
         await self.witness.close()
         await self.server.close()
+        await self.end.close()
         if self.feeder is not None:
             await self.feeder.close()
+        if self._evaluator is not None:
+            self._evaluator.close()
         await self.holding.close()
 
     # Enlisting
@@ -167,6 +176,7 @@ class PipelineMember:
             listens=part.listens,
             saves=self.cuts is not None,
             saves_every=part.saves_every,
+            evaluates_every=self._evaluation.every_steps if self._evaluation is not None else 0,
             room_bytes=part.room_bytes,
             rate=self.server.rate(),
             life=holding.life,
@@ -223,7 +233,7 @@ class PipelineMember:
             raise ProtocolError(f"the model has {num_blocks} blocks")
         is_new = self._assignment is None or self._assignment.stages != assignment.stages
         self._assignment = assignment
-        await self.server.catch_up(assignment.life, assignment.last)
+        await self.end.catch_up(assignment.life, assignment.last)
         from_seed = assignment.step == 0  # before the first step all have the values that the seed gives
         await self.holding.hold(assignment.blocks, life=assignment.life, step=assignment.step, from_seed=from_seed)
         if is_new:

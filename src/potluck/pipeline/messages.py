@@ -10,6 +10,7 @@ feeder ◀ Returned ─ stage 0 ◀ Backward ─ … last stage      along the s
 conductor ─ AverageOrder ─▶ servers; Part between them; answered by Averages
           ─ CommitNotice ─▶ servers; answered by Applied
 anybody ─ Lost ─▶ conductor         something could not be handed over
+conductor ─ Evaluate ─▶ evaluator ─ Forward ─▶ stage 0 … last stage; Backward, and Looked ─▶ evaluator
 
 Spot checks: neighbours ─ Testimony ─▶ verifier; conductor ─ CheckOrder ─▶ verifier ─ AskStatement ─▶ the one checked
 """
@@ -88,6 +89,8 @@ class Enlist(Message, frozen=True, kw_only=True, tag="pipeline.enlist"):
     cuts: Annotated[tuple[Cut, ...], msgspec.Meta(max_length=64)] = ()
     saves_every: Count = 0
     """Steps between cuts, where it saves."""
+    evaluates_every: Count = 0
+    """Steps between evaluations of its held-out data; 0: it has none."""
     is_leaving: bool = False
     """It is about to be gone: others take over, then it leaves."""
     arithmetic: Name = ""
@@ -310,6 +313,8 @@ class Forward(Message, frozen=True, kw_only=True, tag="pipeline.forward"):
     samples: Count
     held_by: Stages
     tensors: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=64)]
+    evaluates: bool = False
+    """Held-out data: it has a loss and no gradient, and belongs to no step."""
 
 
 class Pushed(Message, frozen=True, kw_only=True, tag="pipeline.pushed"):
@@ -331,6 +336,33 @@ class Backward(Message, frozen=True, kw_only=True, tag="pipeline.backward"):
 
 class Returned(Message, frozen=True, kw_only=True, tag="pipeline.returned"):
     """The first stage tells the feeder that a micro-batch is through."""
+
+    step: Count
+    attempt: Count
+    id: Micro
+    loss: float
+
+
+class Evaluate(Message, frozen=True, kw_only=True, tag="pipeline.evaluate"):
+    """Send your held-out data through the pipeline, in this attempt."""
+
+    step: Count
+    attempt: Count
+    servers: Names
+    """Of the first stage."""
+    micro_batch: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+    seconds: float
+    """That the commit waits for it."""
+
+
+class Evaluated(Message, frozen=True, kw_only=True, tag="pipeline.evaluated"):
+    """It is done; or why there are no figures."""
+
+    trouble: Words = ""
+
+
+class Looked(Message, frozen=True, kw_only=True, tag="pipeline.looked"):
+    """The first stage tells who evaluates the loss of a held-out micro-batch."""
 
     step: Count
     attempt: Count

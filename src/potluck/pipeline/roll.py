@@ -29,7 +29,6 @@ from potluck.pipeline.judging import Judge
 from potluck.pipeline.layout import Layout
 from potluck.pipeline.messages import Accepted, Assignment, Enlist, Enlisted, Held, Ready
 from potluck.pipeline.staffing import Offer, Plan, Staff
-from potluck.pipeline.stepping import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +40,8 @@ class RunState:
     """How far the run is, as its conductor knows."""
 
     record: RunRecord
-    running: StepPlan | None = None
-    """The step under way."""
+    heard: dict[str, frozenset[int]] | None = None
+    """Units whose averages each member hears in the step under way; None: between two steps."""
     restored_at: int | None = None
     """The step of the cut that the run went back to."""
     has_stepped: bool = False
@@ -99,6 +98,8 @@ class Roll:
         """Something that may let the next step begin."""
         self.on_gone: Callable[[str, str], None] = lambda peer, reason: None
         self.on_feeder: Callable[[str], None] = lambda peer: None
+        self.hears_also: Callable[[str, frozenset[int]], bool] = lambda peer, units: False
+        """Have a member hear the averages of these units in the step under way, if it is not too late for that."""
         self.on_event: OnEvent = lambda event, about: None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._unlisten = roster.listen(self._roster_changed)
@@ -172,10 +173,9 @@ class Roll:
         One that gets a state in the middle of a step that it has no part in is behind as soon as the step is over. To
         count on it would leave it out of the next step, again and again, and let others forget what they alone have.
         """
-        if self._state.running is None:
+        if self._state.heard is None:
             return frozenset(standing)
-        member = self._state.running.members.get(name)
-        heard = (member.units if member is not None else None) or frozenset()
+        heard = self._state.heard.get(name, frozenset())
         return frozenset(block for block in standing if heard.issuperset(self.blueprint.units_in([block])))
 
     def _ready(self, incoming: Incoming[Ready]) -> None:
@@ -258,7 +258,7 @@ class Roll:
             return
         # One that is new hears the averages from the next step on. One that has blocks already must not be told of a
         # step before its commit: it would take all that it has for old.
-        step = self._state.record.step + (self._state.running is not None and not known.blocks and not known.standing)
+        step = self._state.record.step + (self._state.heard is not None and not known.blocks and not known.standing)
         units = self.blueprint.units_in(blocks)
         holders = [
             tuple(
@@ -309,10 +309,17 @@ class Roll:
                 known.assigned = None  # it is told again when it enlists again
             return
         if known.assigned is assignment:
-            known.blocks = frozenset(assignment.blocks)  # from the next step on it hears their averages
+            known.blocks = frozenset(assignment.blocks)  # it hears their averages from the next step on
+            self._have_hear(name, frozenset(self.blueprint.units_in(known.blocks)))
         if assignment.life == self._state.record.life and assignment.step == self._state.record.step:
             known.standing = self._lasting(name, answer.message.standing)
         self.changed.set()
+
+    def _have_hear(self, name: str, units: frozenset[int]) -> None:
+        """Let a member's new blocks count in the step under way: they stand at its end, and not one step later."""
+        heard = self._state.heard
+        if heard is not None and name in heard and self.hears_also(name, units):
+            heard[name] |= units
 
     def feeders(self) -> tuple[str, ...]:
         """Who feeds: those who offer to, else one that can."""

@@ -1,4 +1,4 @@
-"""A stage's server: takes micro-batches, computes, hands on; then averages and steps with its stage.
+"""A stage's server: takes micro-batches, computes, hands on. The end of a step is in stepend.py.
 
     Forward ─▶ queue ─▶ compute thread ─▶ pusher ─▶ a server of the next stage
     Backward ─▶ queue (before forwards) ─▶ compute thread ─▶ the server that the forward came from
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -28,31 +27,26 @@ from potluck.errors import PeerError, ProtocolError, RetryableError
 from potluck.faultpoints import reach
 from potluck.link.dispatch import Incoming
 from potluck.link.links import Links
-from potluck.pipeline.averaging import AverageTask, Share, StageGroup
 from potluck.pipeline.blocks import State
 from potluck.pipeline.compute import Recompute, StageCompute
 from potluck.pipeline.following import Following
 from potluck.pipeline.holding import Holding
 from potluck.pipeline.layout import Layout
 from potluck.pipeline.messages import (
-    Applied,
-    AverageOrder,
-    Averages,
     Backward,
     Begin,
-    CommitNotice,
     Forward,
     Held,
+    Looked,
     Lost,
     Pushed,
     Returned,
     Sent,
     StageIds,
-    UnitAverage,
-    UnitOrder,
 )
 from potluck.pipeline.pushing import HandOverError, Pusher
 from potluck.pipeline.routing import RouterConfig
+from potluck.pipeline.stepend import StepEnd
 from potluck.pipeline.wire import check_codec, decode_tensors, encode_tensors
 from potluck.pipeline.witnessing import Witness
 
@@ -95,6 +89,7 @@ class _Passing:
     sender: str
     samples: int
     adds: bool
+    evaluates: bool = False
 
 
 async def _nothing(begin: Begin) -> None:
@@ -111,7 +106,7 @@ class StageServer:
         self_id: str,
         conductor: Following,
         holding: Holding,
-        group: StageGroup,
+        end: StepEnd,
         witness: Witness,
         config: ServerConfig | None = None,
         run_seed: int = 0,
@@ -124,16 +119,14 @@ class StageServer:
         self._run_seed = run_seed
         self._computes: dict[int, StageCompute] = {}
         self._starts: tuple[int, ...] = ()
-        self._group = group
+        self._end = end
+        end.contribution = lambda stage, unit: self._computes[stage].contribution(unit)
         self._witness = witness
-        self._has_averaged = asyncio.Event()  # in this attempt
         self._config = config or ServerConfig()
         self._pushers: dict[int, Pusher] = {}
         self._begun: Begin | None = None
         self._passing: dict[tuple[int, int], _Passing] = {}  # (stage, micro-batch) of this attempt
         self._unreachable: set[str] = set()
-        self._averages: dict[int, Tensor] = {}
-        self._digests: dict[int, str] = {}
         self._jobs: asyncio.PriorityQueue[tuple[int, int, Callable[[], Coroutine[Any, Any, None]]]] = (
             asyncio.PriorityQueue()
         )
@@ -145,13 +138,10 @@ class StageServer:
         self.busy_seconds = 0.0
         self.samples_done = 0
         self._rate = 0.0
-        self.begun_at = -math.inf
         self.on_begin: Callable[[Begin], Coroutine[Any, Any, None]] = _nothing
         links.handle(Begin, self._begin)
         links.handle(Forward, self._forward)
         links.handle(Backward, self._backward)
-        links.handle(AverageOrder, self._average)
-        links.handle(CommitNotice, self._commit)
 
     async def start(self) -> None:
         """Begin to work."""
@@ -159,7 +149,7 @@ class StageServer:
 
     async def close(self) -> None:
         """Stop. Idempotent."""
-        for kind in (Begin, Forward, Backward, AverageOrder, CommitNotice):
+        for kind in (Begin, Forward, Backward):
             self._links.unhandle(kind)
         await tasks.end(self._worker, *self._attempt_tasks)
 
@@ -210,18 +200,12 @@ class StageServer:
             and (begin.step, begin.attempt) <= (current.step, current.attempt)
         ):
             raise ProtocolError(f"attempt {begin.attempt} of step {begin.step} is over")
-        await self.catch_up(begin.life, begin.last)
+        await self._end.catch_up(begin.life, begin.last)
         if begin.life == self._holding.life:
             await self._holding.advance(begin.step)
         is_new_step = current is None or begin.step != current.step or begin.life != current.life
         self._begun = begin
-        self.begun_at = self._clock.monotonic()
-        self._group.forget(begin.step, begin.attempt)
         self._witness.begin(begin.step, begin.checks, is_on=begin.are_checked)
-        self._has_averaged.set()  # of an attempt that is over
-        self._has_averaged = asyncio.Event()
-        self._averages.clear()
-        self._digests.clear()
         self._passing.clear()
         self._waiting.clear()
         if is_new_step:
@@ -229,6 +213,7 @@ class StageServer:
         for task in self._attempt_tasks:
             task.cancel()
         self._serve(begin)
+        self._end.begin(begin, self._computes)
         for stage, pusher in self._pushers.items():
             pusher.forget_tasks()
             pusher.set_servers(begin.servers[stage], unreachable=frozenset(self._unreachable))
@@ -293,14 +278,15 @@ class StageServer:
             tensor.requires_grad_(spec.needs_grad) if tensor.is_floating_point() else tensor
             for tensor, spec in zip(tensors, message.tensors, strict=True)
         )
-        attempt, frames = message.attempt, incoming.frames
-        self._witness.note("input", message.stage, attempt, message.id, frames)
-        if message.stage > 0:
-            before = message.stage - 1
-            self._witness.testify("output", incoming.sender, before, attempt, message.id, message.tensors, frames)
+        if not message.evaluates:
+            attempt, frames = message.attempt, incoming.frames
+            self._witness.note("input", message.stage, attempt, message.id, frames)
+            if message.stage > 0:
+                before = message.stage - 1
+                self._witness.testify("output", incoming.sender, before, attempt, message.id, message.tensors, frames)
         incoming.release()
         self._passing[message.stage, message.id] = _Passing(
-            incoming.sender, message.samples, message.stage not in message.held_by
+            incoming.sender, message.samples, message.stage not in message.held_by, message.evaluates
         )
         self._waiting.add((message.stage, message.id))
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -318,7 +304,11 @@ class StageServer:
         key = (message.attempt, message.id)
         outputs = None
         try:
-            if self._is_current(message.step, message.attempt):
+            if not self._is_current(message.step, message.attempt):
+                pass
+            elif message.evaluates:
+                outputs = await self._holding.in_thread(lambda: compute.look(message.step, message.id, inputs))
+            else:
                 outputs = await self._in_thread(lambda: compute.forward(message.step, key, inputs))
                 self.num_computed += 1
         finally:
@@ -329,7 +319,10 @@ class StageServer:
         reach("pipeline.forwarded", step=message.step, stage=message.stage, micro=message.id)
         if not self._is_current(message.step, message.attempt):
             return
-        if compute.is_last:
+        if compute.is_last and message.evaluates:
+            self._waiting.discard((message.stage, message.id))
+            self._spawn(self._tell_loss(message.stage, message.step, message.attempt, message.id, outputs[0].item()))
+        elif compute.is_last:
             self._waiting.discard((message.stage, message.id))
             assert self._begun is not None
             seed = torch.full_like(outputs[0], self._begun.loss_scale)
@@ -348,10 +341,12 @@ class StageServer:
                 samples=message.samples,
                 held_by=message.held_by,
                 tensors=specs,
+                evaluates=message.evaluates,
             )
-            self._witness.note("output", message.stage, message.attempt, message.id, frames)
+            if not message.evaluates:
+                self._witness.note("output", message.stage, message.attempt, message.id, frames)
             server = await self._pushers[message.stage + 1].push(onward, frames)
-            if server is not None:
+            if server is not None and not message.evaluates:
                 self._witness.testify(
                     "input", server, onward.stage, message.attempt, message.id, specs, frames, samples=message.samples
                 )
@@ -368,6 +363,9 @@ class StageServer:
         passing = self._passing.get((message.stage, message.id))
         if compute is None or passing is None or not self._is_current(message.step, message.attempt):
             return  # of an attempt that is over
+        if passing.evaluates:
+            self._spawn(self._tell_loss(message.stage, message.step, message.attempt, message.id, message.loss))
+            return
         attempt, frames, after = message.attempt, incoming.frames, message.stage + 1
         gradients = tuple(decode_tensors(message.tensors, frames, compute.device))
         self._witness.note("output gradient", message.stage, attempt, message.id, frames)
@@ -421,6 +419,19 @@ class StageServer:
         except (PeerError, RetryableError) as error:
             await self._tell_lost(step, attempt, peer, str(error))
 
+    async def _tell_loss(self, stage: int, step: int, attempt: int, micro: int, loss: float) -> None:
+        """Of a held-out micro-batch: back along the way that it came."""
+        passing = self._passing.get((stage, micro))
+        if passing is None or not self._is_current(step, attempt):
+            return
+        message: Backward | Looked = Looked(step=step, attempt=attempt, id=micro, loss=loss)
+        if stage > 0:
+            message = Backward(step=step, attempt=attempt, id=micro, stage=stage - 1, loss=loss, tensors=())
+        try:
+            await self._links.send(passing.sender, message, timeout_seconds=self._config.timeout_seconds)
+        except (PeerError, RetryableError) as error:
+            logger.info("%s does not hear of a held-out loss: %s", passing.sender, error)
+
     async def _tell_lost(self, step: int, attempt: int, peer: str, reason: str) -> None:
         if peer:
             self._unreachable.add(peer)
@@ -429,64 +440,6 @@ class StageServer:
             await self._links.send(self._conductor.peer, lost, timeout_seconds=self._config.timeout_seconds)
         except (PeerError, RetryableError) as error:
             logger.warning("the conductor cannot be told that %s is lost: %s", peer, error)
-
-    # The end of a step
-
-    async def _average(self, incoming: Incoming[AverageOrder]) -> Averages:
-        order = incoming.message
-        begun = self._begun
-        if begun is None or not self._is_current(order.step, order.attempt):
-            raise ProtocolError(f"attempt {order.attempt} of step {order.step} is not the one under way here")
-        first = min(self._computes, default=-1)
-        reach("pipeline.averaging", step=order.step, stage=first)
-        divisor = begun.total_samples * begun.loss_scale
-        running = [asyncio.create_task(self._average_unit(order, each, divisor)) for each in order.units]
-        for task in running:  # they wait for others: the next attempt ends them
-            self._attempt_tasks.add(task)
-            task.add_done_callback(self._attempt_tasks.discard)
-        try:
-            reports = await asyncio.gather(*running)
-        except asyncio.CancelledError:
-            if not self._is_current(order.step, order.attempt):
-                raise ProtocolError(f"attempt {order.attempt} of step {order.step} is over") from None
-            raise
-        finally:
-            await tasks.end(*running)
-        reach("pipeline.averaged", step=order.step, stage=first)
-        if self._is_current(order.step, order.attempt):
-            self._has_averaged.set()
-        return Averages(units=tuple(reports))
-
-    async def until_averaged(self) -> None:
-        """Return when this server has the averages of the attempt, or the attempt is over."""
-        await self._has_averaged.wait()
-
-    async def _average_unit(self, order: AverageOrder, each: UnitOrder, divisor: float) -> UnitAverage:
-        stages = {c.stage for c in each.contributors if c.server == self._self_id}
-        shares = [Share(stage, *self._computes[stage].contribution(each.unit)) for stage in sorted(stages)]
-        task = AverageTask(order.step, order.attempt, each.unit, each.contributors, each.listeners, divisor)
-        average, report = await self._group.average(task, shares, timeout_seconds=self._config.timeout_seconds)
-        if not self._is_current(order.step, order.attempt):
-            raise ProtocolError(f"attempt {order.attempt} of step {order.step} is over")
-        self._averages[each.unit], self._digests[each.unit] = average, report.digest
-        return report
-
-    async def _commit(self, incoming: Incoming[CommitNotice]) -> Applied:
-        if not await self._conductor.accepts(incoming.sender):
-            raise ProtocolError("only the conductor tells of commits")
-        await self._take_step(incoming.message)
-        return Applied(step=self.at_step)
-
-    async def catch_up(self, life: int, last: CommitNotice | None) -> None:
-        """The notice was lost, or is late: this server was frozen, or the conductor new."""
-        if last is not None and last.step == self.at_step and life == self._holding.life:
-            await self._take_step(last)
-
-    async def _take_step(self, commit: CommitNotice) -> None:
-        """Apply the averages where they are those that were committed; what lacks them is loaded again."""
-        stages = self.stages
-        if await self._holding.committed(commit, dict(self._averages), dict(self._digests)):
-            reach("pipeline.applied", step=commit.step, stage=min(stages, default=-1))
 
     # Work
 

@@ -32,6 +32,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
+
+NORM_TOLERANCE = 1e-3  # relative: members add the squares of the same values, in orders of their own
 
 
 @dataclass(frozen=True)
@@ -105,13 +108,21 @@ class Exclude:
 
 
 @dataclass(frozen=True)
+class Dispute:
+    """One of these reported a false norm of an average that they all hold."""
+
+    suspects: frozenset[str]
+    reason: str
+
+
+@dataclass(frozen=True)
 class StageLost:
     """Nobody who lives holds these stages: the run must restore its newest cut."""
 
     stages: tuple[int, ...]
 
 
-Action = Fence | Feed | Average | Verify | Commit | Exclude | StageLost
+Action = Fence | Feed | Average | Verify | Commit | Exclude | Dispute | StageLost
 Contributions = Mapping[tuple[str, int], tuple[int, ...]]
 """Ids by (server, stage)."""
 
@@ -157,6 +168,22 @@ def partition_error(expected: set[tuple[int, int]], contributions: Contributions
     return ""
 
 
+def agreed_norm(norms: Mapping[str, float], trusted: frozenset[str] = frozenset()) -> tuple[float, frozenset[str]]:
+    """The squared norm of an average that all of these members hold bit by bit, and who may have reported a false one.
+
+    A trusted member's figure counts, else the median. Of two that differ the larger one counts: gradients are clipped
+    too much rather than not at all. Where neither side has more members, all of them are suspects.
+    """
+    norms = {member: norm if norm >= 0 else math.inf for member, norm in norms.items()}  # also where it is no number
+    ordered = sorted(norms.values())
+    believed = [norm for member, norm in norms.items() if member in trusted]
+    counts = believed[0] if believed else ordered[len(ordered) // 2]
+    is_same = partial(math.isclose, counts, rel_tol=NORM_TOLERANCE)
+    others = frozenset(member for member, norm in norms.items() if not is_same(norm)) - trusted
+    is_tie = not believed and 2 * len(others) >= len(norms)
+    return counts, frozenset(norms) if is_tie else others
+
+
 @dataclass
 class StepLedger:
     """The books of one step."""
@@ -171,6 +198,8 @@ class StepLedger:
     """The stages of each unit, none where it has no parameters; one unit per stage when empty."""
     checks: dict[str, str] = field(default_factory=dict)
     """Servers whose work of this step is computed again before the commit, each with its verifier."""
+    trusted: frozenset[str] = frozenset()
+    """Members whose reports are believed: the conductor's own peer."""
     attempt: int = 0
     """Of a conductor's term: later terms begin at larger numbers."""
     valid_from: int = 0
@@ -261,6 +290,14 @@ class StepLedger:
         self._reports[unit, member] = _Report(digest, squared_norm)
         return self._commit_if_all()
 
+    def hears_also(self, name: str, units: frozenset[int]) -> bool:
+        """A member loads more blocks from now on: whether it hears their averages in this step already."""
+        member = self.members.get(name)
+        if member is None or member.units is None or self.phase not in (Phase.FENCING, Phase.FEEDING):
+            return False
+        self.members[name] = replace(member, units=member.units | units)
+        return True
+
     def checked(self, server: str, attempt: int) -> list[Action]:
         """A check has found nothing, or could not be made."""
         if attempt != self.attempt or self.phase is not Phase.AVERAGING:
@@ -277,6 +314,7 @@ class StepLedger:
 
     def gone(self, who: str, reason: str = "it left") -> list[Action]:
         """A member or feeder is dead, unreachable or excluded."""
+        serves = any(who in servers for servers in self.servers)
         is_feeder = who in self.feeders
         if is_feeder:
             self.feeders.remove(who)
@@ -291,8 +329,11 @@ class StepLedger:
         self._promote()
         if lost := self._lost():
             return actions + lost
-        needs_attempt = member is not None or who in self._waiting.values() or self.phase is Phase.FENCING
-        return actions + (self._next_attempt() if needs_attempt else [])
+        if serves or self.phase is Phase.AVERAGING or who in self._waiting.values():
+            return actions + self._next_attempt()
+        # Nobody waits for what it computes: it listened, or had nothing to feed.
+        is_fenced = self.phase is Phase.FENCING and not self.awaited
+        return actions + (self._feed() if is_fenced else [])
 
     def stalled(self) -> list[Action]:
         """Nothing has moved for too long: fence, and see who answers."""
@@ -358,7 +399,9 @@ class StepLedger:
         return self._commit() if not self.awaited and not self._unchecked else []
 
     def _commit(self) -> list[Action]:
-        digests, squared, excluded = [], 0.0, []
+        digests, squared = [], 0.0
+        excluded: dict[str, str] = {}
+        disputes: list[Action] = []
         for unit in range(len(self.units)):
             if not self.units[unit]:  # it has no parameters
                 digests.append("")
@@ -368,13 +411,24 @@ class StepLedger:
             most = max(counts.values())
             agreed = next(report for report in reports.values() if counts[report.digest] == most)
             # Whoever has another average would have other weights from now on.
-            excluded += [member for member, report in reports.items() if report.digest != agreed.digest]
+            excluded |= {
+                member: "its average differs from that of the others"
+                for member, report in reports.items()
+                if report.digest != agreed.digest
+            }
+            norms = {m: report.squared_norm for m, report in reports.items() if report.digest == agreed.digest}
+            norm, suspects = agreed_norm(norms, self.trusted)
+            if suspects:
+                reason = f"the norm that it reports of unit {unit} is not {norm:.3g}"
+                disputes.append(Dispute(suspects, reason))
+                if len(suspects) < len(norms):  # where it is unknown who is right, both hold the average
+                    excluded |= dict.fromkeys(suspects, reason)
             digests.append(agreed.digest)
-            squared += agreed.squared_norm
+            squared += norm
         self.phase = Phase.COMMITTING
-        actions: list[Action] = []
-        for member in dict.fromkeys(excluded):
-            actions += self.gone(member, "its average differs from that of the others")
+        actions: list[Action] = disputes
+        for member, reason in excluded.items():
+            actions += self.gone(member, reason)
         if self.phase is Phase.LOST:
             return actions
         is_finite = math.isfinite(squared)

@@ -41,6 +41,7 @@ from potluck.pipeline.stepledger import (
     Action,
     Average,
     Commit,
+    Dispute,
     Exclude,
     Fence,
     Member,
@@ -120,6 +121,7 @@ class StepPlan:
     """Spot checks are on, be there one in this step or not."""
     checks: tuple[Check, ...] = ()
     arithmetics: Mapping[str, str] = field(default_factory=dict)
+    trusted: frozenset[str] = frozenset()
 
     def checks_for(self, member: str) -> tuple[SpotCheck, ...]:
         """Those that a member hears of: nobody is told that it is checked itself."""
@@ -156,6 +158,7 @@ class StepRunner:
         self.on_held: Callable[[str, Held], None] = lambda member, held: None
         self.on_fenced: Callable[[], None] = lambda: None
         self.on_checked: Callable[[Check, CheckResult], Finding] = lambda check, result: Finding()
+        self.on_dispute: Callable[[frozenset[str], str], None] = lambda suspects, reason: None
         links.handle(Fed, self._fed)
         links.handle(Lost, self._lost)
 
@@ -191,6 +194,10 @@ class StepRunner:
         if (running := self._running) is not None:
             running.events.put_nowait(lambda: running.ledger.gone(peer, reason))
 
+    def hears_also(self, member: str, units: frozenset[int]) -> bool:
+        """A member loads more blocks: whether it hears the averages of their units in the step under way."""
+        return self._running is not None and self._running.ledger.hears_also(member, units)
+
     def feeder_came(self, peer: str) -> None:
         """A step that nobody feeds goes on with this one."""
         running = self._running
@@ -219,6 +226,7 @@ class StepRunner:
             feeders=list(plan.feeders),
             units=plan.units,
             checks={check.server: check.verifier for check in plan.checks},
+            trusted=plan.trusted,
             attempt=max(plan.term << TERM_BITS, tried),
         )
         running = self._running = _Running(plan, ledger, book)
@@ -249,6 +257,13 @@ class StepRunner:
     def phase(self) -> str:
         """How far the step is."""
         return self._running.ledger.phase.value if self._running is not None else "waiting"
+
+    @property
+    def under_way(self) -> tuple[int, tuple[str, ...], tuple[int, ...]]:
+        """The attempt's number, the servers of its first stage, and the samples of each micro-batch."""
+        assert self._running is not None, "asked in a step"
+        ledger = self._running.ledger
+        return ledger.attempt, ledger.servers[0], tuple(ledger.samples)
 
     async def _next_event(self, running: _Running) -> None:
         ledger = running.ledger
@@ -290,6 +305,8 @@ class StepRunner:
                 running.excluded.append(action.member)
                 running.why = f"{action.member}: {action.reason}"
                 logger.warning("step %d goes on without %s: %s", ledger.step, action.member, action.reason)
+            elif isinstance(action, Dispute):
+                self.on_dispute(action.suspects, action.reason)
             elif isinstance(action, StageLost):
                 raise StageLostError(action.stages)
 

@@ -10,14 +10,17 @@ from typing import Any, Self
 import psutil
 
 from potluck.errors import ConfigurationError
+from potluck.pipeline.blueprint import Blueprint
+from potluck.pipeline.evaluating import DEFAULT_EVERY, Evaluation
 from potluck.pipeline.member import Part
 from potluck.recipes.catalogue import open_recipe
 from potluck.recipes.recipe import Recipe, require_downloads
 from potluck.run.peer import Peer
 from potluck.training.manifest.manifest import Manifest
 from potluck.training.manifest.noticeboard import NoticeBoard
+from potluck.training.staged.heldout import through_pipeline
 from potluck.training.staged.part import PipelinePart, Role, Tell
-from potluck.training.staged.previews import CutPreviews
+from potluck.training.staged.previews import CutPreviews, has_room_for
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +46,11 @@ class StagedWork:
         try:
             await board.start()
             manifest = await board.first()
-            recipe = open_recipe(manifest.recipe, manifest.model, recipe_file, manifest.files)
+            recipe, own = (open_recipe(manifest.recipe, manifest.model, recipe_file, manifest.files) for _ in range(2))
+            newest = newest_of(board, manifest)
+            cuts = folder / CUTS_FOLDER
+            previews = CutPreviews(own, newest, cuts, peer.session.hub.store("history"), tell)
+            is_whole_here = has_room_for(4 * sum(Blueprint.of(own.blocks, manifest.seed).num_values))
             role = Role(
                 part=Part(
                     listens=True,
@@ -51,16 +58,22 @@ class StagedWork:
                     saves_every=every_steps,
                 ),
                 has_data=False,
-                cuts=folder / CUTS_FOLDER,
+                cuts=cuts,
                 keep_last=keep_last,
+                evaluation=None
+                if is_whole_here
+                else Evaluation(
+                    figures=through_pipeline(own, newest),
+                    every_steps=every_steps or DEFAULT_EVERY,
+                    on_figures=previews.evaluated,
+                ),
             )
-            newest = newest_of(board, manifest)
             part = PipelinePart(peer, newest, recipe, role, tell)
-            own = open_recipe(manifest.recipe, manifest.model, recipe_file, manifest.files)
-            previews = CutPreviews(own, newest, folder / CUTS_FOLDER, peer.session.hub.store("history"), tell)
-            part.member.on_saved = previews.saved
+            if is_whole_here:
+                part.member.on_saved = previews.saved
             await part.start()
-            previews.start()
+            if is_whole_here:
+                previews.start()
         except BaseException:
             await board.close()
             raise

@@ -27,6 +27,7 @@ from potluck.pipeline.blueprint import Blueprint
 from potluck.pipeline.book import ConductorReplacedError, HubBook
 from potluck.pipeline.conducting import Conductor, ConductorConfig
 from potluck.pipeline.cuts import CutShelf
+from potluck.pipeline.evaluating import Evaluation
 from potluck.pipeline.feeding import FeederConfig
 from potluck.pipeline.following import Following
 from potluck.pipeline.holding import Holding
@@ -66,6 +67,8 @@ class Role:
     device: torch.device | None = None
     cuts: Path | None = None
     keep_last: int = 3
+    evaluation: Evaluation | None = None
+    """Of held-out data, through the pipeline."""
 
 
 class PipelinePart:
@@ -101,6 +104,7 @@ class PipelinePart:
             role.part,
             source=source,
             cuts=cuts,
+            evaluation=role.evaluation,
             config=config,
         )
         self._lease: Lease | None = None

@@ -1,7 +1,8 @@
-"""What a pipeline's model says and is worth on held-out data, out of the host's own cuts.
+"""What a pipeline's model says and is worth on held-out data.
 
-The host puts the whole model together in its memory, where it has room for it; a machine that trains never does. The
-figures go into the run's history, as those of other runs do: monitors and dashboards show them.
+The host puts the whole model together in its memory, out of its own cuts, where it has room for it; a machine that
+trains never does. Where it has none, held-out data go through the pipeline (pipeline/evaluating.py), and there are
+figures alone. They go into the run's history, as those of other runs do: monitors and dashboards show them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ REST_FACTOR = 4.0  # an evaluation is followed by so many times as long a rest
 MEMORY_SHARE = 0.25  # of what is free, that the whole model may take
 
 
+def has_room_for(num_bytes: int) -> bool:
+    """Whether this machine puts a whole model of that size together beside its other work."""
+    return num_bytes <= psutil.virtual_memory().available * MEMORY_SHARE
+
+
 class CutPreviews:
     """Looks at each new cut, as far as time allows. Lives on the event loop."""
 
@@ -49,14 +55,15 @@ class CutPreviews:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._told = ""
+        self._noting: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Begin."""
+        """Look at cuts from now on."""
         self._task = asyncio.create_task(self._keep_looking(), name="pipeline-previews")
 
     async def close(self) -> None:
         """Idempotent."""
-        await tasks.end(self._task)
+        await tasks.end(self._task, *self._noting)
 
     def saved(self, step: int) -> None:
         """There is a new cut."""
@@ -69,18 +76,31 @@ class CutPreviews:
             self._wake.clear()
             began = time.monotonic()
             try:
-                made = await asyncio.to_thread(self._look, self._step)
-                if self._place < 0:
-                    self._place = len(await self._history.entries("preview."))
-                await self._history.put(preview_key(self._place), encode(made))
-                self._place += 1
-                self._tell("evaluated", {"step": made.epoch, **made.figures})
+                await self._note(await asyncio.to_thread(self._look, self._step))
             except PotluckError as error:
                 self._complain(str(error))
             except Exception as error:  # a recipe may do anything; the run goes on without its figures
                 logger.exception("the model of step %d cannot be looked at", self._step)
                 self._complain(f"{type(error).__name__}: {error}")
             await asyncio.sleep(REST_FACTOR * (time.monotonic() - began))
+
+    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
+        """The pipeline has evaluated this step."""
+        made = Preview(epoch=step, at=time.time(), text="", figures=dict(figures))
+        noting = asyncio.create_task(self._note(made))
+        self._noting.add(noting)
+        noting.add_done_callback(self._noting.discard)
+
+    async def _note(self, made: Preview) -> None:
+        try:
+            if self._place < 0:
+                self._place = len(await self._history.entries("preview."))
+            await self._history.put(preview_key(self._place), encode(made))
+        except PotluckError as error:
+            self._complain(str(error))
+            return
+        self._place += 1
+        self._tell("evaluated", {"step": made.epoch, **made.figures})
 
     def _complain(self, reason: str) -> None:
         if reason != self._told:
@@ -92,11 +112,5 @@ class CutPreviews:
         require_downloads(self._recipe)
         self._recipe.data = data_of(self._recipe, manifest.at(step).data)
         whole = WholeModel(self._recipe, manifest.seed, CutShelf(self._folder), step)
-        room = psutil.virtual_memory().available * MEMORY_SHARE
-        if whole.num_bytes > room:
-            raise PotluckError(
-                f"the whole model takes {whole.num_bytes / 1e9:.1f} GB, and this host gives {room / 1e9:.1f} GB to it. "
-                "On a larger machine: potluck pipeline generate"
-            )
         text, figures = preview(self._recipe, whole.model())
         return Preview(epoch=step, at=time.time(), text=text[:LONGEST_PREVIEW], figures=figures)

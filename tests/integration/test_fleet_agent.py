@@ -17,10 +17,11 @@ import pytest
 from runhouse import PATIENCE_SECONDS, RUN, RunHouse, open_run
 
 from potluck import tasks
-from potluck.errors import ConfigurationError, PeerError, PermissionDeniedError
+from potluck.errors import ConfigurationError, PeerError, PermissionDeniedError, RetryableError
 from potluck.fleet.agent.agent import Agent, AgentConfig
 from potluck.fleet.agent.desk import ReadFiles, ReadLog, Warrant, issue
 from potluck.fleet.agent.jobfolder import JobFolder
+from potluck.fleet.agent.reconciler import Instance
 from potluck.fleet.agent.reporting import newest_metrics
 from potluck.fleet.agent.runners.process import ProcessRunner
 from potluck.fleet.agent.service import install, unit_text
@@ -91,6 +92,39 @@ async def test_only_the_organisers_newest_document_counts(tmp_path: Path) -> Non
     ):
         assert not agent._may_look(wrong, shown_by)
     assert agent._may_look(warrant(until=9e9), "Uanna")
+
+
+class AbsentEngine(ProcessRunner):
+    """A runner whose engine has gone away."""
+
+    async def instances(self) -> dict[str, Instance]:
+        raise RetryableError("the container engine does not answer")
+
+
+async def test_an_engine_that_is_away_holds_up_no_other_jobs(tmp_path: Path) -> None:
+    identity = Identity.temporary()
+    link = JoinLink(host="127.0.0.1", port=1, run=RUN, ca_hash="", organiser_hash=organiser_hash(ORGANISER.public_key))
+    allow = Allowance.parse(["process", "images=*"])
+    runners = {"container": AbsentEngine(tmp_path / "none"), "process": ProcessRunner(tmp_path / "jobs")}
+    agent = Agent(link, identity, AgentConfig(name="anna", folder=tmp_path, allow=allow), runners)
+    jobs = (
+        Job(name="boxed", machine=identity.peer_id, image="box:1"),
+        Job(name="plain", machine=identity.peer_id, command=("sleep", "1000"), stop_seconds=1),
+    )
+    agent._heard(entry(documents.sign(Desired(run=RUN, revision=1, jobs=jobs), ORGANISER)))
+    try:
+
+        async def states() -> dict[str, str]:
+            await agent._act()
+            return {job.name: job.state for job in (await agent._report()).jobs}
+
+        async def both() -> bool:
+            return await states() == {"boxed": "preparing", "plain": "running"}
+
+        await poll_until(both, PATIENCE_SECONDS, "the plain job")
+    finally:
+        await agent._end_jobs()
+        assert all(each.state == "ended" for each in (await agent._look()).values())
 
 
 @asynccontextmanager

@@ -69,7 +69,7 @@ async def fetch_parts(member: FleetMember, name: str, putter: str, data: bytes) 
     for first in range(0, head.num_parts, FETCH_PARTS):
         numbers = range(first, min(first + FETCH_PARTS, head.num_parts))
         subjects = [member.subjects.part(name, putter, head.slot, number) for number in numbers]
-        found = await member.read_last(name, "part", subjects)
+        found = await member.read_last(name, "part", subjects, len(subjects) * PART_BYTES)
         for subject in subjects:
             part = found.get(subject)
             if part is None or filled + len(part) > head.num_bytes:

@@ -22,14 +22,14 @@ from potluck.fleet.agent.agent import Agent, AgentConfig
 from potluck.fleet.agent.desk import ReadFiles, ReadLog, Warrant, issue
 from potluck.fleet.agent.jobfolder import JobFolder
 from potluck.fleet.agent.reconciler import Instance
-from potluck.fleet.agent.reporting import newest_metrics
+from potluck.fleet.agent.reporting import Reporter, Standing, newest_metrics
 from potluck.fleet.agent.runners.process import ProcessRunner
 from potluck.fleet.agent.service import install, unit_text
 from potluck.fleet.jobs import desired as documents
 from potluck.fleet.jobs.control import FOLDER, FleetControl, fleet_control
 from potluck.fleet.jobs.desired import Desired
 from potluck.fleet.jobs.fleetfile import FleetFile, parse
-from potluck.fleet.jobs.job import Allowance, Job
+from potluck.fleet.jobs.job import Allowance, Job, Restart
 from potluck.fleet.jobs.shelf import FetchParcel, Shelf
 from potluck.hub.access.member import Scopes
 from potluck.hub.access.organise import Organiser
@@ -228,6 +228,22 @@ def test_a_unit_passes_systemds_own_check(tmp_path: Path, monkeypatch: pytest.Mo
     broken.write_text(text.replace("ExecStart=", "ExecStrat="))
     said = subprocess.run(["systemd-analyze", "verify", "--user", broken], capture_output=True, text=True, timeout=60)
     assert said.returncode != 0 or said.stderr.strip()  # the check itself can fail
+
+
+async def test_times_in_reports_are_the_hubs(tmp_path: Path) -> None:
+    job = Job(name="walker", machine=Identity.temporary().peer_id, command=("true",), restart=Restart(when="never"))
+    instance = Instance(job="walker", digest=job.digest, state="ended", started_at=100.0, ended_at=160.0)
+    standing = Standing(
+        revision=1,
+        allowed={"walker": job},
+        refused={},
+        instances={"walker": instance},
+        preparing={},
+        clock_behind_seconds=7200.0,
+    )
+    reporter = Reporter("anna", Allowance(process=True), tmp_path, {"process": ProcessRunner(tmp_path)})
+    [report] = (await reporter.report(standing)).jobs
+    assert report.since == 7360.0
 
 
 def test_figures_of_a_job_are_read_with_care(tmp_path: Path) -> None:

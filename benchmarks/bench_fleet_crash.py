@@ -26,7 +26,7 @@ from typing import Any
 from harness import parser, report, say
 from potluck.cli.fleetdemo.processes import RUN, FleetProcesses
 from potluck.cli.fleetdemo.record import read_curve
-from potluck.cli.fleetdemo.story import LEARNER, prepare
+from potluck.cli.fleetdemo.scenario import LEARNER, prepare
 from potluck.cli.folders import hosted_run
 from potluck.fleet.jobs.control import FleetControl, fleet_control
 from potluck.fleet.jobs.fleetfile import parse, read_fleet_file

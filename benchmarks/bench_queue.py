@@ -43,6 +43,7 @@ from potluck.hub.access.queueing import CreateQueue
 from potluck.hub.guard.guard import GuardConfig
 from potluck.hub.nats.connection import NatsConnection
 from potluck.hub.queues import QueueDefinition, Rights
+from potluck.hub.server import restarts
 from potluck.hub.server.certificate import prepare_certificates
 from potluck.hub.server.configuration import HubConfig
 from potluck.hub.server.process import find_binary
@@ -238,6 +239,8 @@ async def _end(contender: Queueing) -> None:
 
 async def kill_often(folder: Path, kills: int) -> dict[str, int]:
     """Put, take and finish items without a pause while the hub's server is killed again and again."""
+    # A host gives up a server that dies six times in two minutes. Here that is on purpose.
+    restarts.WITHIN_SECONDS = 0.0
     async with open_host(folder, sync=False) as (host, fleet):
         work = QueueWork(fleet.queue(QUEUE), fleet.queue(QUEUE))
         for number in range(kills):

@@ -33,8 +33,10 @@ def see_queues(kitchen: Kitchen, visit: Visit) -> None:
     errors = {"error/anna/cartpole/mlp": 0.21, "error/bert/acrobot/gru": 0.84}
     heads = {name.removeprefix("error/"): {"num_fragments": 7} for name in errors}
     statistics = {**errors, "fragments/learnt": 14.0, "fragments/too_old": 1.0, "fragments/staleness": 15.0}
-    version = {"number": 7, "heads": heads, "statistics": statistics}
-    run("put", "value", json.dumps(version), *kitchen.place)
+    for number in range(1 if PICTURES else 7, 8):  # a picture has curves that fall
+        falling = {name: round(error * (2.2 - 1.2 * number / 7), 3) for name, error in errors.items()}
+        version = {"number": number, "heads": heads, "statistics": {**statistics, **falling}}
+        run("put", "value", json.dumps(version), *kitchen.place)
     page = visit.see("/queues")
     page.wait_for_selector(".item-title:text-is('experience')", timeout=PATIENCE_MILLISECONDS)
     page.wait_for_selector("text=3 of 100,000 items", timeout=PATIENCE_MILLISECONDS)

@@ -29,6 +29,34 @@ job.close()
 """
 
 
+LARGE = """
+import hashlib
+import numpy as np
+import potluck.fleet
+job = potluck.fleet.current()
+queue = job.queue("experience")
+for size in (100_000, 1_000_000):  # whole, and in parts: 8 MB
+    sent = np.random.default_rng(size).random(size)
+    queue.put(sent)
+    [item] = queue.take(1, wait_seconds=100)
+    assert (item.value == sent).all() and item.tries == 1, item
+    item.done()
+many = [np.random.default_rng(number).random(100_000) for number in range(8)]
+for each in many:
+    queue.send(each)
+queue.flush(200)
+came = 0
+while came < len(many):
+    items = queue.take(8, wait_seconds=100)
+    assert all(item.tries == 1 for item in items), items
+    came += len(items)
+    for item in items:
+        item.done()
+print("all came, once", flush=True)
+job.close()
+"""
+
+
 @pytest.fixture(autouse=True)
 def _no_jobs_left(tmp_path: Path) -> Iterator[None]:
     yield
@@ -70,3 +98,32 @@ def test_a_laptop_behind_a_nat_with_websocket_alone(lab: NatLab, tmp_path: Path)
     agent.interrupt()
     assert agent.wait(PATIENCE_SECONDS) == 0
     assert "WARNING" not in agent.output(), agent.output()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_large_items_over_two_megabits_a_second(lab: NatLab, tmp_path: Path) -> None:
+    place = ("--run", "lab", "--folder", tmp_path / "hub")
+    hub, laptop = lab.public("hub"), lab.behind_nat("laptop")
+    host = hub.popen([*FLEET, "host", *place, "--announce", hub.address, "--no-dashboard", "--json"], name="host")
+    link = json.loads(host.wait_for_line('"event":"ready"', PATIENCE_SECONDS).string)["link"]
+    laptop.shape(rate_mbit=2.0, delay_ms=30.0)
+    folder = tmp_path / "laptop"
+    agent = laptop.popen(
+        [*FLEET, "agent", link, "--name", "laptop", "--allow", "process", "--folder", folder, "--json"], name="agent"
+    )
+    agent.wait_for_line('"event":"connected"', PATIENCE_SECONDS)
+    (tmp_path / "program.py").write_text(LARGE)
+    (tmp_path / "fleet.toml").write_text(
+        "[queues.experience]\n[jobs.large]\ncommand = 'python program.py'\nmachine = 'laptop'\n"
+        "files = ['program.py']\nqueues = ['experience']\nrestart = 'never'\n"
+    )
+    up = hub.popen([*FLEET, "up", tmp_path / "fleet.toml", *place], name="up")
+    assert up.wait(PATIENCE_SECONDS) == 0, up.output()
+    log = folder / "jobs" / "large" / "log"
+    poll_until_sync(
+        lambda: log.exists() and ("all came, once" in log.read_text() or "Traceback" in log.read_text()),
+        400.0,
+        lambda: f"the items: {agent.output()} {log.read_text() if log.exists() else ''}",
+    )
+    assert "Traceback" not in log.read_text(), log.read_text()

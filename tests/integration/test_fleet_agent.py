@@ -17,18 +17,19 @@ import pytest
 from runhouse import PATIENCE_SECONDS, RUN, RunHouse, open_run
 
 from potluck import tasks
-from potluck.errors import ConfigurationError, PeerError, PermissionDeniedError
+from potluck.errors import ConfigurationError, PeerError, PermissionDeniedError, RetryableError
 from potluck.fleet.agent.agent import Agent, AgentConfig
 from potluck.fleet.agent.desk import ReadFiles, ReadLog, Warrant, issue
 from potluck.fleet.agent.jobfolder import JobFolder
-from potluck.fleet.agent.reporting import newest_metrics
+from potluck.fleet.agent.reconciler import Instance
+from potluck.fleet.agent.reporting import Reporter, Standing, newest_metrics
 from potluck.fleet.agent.runners.process import ProcessRunner
 from potluck.fleet.agent.service import install, unit_text
 from potluck.fleet.jobs import desired as documents
 from potluck.fleet.jobs.control import FOLDER, FleetControl, fleet_control
 from potluck.fleet.jobs.desired import Desired
 from potluck.fleet.jobs.fleetfile import FleetFile, parse
-from potluck.fleet.jobs.job import Allowance, Job
+from potluck.fleet.jobs.job import Allowance, Job, Restart
 from potluck.fleet.jobs.shelf import FetchParcel, Shelf
 from potluck.hub.access.member import Scopes
 from potluck.hub.access.organise import Organiser
@@ -91,6 +92,39 @@ async def test_only_the_organisers_newest_document_counts(tmp_path: Path) -> Non
     ):
         assert not agent._may_look(wrong, shown_by)
     assert agent._may_look(warrant(until=9e9), "Uanna")
+
+
+class AbsentEngine(ProcessRunner):
+    """A runner whose engine has gone away."""
+
+    async def instances(self) -> dict[str, Instance]:
+        raise RetryableError("the container engine does not answer")
+
+
+async def test_an_engine_that_is_away_holds_up_no_other_jobs(tmp_path: Path) -> None:
+    identity = Identity.temporary()
+    link = JoinLink(host="127.0.0.1", port=1, run=RUN, ca_hash="", organiser_hash=organiser_hash(ORGANISER.public_key))
+    allow = Allowance.parse(["process", "images=*"])
+    runners = {"container": AbsentEngine(tmp_path / "none"), "process": ProcessRunner(tmp_path / "jobs")}
+    agent = Agent(link, identity, AgentConfig(name="anna", folder=tmp_path, allow=allow), runners)
+    jobs = (
+        Job(name="boxed", machine=identity.peer_id, image="box:1"),
+        Job(name="plain", machine=identity.peer_id, command=("sleep", "1000"), stop_seconds=1),
+    )
+    agent._heard(entry(documents.sign(Desired(run=RUN, revision=1, jobs=jobs), ORGANISER)))
+    try:
+
+        async def states() -> dict[str, str]:
+            await agent._act()
+            return {job.name: job.state for job in (await agent._report()).jobs}
+
+        async def both() -> bool:
+            return await states() == {"boxed": "preparing", "plain": "running"}
+
+        await poll_until(both, PATIENCE_SECONDS, "the plain job")
+    finally:
+        await agent._end_jobs()
+        assert all(each.state == "ended" for each in (await agent._look()).values())
 
 
 @asynccontextmanager
@@ -194,6 +228,22 @@ def test_a_unit_passes_systemds_own_check(tmp_path: Path, monkeypatch: pytest.Mo
     broken.write_text(text.replace("ExecStart=", "ExecStrat="))
     said = subprocess.run(["systemd-analyze", "verify", "--user", broken], capture_output=True, text=True, timeout=60)
     assert said.returncode != 0 or said.stderr.strip()  # the check itself can fail
+
+
+async def test_times_in_reports_are_the_hubs(tmp_path: Path) -> None:
+    job = Job(name="walker", machine=Identity.temporary().peer_id, command=("true",), restart=Restart(when="never"))
+    instance = Instance(job="walker", digest=job.digest, state="ended", started_at=100.0, ended_at=160.0)
+    standing = Standing(
+        revision=1,
+        allowed={"walker": job},
+        refused={},
+        instances={"walker": instance},
+        preparing={},
+        clock_behind_seconds=7200.0,
+    )
+    reporter = Reporter("anna", Allowance(process=True), tmp_path, {"process": ProcessRunner(tmp_path)})
+    [report] = (await reporter.report(standing)).jobs
+    assert report.since == 7360.0
 
 
 def test_figures_of_a_job_are_read_with_care(tmp_path: Path) -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +14,7 @@ import pytest
 from fleethouse import ALL, add, kill_and_restart_server, worker
 from guardhouse import PATIENCE_SECONDS, RUN, GuardHouse, open_house
 from runhouse import open_run
+from smalldisk import fill, small_disk
 
 from potluck.errors import PotluckError
 from potluck.fleet.member import FleetConfig, FleetMember
@@ -107,32 +105,14 @@ async def test_an_item_that_kills_its_takers_becomes_a_dead_letter(
     assert (letter.id, letter.value) == ("p", "poison")
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)]
-    mounting = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounting.returncode != 0:
-        pytest.skip(f"no file system can be mounted: {mounting.stderr.strip()}")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
-def fill(disk: Path) -> Path:
-    ballast = disk / "ballast"
-    with ballast.open("wb") as file, contextlib.suppress(OSError):
-        while (free := shutil.disk_usage(disk).free) > 0:
-            file.write(bytes(min(free, 1 << 20)))
-            file.flush()
-    return ballast
-
-
 @pytest.mark.timeout(300)
-async def test_a_full_disk_of_the_hub_loses_nothing_that_was_acknowledged(small_disk: Path) -> None:
-    async with open_run(small_disk, peer=None) as house:
+async def test_a_full_disk_of_the_hub_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", DISK_BYTES) as disk:
+        await work_on_a_full_disk(disk)
+
+
+async def work_on_a_full_disk(disk: Path) -> None:
+    async with open_run(disk, peer=None) as house:
         keys = HubKeys.load_or_create(house.folder / "identity")
         config = FleetConfig(patience_seconds=3.0)
         member = FleetMember(house.host.address, RUN, Identity(keys.organiser_seed), config)
@@ -145,7 +125,7 @@ async def test_a_full_disk_of_the_hub_loses_nothing_that_was_acknowledged(small_
             for number in range(50):
                 await queue.put({"number": number, "filling": bytes(20_000)}, id=f"i-{number}")
                 kept.add(number)
-            ballast = fill(small_disk)
+            ballast = fill(disk)
             refused = 0
             for number in range(50, 200):
                 try:

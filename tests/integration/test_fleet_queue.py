@@ -12,6 +12,7 @@ from fleethouse import ALL, add, connect, kill_and_restart_server, organiser, wo
 from guardhouse import PATIENCE_SECONDS, GuardHouse, open_house
 
 from potluck.errors import ConfigurationError, HubUnavailableError, PermissionDeniedError, QueueFullError
+from potluck.fleet import queue as queues
 from potluck.fleet.queue import Item
 from potluck.fleet.sync import AsyncFleet
 from potluck.testing.polling import poll_until
@@ -68,12 +69,42 @@ async def test_again_and_dead_letters(house: GuardHouse) -> None:
     assert (depth.items, depth.dead) == (0, 1)
 
 
+async def test_dead_letters_are_put_back_by_whoever_may_take(
+    house: GuardHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queues, "LETTERS_AT_ONCE", 2)
+    await add(house, "jobs", tries=1)
+    fleet = await worker(house, {"jobs": ALL})
+    queue = fleet.queue("jobs")
+    values = [*range(4), np.zeros(150_000)]
+    for number, value in enumerate(values):
+        await queue.put(value, id=f"j-{number}")
+    for item in await take_all(fleet, "jobs", 5):
+        await item.again()
+
+    async def buried() -> bool:
+        assert await queue.take(5, wait_seconds=0.5) == []
+        return (await fleet.list_queues())[0].dead == 5
+
+    await poll_until(buried, PATIENCE_SECONDS, "five dead letters")
+    assert await queue.retry_dead() == 5
+    assert await queue.retry_dead() == 0
+    [depth] = await fleet.list_queues()
+    assert (depth.items, depth.dead) == (5, 0)
+    items = await take_all(fleet, "jobs", 5)
+    assert sorted(np.size(item.value) for item in items) == [1, 1, 1, 1, 150_000]
+    for item in items:
+        await item.done()
+    assert (await fleet.list_queues())[0].parts_bytes == 0
+    assert fleet.queue("jobs", int) is not queue, "items are checked by the type that was asked for"
+
+
 async def test_a_taker_that_dies_gives_its_items_back(house: GuardHouse) -> None:
-    await add(house, "jobs", lease_seconds=1)
+    await add(house, "jobs", lease_seconds=2)  # a busy machine may hold its taker up for one
     mortal, heir = await worker(house, {"jobs": ALL}), await worker(house, {"jobs": ALL})
     await mortal.queue("jobs").put("work")
     [held] = await take_all(mortal, "jobs", 1)
-    await asyncio.sleep(2.5)  # longer than the lease: it is alive, and says so
+    await asyncio.sleep(3.0)  # longer than the lease: it is alive, and says so
     assert await heir.queue("jobs").take() == []
     await mortal.member.hub.close()  # it says nothing any more
     [taken] = await take_all(heir, "jobs", 1)

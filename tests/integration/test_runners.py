@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -11,10 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
+from smalldisk import fill, small_disk
 
 from potluck.errors import ConfigurationError, RetryableError
+from potluck.fleet.agent import jobfolder
 from potluck.fleet.agent.jobfolder import JobFolder
-from potluck.fleet.agent.reconciler import Instance
+from potluck.fleet.agent.reconciler import Exit, Instance
 from potluck.fleet.agent.runners.explaining import last_words
 from potluck.fleet.agent.runners.process import ProcessRunner
 from potluck.fleet.agent.runners.runner import Launch, Runner
@@ -222,22 +226,23 @@ async def test_what_it_uses(stage: Stage) -> None:
 # Of processes alone
 
 
+def has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
 async def test_what_a_process_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     stage = Stage(tmp_path / "jobs", "", ProcessRunner)
     await stage.start(stage.job("setsid sleep 1000 & echo $! > left; sleep 0.3"))
     await stage.until_ended()
-    left = int((stage.folder / "walker" / "work" / "left").read_text())
-    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+    assert has_ended(int((stage.folder / "walker" / "work" / "left").read_text()))
     await stage.clear()
 
 
 async def test_a_process_whose_keeper_was_killed_still_counts_and_can_be_ended(tmp_path: Path) -> None:
     stage = Stage(tmp_path / "jobs", "", ProcessRunner)
-    job = stage.job("echo ready; sleep 1000")
+    job = stage.job("setsid sleep 1000 & echo $! > left; echo ready; sleep 1000")
     await stage.start(job)
     await stage.until_said("ready")
-    import json
-
     shim = json.loads((stage.folder / "walker" / "run" / "running.json").read_text())["shim"]
     os.kill(shim, signal.SIGKILL)
     await asyncio.sleep(0.2)
@@ -247,7 +252,37 @@ async def test_a_process_whose_keeper_was_killed_still_counts_and_can_be_ended(t
     await stage.runner.stop("walker", 5.0)
     ended = await stage.until_ended()
     assert "stopped" in last_words(job, ended, "")
+    assert has_ended(int((stage.folder / "walker" / "work" / "left").read_text())), "also what left its process group"
     await stage.clear()
+
+
+async def test_on_a_full_disk_jobs_are_not_started_and_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_disk(tmp_path / "disk", 2**20) as disk:
+        stage = Stage(disk / "jobs", "", ProcessRunner)
+        talker = stage.job("yes | head -c 20000; echo ready; sleep 1000", name="talker")
+        await stage.start(talker)
+        await stage.until_said("ready", "talker")
+        filler = stage.job("cat /dev/zero > zeros; sleep 0.3; exit 9", name="filler")
+        await stage.start(filler)  # it fills the disk, and how it ended is known all the same
+        ended = await stage.until_ended("filler")
+        assert ended.exit.code == 9
+        ballast = fill(disk)
+        walker = stage.job("echo ready; sleep 1000")
+        with pytest.raises((RetryableError, OSError), match="No space left") as failure:
+            await stage.start(walker)
+        words = last_words(walker, dataclasses.replace(ended, exit=Exit(reason=str(failure.value))), "")
+        assert "the machine's disk is full: make room, then `potluck fleet restart walker`" in words
+        monkeypatch.setattr(jobfolder, "LOG_BYTES", 100)
+        await stage.runner.stop("talker", 0.0)
+        await stage.until_ended("talker")
+        assert (stage.folder / "talker" / "log").stat().st_size <= 100, "what could not be kept made room"
+        ballast.unlink()
+        (stage.folder / "filler" / "work" / "zeros").unlink()
+        await stage.start(walker)
+        await stage.until_said("ready")
+        await stage.clear()
 
 
 # Of containers alone

@@ -185,7 +185,7 @@ def agent(
         unit = install(str(parsed), config, engine)
         typer.echo(f"Wrote {unit}. Start it with: systemctl --user enable --now {unit.name}")
         return
-    identity = Identity.open(where / "identity.nkey")
+    identity = Identity.open(where / "identity.nkey", "--folder")
     runners: dict[str, Runner] = {}
     if allowance.process:
         runners["process"] = ProcessRunner(where / "jobs")

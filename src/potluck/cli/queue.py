@@ -228,15 +228,9 @@ def dead(
     if not retry:
         _look(name, num, link, run, folder, as_json, dead=True)
         return
-    from potluck.hub.access.queueing import Purged, PurgeQueue
 
     async def work(fleet: AsyncFleet) -> int:
-        queue = fleet.queue(name)
-        letters = await queue.peek(10_000, dead=True)
-        for letter in letters:
-            await queue.put(letter.value, id=f"{letter.id}-again-{int(time.time())}")
-        await fleet.member.ask("purge", PurgeQueue(name=name, dead=True), Purged)
-        return len(letters)
+        return await fleet.queue(name).retry_dead()
 
     number = _with_fleet(link, run, folder, work)
     _tell(as_json, f"{number} dead letters are in {name} again.", retried=number)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 PART_BYTES = 1024 * 1024
 WHOLE_BYTES = PART_BYTES + 32 * 1024  # an item up to this goes as one message: 1 MiB of numbers and what describes them
 WINDOW = 8  # parts on their way at a time
-FETCH_PARTS = 8  # parts asked for at a time
+FETCH_PARTS = 8  # parts asked for at a time on a fast line
+FETCH_SECONDS = 5.0  # the hub cuts off who takes 30 s for what it was sent at once
 MAGIC = b"PL\x01\x00"
 
 
@@ -65,11 +67,15 @@ async def fetch_parts(member: FleetMember, name: str, putter: str, data: bytes) 
     """The item that a head stands for; ProtocolError when its parts are gone or are not what the head says."""
     head = read_head(data)
     whole = bytearray(head.num_bytes)
-    filled = 0
-    for first in range(0, head.num_parts, FETCH_PARTS):
-        numbers = range(first, min(first + FETCH_PARTS, head.num_parts))
+    filled = first = 0
+    at_once = 1
+    while first < head.num_parts:
+        numbers = range(first, min(first + at_once, head.num_parts))
         subjects = [member.subjects.part(name, putter, head.slot, number) for number in numbers]
-        found = await member.read_last(name, "part", subjects)
+        began = time.monotonic()
+        found = await member.read_last(name, "part", subjects, len(subjects) * PART_BYTES)
+        fitting = int(len(subjects) * FETCH_SECONDS / max(time.monotonic() - began, 1e-3))
+        first, at_once = numbers.stop, max(min(2 * at_once, fitting, FETCH_PARTS), 1)
         for subject in subjects:
             part = found.get(subject)
             if part is None or filled + len(part) > head.num_bytes:

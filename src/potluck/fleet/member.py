@@ -44,6 +44,7 @@ from potluck.peer.session import new_session_id
 logger = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 10.0
+SLOWEST_BYTES_PER_SECOND = 64 * 1024  # of a line; what is on its way gets this much longer
 RETRY_SECONDS = 0.25
 LONGEST_RETRY_SECONDS = 2.0
 STORE_FAILED = 10077  # the stream has as much as it may have
@@ -100,6 +101,7 @@ class FleetMember:
         self._depths: dict[str, QueueDepth] = {}
         self._usable: set[str] = set()  # queues and topics that there were when the connection was made
         self._listeners: dict[Listening, None] = {}
+        self._writing_bytes = 0  # on their way to the hub, not answered yet
 
     async def open(self, on_waiting: Callable[[Answer], None] | None = None, *, is_member: bool = False) -> None:
         """Get in, unless this is a member already, and connect. On failure everything is released again."""
@@ -178,7 +180,11 @@ class FleetMember:
         The first attempt has `first_headers` where they are given.
         """
         attempts = itertools.chain([first_headers or headers], itertools.repeat(headers))
-        answer = await self._persist(lambda: self._write(subject, data, next(attempts)))
+        self._writing_bytes += len(data)
+        try:
+            answer = await self._persist(lambda: self._write(subject, data, next(attempts)))
+        finally:
+            self._writing_bytes -= len(data)
         if answer.error is None:
             return answer
         if answer.error.err_code in NO_ROOM:
@@ -200,7 +206,9 @@ class FleetMember:
             pause_seconds = min(2 * pause_seconds, LONGEST_RETRY_SECONDS)
 
     async def _write(self, subject: str, data: bytes, headers: dict[str, str] | None) -> Write:
-        [message] = await self.hub.request_messages(subject, data, headers=headers, timeout_seconds=REQUEST_SECONDS)
+        # All that is written goes over one line, one after the other.
+        timeout_seconds = REQUEST_SECONDS + self._writing_bytes / SLOWEST_BYTES_PER_SECOND
+        [message] = await self.hub.request_messages(subject, data, headers=headers, timeout_seconds=timeout_seconds)
         try:
             answer = msgspec.json.decode(message.data, type=Write)
         except msgspec.MsgspecError as error:
@@ -210,20 +218,22 @@ class FleetMember:
         return answer
 
     async def read_last(
-        self, name: str, what: Literal["", "done", "part", "dead"], subjects: Sequence[str]
+        self, name: str, what: Literal["", "done", "part", "dead"], subjects: Sequence[str], most_bytes: int = 0
     ) -> dict[str, bytes]:
         """The newest message of each of these subjects, where there is one."""
         wanted = {"multi_last": list(subjects), "batch": len(subjects)}
-        messages = await self.read(name, what, wanted)
+        messages = await self.read(name, what, wanted, most_bytes)
         return {(message.headers or {}).get("Nats-Subject", ""): message.data for message in messages}
 
-    async def read(self, name: str, what: Literal["", "done", "part", "dead"], wanted: dict[str, Any]) -> list[Msg]:
-        """Messages of a stream, without taking them. Waits through outages."""
+    async def read(
+        self, name: str, what: Literal["", "done", "part", "dead"], wanted: dict[str, Any], most_bytes: int = 0
+    ) -> list[Msg]:
+        """Messages of a stream, without taking them; `most_bytes` is how much may come. Waits through outages."""
         messages = await self._persist(
             lambda: self.hub.request_messages(
                 self.subjects.read(name, what),
                 msgspec.json.encode(wanted),
-                timeout_seconds=REQUEST_SECONDS,
+                timeout_seconds=REQUEST_SECONDS + most_bytes / SLOWEST_BYTES_PER_SECOND,
                 is_last=lambda message: bool(status_of(message)),
             )
         )

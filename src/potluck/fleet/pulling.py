@@ -25,7 +25,11 @@ from potluck.hub.nats.subscription import NatsDelivery
 from potluck.hub.queues import UNKNOWN
 from potluck.hub.subjects import Subjects
 
-PULL_BYTES = 16 * 1024 * 1024  # in one answer; several items of the largest size fit
+PULL_BYTES = 16 * 1024 * 1024  # in one answer, on a fast line
+FIRST_PULL_BYTES = 2 * 1024 * 1024
+LEAST_PULL_BYTES = 1280 * 1024  # an item of the largest size fits
+LEASE_SHARE = 0.25  # an answer takes no longer than this share of a lease: after it, items go to other takers
+MEASURED_BYTES = 128 * 1024  # less says nothing about a line
 WAIT_SECONDS = 20.0  # one question may wait so long
 ANSWER_SECONDS = 10.0
 FRESH_HEADER = "Potluck-Fresh"  # the putter has not put this id before
@@ -45,6 +49,9 @@ class Puller:
         self._news = asyncio.Event()
         self._listening: Listening | None = None
         self._asked_at = 0.0
+        self._pull_bytes = FIRST_PULL_BYTES
+        self._first_at = self._last_at = 0.0  # when the first and the last item of an answer came
+        self._num_bytes = 0  # of those after the first
         self._newest: int | None = None  # the newest item when this connection began; None: not asked yet
 
     @classmethod
@@ -54,7 +61,7 @@ class Puller:
         puller._listening = await member.listen(puller._inbox, puller._take_in, puller._came_back)
         return puller
 
-    async def pull(self, max_items: int, wait_seconds: float) -> list[NatsDelivery]:
+    async def pull(self, max_items: int, wait_seconds: float, lease_seconds: float) -> list[NatsDelivery]:
         """Up to so many items; waits for the first one, if there is none yet."""
         async with self._asking:
             if self._newest is None:
@@ -62,8 +69,9 @@ class Puller:
             if not self._came:
                 # With both, the hub waits for the first item and then sends what there is.
                 seconds = min(wait_seconds, WAIT_SECONDS)
-                wanted: dict[str, object] = {"batch": max_items, "no_wait": True, "max_bytes": PULL_BYTES}
+                wanted: dict[str, object] = {"batch": max_items, "no_wait": True, "max_bytes": self._pull_bytes}
                 await self._ask(wanted | ({"expires": int(seconds * 1e9)} if seconds > 0 else {}), max_items, seconds)
+                self._measure(lease_seconds)
             return [self._came.popleft() for _ in range(min(max_items, len(self._came)))]
 
     def may_be_done(self, message: NatsDelivery, lease_seconds: float) -> bool:
@@ -87,6 +95,7 @@ class Puller:
 
     async def _ask(self, wanted: dict[str, object], max_items: int, wait_seconds: float) -> None:
         self._status = ""
+        self._num_bytes, self._first_at = 0, 0.0
         self._asked_at = _now()
         subject = self._member.subjects.next(self._name)
         await self._member.hub.forward(subject, msgspec.json.encode(wanted), reply=self._inbox)
@@ -108,7 +117,19 @@ class Puller:
             self._status = status
         else:
             self._came.append(delivery)
+            self._last_at = _now()
+            if self._first_at:
+                self._num_bytes += len(delivery.payload)
+            else:
+                self._first_at = self._last_at
         self._news.set()
+
+    def _measure(self, lease_seconds: float) -> None:
+        """Ask next time for as much as this line brings in a share of the lease."""
+        if self._num_bytes >= MEASURED_BYTES:
+            rate = self._num_bytes / max(self._last_at - self._first_at, 1e-3)
+            fitting = int(rate * lease_seconds * LEASE_SHARE)
+            self._pull_bytes = min(max(fitting, LEAST_PULL_BYTES), PULL_BYTES)
 
     def _came_back(self) -> None:
         """What was asked on a connection that is gone is not answered any more."""

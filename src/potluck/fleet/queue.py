@@ -25,7 +25,7 @@ from potluck.fleet.items import decode_item, encode_item
 from potluck.fleet.largeitems import WHOLE_BYTES, fetch_parts, is_head, put_parts, read_head
 from potluck.fleet.member import FleetMember
 from potluck.fleet.pulling import FRESH_HEADER, Puller, tries_and_number
-from potluck.hub.access.queueing import ForgetParts, Purged
+from potluck.hub.access.queueing import ForgetParts, Purged, PurgeQueue
 from potluck.hub.queues import QueueDefinition, check_item_id, sender_of
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_TAKEN = 256  # in one answer
+LETTERS_AT_ONCE = 256
+PEEK_BYTES = 8 * 1024 * 1024  # in one answer
 LEASES_TOLD = 3  # times in each lease
 ROOM_SECONDS = 0.1  # pause before a blocked putter tries again; doubles
 LONGEST_ROOM_SECONDS = 1.0
@@ -62,6 +64,8 @@ class Item(Generic[T]):
         """The peer that put it."""
         self.tries = tries
         """How often it has been handed out, this time included."""
+        self.number = 0
+        """Its place among what was looked at; 0 for one that was taken."""
         self._queue = queue
         self._reply = reply
         self._data = data
@@ -154,15 +158,24 @@ class Queue(Generic[T]):
     async def peek(self, max_items: int = 10, *, dead: bool = False) -> list[Item[T]]:
         """Look at the oldest items, or at dead letters, without taking them."""
         await self._member.definition(self.name, "queue", "take")
-        wanted = {"seq": 1, "batch": max_items, "next_by_subj": ">"}
-        shown: list[Item[T]] = []
-        for message in await self._member.read(self.name, "dead" if dead else "", wanted):
-            headers = message.headers or {}
-            putter = headers.get("Putter", "") or sender_of(headers.get("Nats-Subject", ""))
-            item = await self._read(message.data, headers, putter, tries=0, reply="")
-            if item is not None:
-                shown.append(item)
-        return shown
+        return (await self._peek(max_items, dead=dead))[0]
+
+    async def retry_dead(self) -> int:
+        """Put all dead letters back into the queue, the oldest first; returns how many there were.
+
+        A letter is removed once it is in the queue. Broken off and called again, it puts none twice.
+        """
+        number = 0
+        while True:
+            letters, newest = await self._peek(LETTERS_AT_ONCE, dead=True)
+            if not newest:
+                return number
+            for letter in letters:
+                await self.put(letter.value, id=f"{letter.id}-again-{letter.number}")
+            await self._member.ask("purge", PurgeQueue(name=self.name, dead=True, up_to=newest), Purged)
+            for letter in letters:
+                await self._forget_parts(letter)
+            number += len(letters)
 
     async def close(self) -> None:
         """Give back what is held, and send what waits. Idempotent."""
@@ -177,6 +190,21 @@ class Queue(Generic[T]):
         if self._puller is not None:
             await self._puller.close()
         await tasks.end(*self._sending)
+
+    async def _peek(self, max_items: int, *, dead: bool) -> tuple[list[Item[T]], int]:
+        """The oldest items, at least one if there is any, and the number of the last; 0 when there is none."""
+        wanted = {"seq": 1, "batch": max_items, "next_by_subj": ">", "max_bytes": PEEK_BYTES}
+        shown: list[Item[T]] = []
+        newest = 0
+        for message in await self._member.read(self.name, "dead" if dead else "", wanted, most_bytes=PEEK_BYTES):
+            headers = message.headers or {}
+            newest = int(headers.get("Nats-Sequence", 0))
+            putter = headers.get("Putter", "") or sender_of(headers.get("Nats-Subject", ""))
+            item = await self._read(message.data, headers, putter, tries=0, reply="")
+            if item is not None:
+                item.number = newest
+                shown.append(item)
+        return shown, newest
 
     # Putting
 
@@ -225,7 +253,7 @@ class Queue(Generic[T]):
     async def _take(self, definition: QueueDefinition, max_items: int, wait_seconds: float) -> list[Item[T]]:
         if self._puller is None:
             self._puller = await Puller.open(self._member, self.name)
-        messages = await self._puller.pull(min(max_items, MOST_TAKEN), wait_seconds)
+        messages = await self._puller.pull(min(max_items, MOST_TAKEN), wait_seconds, definition.lease_seconds)
         subjects = [
             self._member.subjects.done(self.name, check_item_id(message.headers.get(ID_HEADER, "") or "-"))
             for message in messages
@@ -287,12 +315,14 @@ class Queue(Generic[T]):
         self.counts["done"] += 1
         try:
             await self._member.hub.publish(item._reply, b"+ACK")
-            if is_head(item._data):
-                head = read_head(item._data)
-                forget = ForgetParts(name=self.name, putter=item.putter, item=head.slot)
-                await self._member.ask("forget", forget, Purged)
+            await self._forget_parts(item)
         except RetryableError as error:  # it is written down as done; whoever is handed it again throws it away
             logger.debug("an item of %s that is done was not taken out yet: %s", self.name, error)
+
+    async def _forget_parts(self, item: Item[T]) -> None:
+        if is_head(item._data):
+            head = read_head(item._data)
+            await self._member.ask("forget", ForgetParts(name=self.name, putter=item.putter, item=head.slot), Purged)
 
     async def _again(self, item: Item[T], after_seconds: float) -> None:
         delay = msgspec.json.encode({"delay": int(after_seconds * 1e9)}) if after_seconds > 0 else b""

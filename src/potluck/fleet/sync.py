@@ -36,8 +36,8 @@ class AsyncFleet:
 
     def __init__(self, member: FleetMember) -> None:
         self.member = member
-        self._queues: dict[str, Queue[Any]] = {}
-        self._topics: dict[str, Topic[Any]] = {}
+        self._queues: dict[tuple[str, Any], Queue[Any]] = {}  # by name and kind
+        self._topics: dict[tuple[str, Any], Topic[Any]] = {}
 
     @classmethod
     async def join(
@@ -74,7 +74,7 @@ class AsyncFleet:
 
     def queue(self, name: str, kind: Any = Any) -> Queue[Any]:
         """A queue by name; `kind` is the type that its items are checked against."""
-        return self._queues.setdefault(name, Queue(self.member, name, kind))
+        return self._queues.setdefault((name, kind), Queue(self.member, name, kind))
 
     @overload
     def topic(self, name: str) -> Topic[Any]: ...
@@ -84,7 +84,7 @@ class AsyncFleet:
 
     def topic(self, name: str, kind: Any = Any) -> Topic[Any]:
         """A topic by name; `kind` is the type that its items are checked against."""
-        return self._topics.setdefault(name, Topic(self.member, name, kind))
+        return self._topics.setdefault((name, kind), Topic(self.member, name, kind))
 
     async def list_queues(self) -> list[QueueDepth]:
         """The queues and topics that this member may use, and how full they are."""
@@ -214,6 +214,10 @@ class SyncQueue(Generic[T]):
     def peek(self, max_items: int = 10, *, dead: bool = False) -> list[SyncItem[T]]:
         """Look at the oldest items, or at dead letters, without taking them."""
         return [SyncItem(self._loop, item) for item in self._loop.call(self._queue.peek(max_items, dead=dead))]
+
+    def retry_dead(self) -> int:
+        """Put all dead letters back into the queue; returns how many there were."""
+        return self._loop.call(self._queue.retry_dead())
 
 
 class SyncTopic(Generic[T]):

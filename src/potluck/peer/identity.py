@@ -49,13 +49,16 @@ class Identity:
         return cls(new_seed("user"), is_temporary=True)
 
     @classmethod
-    def open(cls, path: Path) -> Identity:
-        """The identity in `path`, made on first use. ConfigurationError when it is in use, unreadable or damaged."""
+    def open(cls, path: Path, option: str = "--identity-path") -> Identity:
+        """The identity in `path`, made on first use. ConfigurationError when it is in use, unreadable or damaged.
+
+        `option` is how the user chooses another one.
+        """
         identity = cls._try_open(path)
         if identity is None:
             raise ConfigurationError(
                 f"another peer on this machine is running with the identity in {path}: "
-                "stop it first, or give this one a file of its own with --identity-path"
+                f"stop it first, or give this one a place of its own with {option}"
             )
         return identity
 

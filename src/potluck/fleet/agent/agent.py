@@ -94,6 +94,8 @@ class Agent:
         self._preparing: dict[str, str] = {}  # what a job waits for before it can start
         self._unstarted: dict[str, Instance] = {}  # starts that failed before a runner had anything of them
         self._instances: dict[str, Instance] = {}
+        self._seen: dict[str, dict[str, Instance]] = {}  # by kind of runner, as each has told last
+        self._silent: set[str] = set()  # runners that tell nothing now
         self._desk = AgentDesk(self._jobs, self._runner_of, self._may_look)
         self._reporter = Reporter(config.name, config.allow, self._jobs, runners)
 
@@ -129,8 +131,9 @@ class Agent:
             for instance in running:
                 job = self.desired.of_machine(self.peer_id).get(instance.job)
                 grace = job.stop_seconds if job is not None else 0.0
-                for runner in self._runners.values():
-                    await runner.stop(instance.job, grace)
+                for kind, runner in self._runners.items():
+                    if kind not in self._silent:
+                        await runner.stop(instance.job, grace)
             await asyncio.sleep(LOOK_EVERY_SECONDS / 2)
 
     # What shall run
@@ -205,11 +208,27 @@ class Agent:
             self._wake.clear()
 
     async def _look(self) -> dict[str, Instance]:
+        """All that there is, but for runners that tell nothing now."""
         found: dict[str, Instance] = {}
-        for runner in self._runners.values():
-            for name, instance in (await runner.instances()).items():
+        for kind in self._runners:
+            for name, instance in (await self._instances_of(kind) or {}).items():
                 if name not in found or instance.state == "running":
                     found[name] = instance
+        return found
+
+    async def _instances_of(self, kind: str) -> dict[str, Instance] | None:
+        """What a runner has; None while it cannot tell, as when its engine is away. The others go on."""
+        try:
+            found = self._seen[kind] = await self._runners[kind].instances()
+        except (PotluckError, OSError) as error:
+            if kind not in self._silent:
+                logger.warning("jobs of the kind %s cannot be looked at now: %s", kind, error)
+                self._silent.add(kind)
+                self._report_wanted.set()
+            return None
+        if kind in self._silent:
+            logger.info("jobs of the kind %s can be looked at again", kind)
+            self._silent.discard(kind)
         return found
 
     async def _act(self) -> float | None:
@@ -218,7 +237,10 @@ class Agent:
         look_at: list[float] = []
         seen: dict[str, Instance] = {}
         for kind, runner in self._runners.items():
-            instances = await runner.instances()
+            instances = await self._instances_of(kind)
+            if instances is None:
+                seen = {**self._seen.get(kind, {}), **seen}
+                continue
             mine = {name: job for name, job in allowed.items() if job.kind == kind}
             merged = {**{name: each for name, each in self._unstarted.items() if name in mine}, **instances}
             decision = reconcile(mine, merged, time.time())
@@ -241,6 +263,8 @@ class Agent:
         async def to_the_end() -> None:
             try:
                 await work
+            except (PotluckError, OSError) as error:  # it is decided anew at the next look
+                logger.warning("nothing can be done about %s now: %s", name, error)
             finally:
                 self._works.pop(name, None)
                 self._preparing.pop(name, None)
@@ -261,9 +285,9 @@ class Agent:
 
     async def _start(self, runner: Runner, start: Start) -> None:
         job = start.job
-        others = [other for other in self._runners.values() if other is not runner]
-        for other in others:  # what was a process and is a container now, or the other way round
-            if (before := (await other.instances()).get(job.name)) is not None and before.state == "running":
+        for kind, seen in self._seen.items():  # what was a process and is a container now, or the other way round
+            before = seen.get(job.name)
+            if kind != job.kind and before is not None and before.state == "running":
                 return
         try:
             folder = JobFolder(self._jobs, job.name)
@@ -383,8 +407,11 @@ class Agent:
             self._check_organiser(warrant.organiser)
         except ConfigurationError:
             return False
-        now = self._peer.session.now() if self._peer is not None else time.time()
-        return is_valid(warrant, self._link.run, peer, now)
+        return is_valid(warrant, self._link.run, peer, self._hub_time())
+
+    def _hub_time(self) -> float:
+        """The hub's clock, by which all machines tell times: one of theirs may be wrong by hours."""
+        return self._peer.session.now() if self._peer is not None else time.time()
 
     # Telling
 
@@ -413,6 +440,7 @@ class Agent:
             refused=refused,
             instances=self._instances,
             preparing=self._preparing,
+            clock_behind_seconds=self._hub_time() - time.time(),
         )
         return await self._reporter.report(standing)
 

@@ -10,12 +10,15 @@ stopped         it was told to end, and did not end by itself
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tarfile
 from pathlib import Path
 
 from potluck.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 LOG_BYTES = 16 * 1024 * 1024
@@ -75,9 +78,15 @@ class JobFolder:
 
     def trim_log(self) -> None:
         """Keep the log below its limit. Its writer appends, so it goes on at the new end."""
+        older = self.log.with_name("log.1")
         try:
-            if self.log.stat().st_size > LOG_BYTES:
-                shutil.copyfile(self.log, self.log.with_name("log.1"))
-                os.truncate(self.log, 0)
+            if self.log.stat().st_size <= LOG_BYTES:
+                return
         except FileNotFoundError:
             return
+        try:
+            shutil.copyfile(self.log, older)
+        except OSError as error:  # a full disk: what was written goes, and makes room
+            logger.warning("the log of %s is thrown away, since it cannot be kept: %s", self.name, error)
+            older.unlink(missing_ok=True)
+        os.truncate(self.log, 0)

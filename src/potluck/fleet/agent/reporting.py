@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import potluck
+from potluck.errors import PotluckError
 from potluck.fleet.agent.jobfolder import METRICS, JobFolder
 from potluck.fleet.agent.reconciler import Instance, failures_after, is_over
 from potluck.fleet.agent.runners.explaining import last_words
@@ -36,6 +37,9 @@ class Standing:
     instances: Mapping[str, Instance]
     preparing: Mapping[str, str]
     """What these wait for before they can start."""
+
+    clock_behind_seconds: float = 0.0
+    """How far this machine's clock is behind the hub's."""
 
 
 class Reporter:
@@ -66,10 +70,14 @@ class Reporter:
 
     async def _job_report(self, job: Job, standing: Standing) -> JobReport:
         instance = standing.instances.get(job.name)
-        state, words, usage = await self._state_of(job, instance, standing.preparing.get(job.name, ""))
+        try:
+            state, words, usage = await self._state_of(job, instance, standing.preparing.get(job.name, ""))
+        except (PotluckError, OSError) as error:  # the engine is away; the report has other jobs too
+            state, words, usage = "unknown", str(error), Usage()
         since = 0.0
         if instance is not None:
             since = instance.started_at if instance.state == "running" else instance.ended_at
+            since += standing.clock_behind_seconds
         return JobReport(
             name=job.name,
             state=state,

@@ -25,7 +25,7 @@ MAX_REPORT_BYTES = 64 * 1024
 NVIDIA_SECONDS = 5.0
 
 Words = Annotated[str, msgspec.Meta(max_length=600)]
-JobState = Literal["running", "ended", "finished", "waiting", "stopped", "failed", "refused", "preparing"]
+JobState = Literal["running", "finished", "waiting", "stopped", "failed", "refused", "preparing", "unknown"]
 
 
 class MachineFacts(Message, frozen=True, kw_only=True):
@@ -50,7 +50,7 @@ class JobReport(Message, frozen=True, kw_only=True):
     name: Words
     state: JobState
     restarts: int = 0
-    since: float = 0.0  # wall time of the machine: when it started, or ended
+    since: float = 0.0  # hub time: when it started, or ended
     last_words: Words = ""  # in plain language, why it is not running
     cpu_percent: float = 0.0  # of one core
     memory_bytes: int = 0

@@ -29,10 +29,11 @@ class DeleteQueue(Message, frozen=True, kw_only=True, tag=True):
 
 
 class PurgeQueue(Message, frozen=True, kw_only=True, tag=True):
-    """Remove what is in a queue, or its dead letters."""
+    """Remove what is in a queue, or its dead letters. Takers may do the latter too: they could take and throw away."""
 
     name: str
     dead: bool = False
+    up_to: int = 0  # only those up to this number; 0: all
 
 
 class ForgetParts(Message, frozen=True, kw_only=True, tag=True):

@@ -157,14 +157,16 @@ class QueueDesk:
         return Done()
 
     async def _purge(self, member: Member, request: PurgeQueue) -> Message:
-        _only_organisers(member)
+        if not request.dead or "take" not in rights_on(member.scopes.queue_rights, request.name):
+            _only_organisers(member)
         definition = self._known(request.name)
         stream = self._subjects.stream(definition.name)
         if request.dead and definition.kind == "topic":
             raise ConfigurationError(f"{definition.name} is a topic: it has no dead letters")
-        answer = await self._ask(f"STREAM.PURGE.{stream}{'_dead' if request.dead else ''}")
+        wanted = {"seq": request.up_to + 1} if request.up_to else None  # JetStream purges what is below it
+        answer = await self._ask(f"STREAM.PURGE.{stream}{'_dead' if request.dead else ''}", wanted)
         _raise(answer, definition.name)
-        if not request.dead:
+        if not request.dead and not request.up_to:
             _raise(await self._ask(f"STREAM.PURGE.{stream}_part"), definition.name)
         return Purged(items=answer.purged)
 

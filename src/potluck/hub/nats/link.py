@@ -184,6 +184,11 @@ class NatsLink:
                 raise HubUnavailableError(f"the subscription could not be ended at the hub: {error}") from error
         await tasks.end(subscription._wait_for_msgs_task)
 
+    @property
+    def num_received(self) -> int:
+        """Bytes that have come from the hub."""
+        return self._wire.num_received
+
     async def round_trip(self, timeout_seconds: float) -> None:
         """Return when the hub has processed all that was sent before."""
         if self._client._reading_task is None or self._client._reading_task.done():

@@ -36,6 +36,8 @@ class Wire(Transport):
         """Done as soon as no more bytes will come; the reason in words."""
         self.written = asyncio.Event()
         """Set whenever what nats-py had collected goes out: there is room again."""
+        self.num_received = 0
+        """Bytes that have come; while they do, the other end is alive."""
         self._must_be_secure = must_be_secure
         self._secure = False
 
@@ -190,6 +192,7 @@ class TcpWire(Wire, asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Keep what arrived, up to a limit."""
         self._received += data
+        self.num_received += len(data)
         if len(self._received) > READ_LIMIT_BYTES and not self._reading_paused and self._transport is not None:
             self._reading_paused = True
             self._transport.pause_reading()

@@ -21,7 +21,8 @@ def last_words(job: Job, instance: Instance, log_tail: str) -> str:
     """Why an instance ended."""
     exit_ = instance.exit
     if exit_.reason:
-        return exit_.reason
+        trouble = _trouble(job, exit_.reason)
+        return f"{exit_.reason}: {trouble}" if trouble else exit_.reason
     if exit_.out_of_memory:
         limit = job.limits.memory_bytes
         allowed = f"its limit of {limit / 1e6:.0f} MB" if limit else "the machine has"
@@ -30,12 +31,16 @@ def last_words(job: Job, instance: Instance, log_tail: str) -> str:
         return "stopped"
     if exit_.is_success:
         return "finished (exit code 0)"
-    lowered = log_tail.lower()
-    trouble = next((meaning for sign, meaning in KNOWN_TROUBLES if sign in lowered), "")
+    trouble = _trouble(job, log_tail)
     how = _how(exit_.code, exit_.signal)
     line = next((line.strip() for line in reversed(log_tail.splitlines()) if line.strip()), "")
     said = f"; it said: {line[:TAIL_CHARACTERS]}" if line else ""
-    return f"{how}: {trouble.format(job=job.name)}" if trouble else f"{how}{said}"
+    return f"{how}: {trouble}" if trouble else f"{how}{said}"
+
+
+def _trouble(job: Job, text: str) -> str:
+    lowered = text.lower()
+    return next((meaning for sign, meaning in KNOWN_TROUBLES if sign in lowered), "").format(job=job.name)
 
 
 def _how(code: int | None, number: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import logging
@@ -28,6 +29,7 @@ from potluck.fleet.jobs.job import Job
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 30.0
+STARTED = "started"  # says the shim
 MAX_READ_BYTES = 1024 * 1024
 FOLLOW_EVERY_SECONDS = 0.3
 
@@ -96,9 +98,14 @@ class ProcessRunner:
         self._shims[job.name] = process
         assert process.stdout is not None
         with process.stdout as said:
-            said.readline()  # "started", or nothing once it has ended
-        if process.poll() == shim.RUNS_ALREADY:
+            line = said.readline().decode().strip()
+        if line == STARTED:
+            return
+        code = process.wait(START_SECONDS)
+        if code == shim.RUNS_ALREADY:
             raise RetryableError(f"{job.name} runs already")
+        if code:  # else the job's own command is the matter, and that is written down
+            raise RetryableError(f"nothing can be started on this machine: {line or f'exit code {code}'}")
 
     async def stop(self, name: str, grace_seconds: float) -> None:
         """Notice to the job; its parent kills it after the grace."""
@@ -107,17 +114,17 @@ class ProcessRunner:
         if known is None or not _is_locked(folder):
             return
         if not folder.is_stopped:
-            (folder.run / "grace").write_text(str(grace_seconds))
-            folder.mark_stopped(True)
-        for pid, send in ((known["shim"], os.kill), (known["group"], os.killpg)):
-            if not pid:
-                continue
             try:
-                # Without its parent nobody counts the grace: then it ends at once.
-                send(pid, signal.SIGTERM if pid == known["shim"] else signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
-            return
+                (folder.run / "grace").write_text(str(grace_seconds))
+                folder.mark_stopped(True)
+            except OSError as error:  # a full disk: it is told to end all the same
+                logger.warning("it is not written down that %s was stopped: %s", name, error)
+        holders = await asyncio.to_thread(_holders, folder)
+        has_parent = known["shim"] in holders
+        # Without its parent nobody counts the grace: then all that is left of it ends at once.
+        for pid in [known["shim"]] if has_parent else holders:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGTERM if has_parent else signal.SIGKILL)
 
     async def remove(self, name: str) -> None:
         """Forget an instance that has ended."""
@@ -225,6 +232,29 @@ def _is_locked(folder: JobFolder) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def _holders(folder: JobFolder) -> list[int]:
+    """The processes that have a job's lock open: its parent, and all of the job that did not close it.
+
+    A pid that was written down may be another process by now; one that has the lock open is the job's.
+    """
+    lock = folder.lock.stat()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if any(_is_same(each, lock) for each in (entry / "fd").iterdir()):
+                found.append(int(entry.name))
+    return found
+
+
+def _is_same(path: Path, file: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(path.stat(), file)
+    except OSError:
+        return False
 
 
 def _read(path: Path) -> dict[str, Any] | None:

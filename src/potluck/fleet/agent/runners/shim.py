@@ -2,7 +2,8 @@
 
 It outlives the agent that started it, holds a lock for as long as anything of the job runs (so that nobody can start
 the job twice, and a pid that was given away again deceives nobody), passes SIGTERM on with a deadline, watches the
-memory of all that the job started, and writes down how it ended.
+memory of all that the job started, and writes down how it ended. It takes the room for that at the start, since a job
+may fill the disk.
 """
 
 from __future__ import annotations
@@ -22,18 +23,30 @@ SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphans of the job become children of 
 LOOK_EVERY_SECONDS = 0.1
 MEMORY_EVERY_SECONDS = 0.5
 RUNS_ALREADY = 3
+NOT_STARTED = 4  # what it said on standard output is why
+RECORD_BYTES = 1024
 LOCK_TRIES = 20
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def write(path: Path, value: dict[str, Any]) -> None:
     """The whole file or the one before."""
-    draft = path.with_name(f".{path.name}")
-    with draft.open("w") as file:
-        json.dump(value, file)
+    reserve(path, json.dumps(value))
+    _draft(path).replace(path)
+
+
+def reserve(path: Path, text: str = "") -> None:
+    """Write a file's draft. Drafts have one size, so the next one over it fits on a full disk too."""
+    descriptor = os.open(_draft(path), os.O_WRONLY | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text.ljust(RECORD_BYTES))
+        file.truncate()
         file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+        os.fsync(descriptor)
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(f".{path.name}")
 
 
 def take(lock: int) -> bool:
@@ -98,9 +111,15 @@ class Shim:
         signal.signal(signal.SIGTERM, self.told_to_end)
         for ignored in (signal.SIGINT, signal.SIGHUP):
             signal.signal(ignored, signal.SIG_IGN)
-        (self.folder / "exit.json").unlink(missing_ok=True)
         known = {**self.spec["about"], "shim": os.getpid(), "group": 0, "started_at": time.time()}
-        write(self.folder / "running.json", known)
+        try:
+            (self.folder / "exit.json").unlink(missing_ok=True)
+            reserve(self.folder / "exit.json")
+            write(self.folder / "running.json", known)
+            reserve(self.folder / "running.json")
+        except OSError as error:
+            os.write(1, str(error.strerror).encode())
+            return NOT_STARTED
         try:
             self.start(lock)
         except OSError as error:

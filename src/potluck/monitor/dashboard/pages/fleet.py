@@ -37,7 +37,7 @@ class FleetPage:
         with card("Jobs"):
             self._job_list = box("list")
             self._nothing = words("There are no jobs. “potluck fleet up fleet.toml” starts some.", "empty")
-        self._chart_box = box("columns")
+        self._chart_box = box("stack")
         page.live(self.refresh)
 
     def refresh(self) -> None:

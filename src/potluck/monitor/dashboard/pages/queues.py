@@ -90,7 +90,7 @@ class ValuePage:
     def __init__(self, page: Page) -> None:
         self._dashboard = page.dashboard
         self._parts: dict[str, tuple[ui.label, Items, Chart]] = {}
-        self._page_box = box("columns one")
+        self._page_box = box("stack")
         self._nothing = words(
             "No value network is published on a topic of this fleet. docs/fleet.md says how to pool one.", "empty"
         )

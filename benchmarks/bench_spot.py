@@ -74,7 +74,11 @@ async def replay(trace: list[Change], compress: float, folder: Path) -> tuple[Se
     changes = compressed(trace, compress)
     provider = LocalProvider(folder, machine, trace=changes)
     config = SupervisionConfig(
-        kinds=("process",), settle_seconds=0.0, first_wait_seconds=INTERVAL_SECONDS, longest_wait_seconds=2.0
+        kinds=("process",),
+        settle_seconds=0.0,
+        first_wait_seconds=INTERVAL_SECONDS,
+        longest_wait_seconds=2.0,
+        short_life_seconds=0.0,
     )
     runner = Runner(provider, Supervision(wanted, config), say=lambda _text: None)
     seen, began = Seen(), time.monotonic()

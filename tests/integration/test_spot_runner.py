@@ -59,7 +59,9 @@ def ec2(server: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., AwsProvid
 
 
 WANTED = slots(num_workers=4, num_aux=2, bandwidth="1x200,2x100,1x50", aux_bandwidth_mbit=500)
-CONFIG = SupervisionConfig(kinds=("g4dn.xlarge", "g4dn.2xlarge"), aux_kinds=("r5.large",), settle_seconds=0)
+CONFIG = SupervisionConfig(
+    kinds=("g4dn.xlarge", "g4dn.2xlarge"), aux_kinds=("r5.large",), settle_seconds=0, short_life_seconds=0
+)
 
 
 def filled(provider: AwsProvider | LocalProvider) -> Counter[str]:
@@ -130,7 +132,7 @@ async def test_errors_of_the_provider_never_end_the_supervision(
 
     monkeypatch.setattr(provider._ec2, "run_instances", run_instances)
     said: list[str] = []
-    config = SupervisionConfig(kinds=CONFIG.kinds, settle_seconds=0, first_wait_seconds=0.01)
+    config = SupervisionConfig(kinds=CONFIG.kinds, settle_seconds=0, first_wait_seconds=0.01, short_life_seconds=0)
     runner = Runner(
         provider, Supervision(slots(num_workers=2, num_aux=0), config), interval_seconds=0.05, say=said.append
     )
@@ -165,7 +167,7 @@ async def test_a_trace_of_preemptions_with_real_processes(tmp_path: Path) -> Non
     trace = generate(PreemptionConfig(num_machines=6, bursts_per_hour=40, mean_return_seconds=60), hours=1, seed=3)
     seconds = [0.0]
     provider = LocalProvider(tmp_path / "machines", a_sleeper, trace=trace, now=lambda: seconds[0])
-    config = SupervisionConfig(kinds=("process",), settle_seconds=0, first_wait_seconds=0.0)
+    config = SupervisionConfig(kinds=("process",), settle_seconds=0, first_wait_seconds=0.0, short_life_seconds=0)
     runner = Runner(provider, Supervision(wanted, config), log_path=tmp_path / "turns.jsonl")
     for _ in range(60):
         await runner.turn()

@@ -32,7 +32,7 @@ def test_the_reason_says_what_is_missing_and_what_to_do(monkeypatch: pytest.Monk
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "iptables" else tool)
     assert why_not() == "there is no `iptables` command; install iptables"
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "run the tests as root" in why_not()
+    assert "run this as root" in why_not()
     monkeypatch.setattr(sys, "platform", "darwin")
     assert "need Linux" in why_not()
 

@@ -15,11 +15,11 @@ from potluck.errors import ConfigurationError
 from potluck.spot import notice
 from potluck.spot.preemption import Change, PreemptionConfig, compressed, generate, parse_trace
 from potluck.spot.provider import Machine
-from potluck.spot.supervision import End, Start, Supervision, SupervisionConfig, standing
+from potluck.spot.supervision import End, Rest, Start, Supervision, SupervisionConfig, standing
 from potluck.spot.tiers import Slot, parse_tiers, slots
 
 DEDLOC = slots(num_workers=16, num_aux=4, bandwidth="4x200,8x100,4x50", aux_bandwidth_mbit=500)
-CONFIG = SupervisionConfig(kinds=("small", "large"), settle_seconds=60)
+CONFIG = SupervisionConfig(kinds=("small", "large"), settle_seconds=60, short_life_seconds=15)
 
 
 def test_slots_have_their_tiers_in_order() -> None:
@@ -56,6 +56,7 @@ class Market:
         for action in supervision.decide([] if hidden else self.machines.values(), now, {}):
             if isinstance(action, End):
                 del self.machines[action.machine.id]
+            if not isinstance(action, Start):
                 continue
             self.num_started += 1
             machine = Machine(
@@ -134,6 +135,30 @@ def test_a_failed_start_waits_longer_each_time_and_takes_another_kind() -> None:
         now += waits[-1]
     assert kinds == ["small", "large"] * 4
     assert waits == [10, 20, 40, 80, 160, 320, 600, 600]
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_machine_that_is_gone_at_once_makes_its_slot_wait_longer_each_time(is_seen: bool) -> None:
+    """Its peer may refuse to train: without a pause, machines would be bought for nothing, for ever."""
+    market, supervision = Market(), Supervision(slots(num_workers=1, num_aux=0), CONFIG)
+    now, rests = 0.0, []
+    for _ in range(4):
+        assert len(market.carry_out(supervision, now)) == 1
+        now += 10 if is_seen else CONFIG.settle_seconds
+        if is_seen:
+            assert not market.carry_out(supervision, now)
+        market.machines.clear()
+        (rest,) = supervision.decide([], now, {})
+        assert isinstance(rest, Rest)
+        assert rest.lived_seconds == (10 if is_seen else 0)
+        rests.append(rest.seconds)
+        assert supervision.decide([], now + rest.seconds - 0.1, {}) == []
+        now += rest.seconds
+    assert rests == [10, 20, 40, 80]
+    market.carry_out(supervision, now)
+    market.carry_out(supervision, now + 20)  # this one stays
+    market.machines.clear()
+    assert len(market.carry_out(supervision, now + 30)) == 1
 
 
 def test_dear_kinds_are_not_started() -> None:

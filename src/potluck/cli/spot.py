@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from potluck.spot.preemption import Change
     from potluck.spot.provider import Provider
     from potluck.spot.tiers import Slot
+    from potluck.testing.slotlines import SlotLines
 
 app = typer.Typer(
     help="A run on spot machines: so many workers and aux peers, kept at that number. On AWS, or as local processes.",
@@ -30,6 +31,8 @@ EndpointUrl = Annotated[str, typer.Option(help="AWS: another server with the sam
 AsJson = Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a line.")]
 HOST_START_SECONDS = 120.0
 LOCAL_INTERVAL_SECONDS = 1.0
+LOCAL_SHORT_LIFE_SECONDS = 20.0
+HOST_FILE = "host.json"
 
 
 @app.command("up")
@@ -59,6 +62,16 @@ def up(
     trace: Annotated[Path | None, typer.Option(help="local: a log of preemptions to replay.")] = None,
     compress: Annotated[float, typer.Option(help="local: replay the trace so many times as fast.")] = 60.0,
     churn: Annotated[float, typer.Option(help="local: without a trace, so many preemptions an hour.")] = 0.0,
+    namespaces: Annotated[
+        bool | None,
+        typer.Option(
+            help="local: each slot's line is a shaped network of its own, and not a limit of Potluck's. Needs root; "
+            "unless given, where that is possible and --bandwidth names lines."
+        ),
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="With --link: let that run's own code run on the machines.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be started and what it costs.")] = False,
     endpoint_url: EndpointUrl = "",
     as_json: AsJson = False,
@@ -77,6 +90,7 @@ def up(
         raise ConfigurationError("which run? Name its folder or run.toml, or --link of one that is hosted elsewhere")
     if provider == "aws" and not image and not dry_run:
         raise ConfigurationError("--image is missing: the AMI to start machines from, a Linux with Python")
+    market = _market(trace, compress, churn, len(wanted)) if provider == "local" else []
     names = ("process",) if provider == "local" else tuple(kind.strip() for kind in kinds.split(",") if kind.strip())
     config = SupervisionConfig(
         kinds=names,
@@ -84,16 +98,22 @@ def up(
         max_price=max_price or None,
         settle_seconds=0.0 if provider == "local" else 60.0,
         first_wait_seconds=2.0 if provider == "local" else 10.0,
+        short_life_seconds=(0.0 if market else LOCAL_SHORT_LIFE_SECONDS) if provider == "local" else 300.0,
     )
-    market = _market(trace, compress, churn, len(wanted)) if provider == "local" else []
+    runs_its_code = yes or not link  # who hosts a run has chosen its code
 
     async def work(stop: asyncio.Event) -> None:
-        async with _hosted(run_file, link, announce or [], experiment) as found:
-            machines = _provider(
-                provider, experiment, region, endpoint_url, image, instance_profile, subnet, max_price, found, market
+        lines = _lines(experiment, namespaces, bandwidth, link, as_json) if provider == "local" else None
+        async with _hosted(run_file, link, announce or [], experiment, lines) as found:
+            machines = (
+                _local(experiment, lines, found, market, yes=runs_its_code)
+                if provider == "local"
+                else _aws(experiment, region, endpoint_url, image, instance_profile, subnet, max_price, runs_its_code)
             )
             if provider == "aws":
                 await asyncio.to_thread(_keep_link, machines, found)
+            if not link:
+                _say_link(found, lines, as_json)
             await _supervise(machines, Supervision(wanted, config), provider, experiment, stop, as_json)
 
     if dry_run:
@@ -142,6 +162,7 @@ def down(
     from potluck.cli import console
 
     removed = _provider(provider, experiment, region, endpoint_url).remove_everything()
+    removed += _end_left_host(experiment)
     if as_json:
         console.print_json({"removed": removed})
         return
@@ -185,8 +206,32 @@ def _folder(experiment: str) -> Path:
     return Path(platformdirs.user_data_dir("potluck")) / "spot" / experiment
 
 
-def _provider(
-    name: ProviderName,
+def _provider(name: ProviderName, experiment: str, region: str, endpoint_url: str) -> Provider:
+    """To look and to remove: with all that an experiment may have."""
+    if name == "aws":
+        return _aws(experiment, region, endpoint_url)
+    from potluck.testing.slotlines import SlotLines
+
+    return _local(experiment, SlotLines(experiment))
+
+
+def _local(
+    experiment: str, lines: SlotLines | None, link: str = "", market: Sequence[Change] = (), *, yes: bool = False
+) -> Provider:
+    from potluck.spot.local import LocalProvider
+
+    def command(slot: Slot, place: Path) -> list[str]:
+        """A peer with an identity and a name of its own; a line that it has limits it, or else it does so itself."""
+        own = ["--name", slot.name, "--identity-path", str(place / "identity.nkey"), "--json"]
+        if slot.bandwidth_mbit is not None and lines is None:
+            own += ["--bandwidth", f"{slot.bandwidth_mbit:g}Mbit"]
+        role = ["join", *(["--yes"] if yes else [])] if slot.role == "worker" else ["aux"]
+        return [sys.executable, "-m", "potluck.cli", *role, link, *own]
+
+    return LocalProvider(_folder(experiment) / "machines", command, trace=market, lines=lines)
+
+
+def _aws(
     experiment: str,
     region: str,
     endpoint_url: str,
@@ -194,18 +239,11 @@ def _provider(
     instance_profile: str = "",
     subnet: str = "",
     max_price: float = 0.0,
-    link: str = "",
-    market: Sequence[Change] = (),
+    yes: bool = False,
 ) -> Provider:
-    if name == "local":
-        from potluck.spot.local import LocalProvider
-
-        return LocalProvider(
-            _folder(experiment) / "machines", lambda slot, place: _join(slot, place, link), trace=market
-        )
     from potluck.spot.aws import AwsConfig, AwsProvider
 
-    _folder(experiment)
+    _folder(experiment)  # or its name is refused
     return AwsProvider(
         AwsConfig(
             experiment=experiment,
@@ -215,15 +253,26 @@ def _provider(
             subnet=subnet,
             max_price=max_price or None,
             endpoint_url=endpoint_url or None,
+            yes=yes,
         )
     )
 
 
-def _join(slot: Slot, place: Path, link: str) -> list[str]:
-    """The process of a local machine: a peer with an identity and a name of its own."""
-    line = ["--bandwidth", f"{slot.bandwidth_mbit:g}Mbit"] if slot.bandwidth_mbit is not None else []
-    own = ["--name", slot.name, "--identity-path", str(place / "identity.nkey"), "--json"]
-    return [sys.executable, "-m", "potluck.cli", "join" if slot.role == "worker" else "aux", link, *own, *line]
+def _lines(experiment: str, asked: bool | None, bandwidth: str, link: str, as_json: bool) -> SlotLines | None:
+    """Networks for the slots' lines, where they are to be had; else Potluck's own limit does."""
+    from potluck.errors import ConfigurationError
+    from potluck.testing.namespaces import lab_available
+    from potluck.testing.slotlines import SlotLines
+
+    if asked is False or (asked is None and not bandwidth):
+        return None
+    why_not = "they reach only a run that is hosted here, and --link names another" if link else lab_available()
+    if why_not is None:
+        return SlotLines(experiment)
+    if asked:
+        raise ConfigurationError(f"no networks of their own for the machines: {why_not}; leave --namespaces out")
+    _say(as_json, f"Potluck itself holds peers to their lines. No networks of their own: {why_not}.")
+    return None
 
 
 def _keep_link(machines: Any, link: str) -> None:
@@ -247,24 +296,35 @@ def _market(trace: Path | None, compress: float, churn: float, num_machines: int
 
 
 @asynccontextmanager
-async def _hosted(run_file: Path | None, link: str, announce: Sequence[str], experiment: str) -> AsyncIterator[str]:
+async def _hosted(
+    run_file: Path | None, link: str, announce: Sequence[str], experiment: str, lines: SlotLines | None
+) -> AsyncIterator[str]:
     """The run's join link; the run is hosted by a process of ours where no link was given."""
     if link:
         yield link
         return
     from potluck.cli.demo.processes import Actor
     from potluck.errors import FatalError
+    from potluck.spot.local import note_process
 
     folder = _folder(experiment)
     folder.mkdir(parents=True, exist_ok=True)
+    await asyncio.to_thread(_end_left_host, experiment)
+    inside: list[str] = []
+    if lines is not None:
+        from potluck.testing.slotlines import HUB_ADDRESS
+
+        inside, announce = await asyncio.to_thread(lines.plug_hub), [HUB_ADDRESS]
     with (folder / "host.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
+            *inside,
             *[sys.executable, "-m", "potluck.cli", "host", str(run_file), "--folder", str(folder / "hub"), "--json"],
             *(word for address in announce for word in ("--announce", address)),
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
             start_new_session=True,
         )
+    note_process(folder / HOST_FILE, process.pid)
     host = Actor("host", process, folder / "host.log")
     try:
         said = await asyncio.wait_for(host.until("ready"), HOST_START_SECONDS)
@@ -273,6 +333,13 @@ async def _hosted(run_file: Path | None, link: str, announce: Sequence[str], exp
         raise FatalError(f"the host did not start: {host.tail()}") from None
     finally:
         await host.leave()
+
+
+def _end_left_host(experiment: str) -> list[str]:
+    """End the host that a runner has left behind by crashing."""
+    from potluck.spot.local import end_noted
+
+    return ["host"] if end_noted(_folder(experiment) / HOST_FILE) else []
 
 
 async def _supervise(
@@ -314,6 +381,16 @@ def _say_plan(
     rows = [{"slot": name, "line": "unlimited" if mbit is None else f"{mbit:g} Mbit/s"} for name, mbit in lines.items()]
     console.show_table(rows, empty="")
     _say(False, f"Workers cost about {dollars:.2f} $/h at the prices now. Nothing was started.")
+
+
+def _say_link(link: str, lines: SlotLines | None, as_json: bool) -> None:
+    from potluck.cli import console
+
+    inside = "" if lines is None else " ".join(lines.hub_argv) + " "
+    if as_json:
+        console.print_json({"event": "ready", "link": link, "inside": inside.strip()})
+    else:
+        console.err.print(f"Look at the run: {inside}potluck monitor '{link}'", soft_wrap=True, markup=False)
 
 
 def _say(as_json: bool, text: str) -> None:

@@ -59,6 +59,8 @@ class AwsConfig:
     max_price: float | None = None
     endpoint_url: str | None = None
     """Another server that speaks EC2's API, for tests."""
+    yes: bool = False
+    """Let the run's own code run on the machines."""
 
 
 class AwsProvider:
@@ -177,7 +179,7 @@ class AwsProvider:
 def user_data(config: AwsConfig, slot: Slot) -> str:
     """Return the script that a machine runs when it starts; it has no secret in it, and ends with the machine's end."""
     path = f"/potluck/{config.experiment}"
-    role = ["join"] if slot.role == "worker" else ["aux"]
+    role = ["join", *(["--yes"] if config.yes else [])] if slot.role == "worker" else ["aux"]
     bandwidth = ["--bandwidth", f"{slot.bandwidth_mbit:g}Mbit"] if slot.bandwidth_mbit is not None else []
     region = shlex.quote(config.region)
     read = f"aws ssm get-parameter --region {region} --with-decryption --query Parameter.Value --output text"

@@ -4,6 +4,8 @@ A machine is a process in a folder of its own. What it is stands in a file there
 time, so `machines` and `down` know it after a restart of the runner. The market is a trace (preemption.py): a node of
 the trace is room for one machine. When a node goes, the machine that has it is killed without notice; where no node is
 free, a start fails for want of capacity. Without a trace there is room for all.
+
+With `lines` each machine runs at the end of a line of its own, with its slot's speed.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import psutil
@@ -27,14 +30,35 @@ KIND = "process"
 END_SECONDS = 10.0
 
 
-class _Entry(msgspec.Struct, frozen=True, kw_only=True):
+class Lines(Protocol):
+    """Lines of slots (testing/slotlines.py)."""
+
+    def plug(self, slot: Slot) -> list[str]:
+        """Give a slot its line; returns the words that run a command at its end."""
+        ...
+
+    def unplug(self, name: str) -> None:
+        """Cut a slot's line, and then end what runs behind it."""
+        ...
+
+    def remove(self) -> list[str]:
+        """Remove all lines; returns their names."""
+        ...
+
+
+class _Process(msgspec.Struct, frozen=True, kw_only=True):
+    """What is written down of a process."""
+
+    pid: int
+    created_at: float  # by the kernel: another process may get the same number later
+
+
+class _Entry(_Process, frozen=True, kw_only=True):
     """What is written down of a machine."""
 
     id: str
     slot: str
     node: str
-    pid: int
-    created_at: float  # by the kernel: another process may get the same number later
     started_at: float
 
 
@@ -47,10 +71,11 @@ class LocalProvider:
         command: Callable[[Slot, Path], Sequence[str]],
         *,
         trace: Sequence[Change] = (),
+        lines: Lines | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         """`command` gives the process of a slot, to be run in the folder it is told; the trace begins now."""
-        self._folder, self._command, self._now = folder, command, now
+        self._folder, self._command, self._lines, self._now = folder, command, lines, now
         self._trace, self._began_at = sorted(trace, key=lambda change: change.seconds), now()
         self._next, self._nodes = 0, set[str]()
         self.num_started = 0
@@ -80,9 +105,10 @@ class LocalProvider:
         machine_id = f"{slot.name}-{int(started_at * 1000):x}-{self.num_started}"
         place = self._folder / machine_id
         place.mkdir()
+        inside = self._lines.plug(slot) if self._lines is not None else []
         with (place / "output.log").open("wb") as log:
             process = subprocess.Popen(
-                [os.fspath(word) for word in self._command(slot, place)],
+                [*inside, *map(os.fspath, self._command(slot, place))],
                 cwd=place,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -111,6 +137,9 @@ class LocalProvider:
         for process in stubborn:
             process.kill()
         psutil.wait_procs(stubborn, timeout=END_SECONDS)
+        if self._lines is not None:
+            for entry in entries:
+                self._lines.unplug(entry.slot)
         self._reap()
 
     def prices(self, kinds: Sequence[str]) -> dict[str, float]:
@@ -118,9 +147,11 @@ class LocalProvider:
         return dict.fromkeys(kinds, 0.0)
 
     def remove_everything(self) -> list[str]:
-        """End all processes of the experiment and remove their folders."""
+        """End all processes of the experiment, and remove their lines and folders."""
         removed = [entry.id for entry in self._entries()]
         self.end(removed)
+        if self._lines is not None:
+            removed += self._lines.remove()
         shutil.rmtree(self._folder, ignore_errors=True)
         return removed
 
@@ -137,6 +168,8 @@ class LocalProvider:
             for entry in self._entries():
                 if entry.node == change.node:
                     self.num_preempted += 1
+                    if self._lines is not None:
+                        self._lines.unplug(entry.slot)
                     self._signal(entry, signal.SIGKILL)
                     if (process := _process(entry)) is not None:
                         psutil.wait_procs([process], timeout=END_SECONDS)
@@ -160,7 +193,28 @@ class LocalProvider:
             del self._children[pid]
 
 
-def _process(entry: _Entry) -> psutil.Process | None:
+def note_process(path: Path, pid: int) -> None:
+    """Write down which process this is, for `end_noted`."""
+    path.write_bytes(msgspec.json.encode(_Process(pid=pid, created_at=psutil.Process(pid).create_time())))
+
+
+def end_noted(path: Path) -> bool:
+    """End the process that was written down there, if it lives; whether it did."""
+    if not path.exists():
+        return False
+    process = _process(msgspec.json.decode(path.read_bytes(), type=_Process))
+    path.unlink()
+    if process is None:
+        return False
+    process.terminate()
+    _, stubborn = psutil.wait_procs([process], timeout=END_SECONDS)
+    for each in stubborn:
+        each.kill()
+    psutil.wait_procs(stubborn, timeout=END_SECONDS)
+    return True
+
+
+def _process(entry: _Process) -> psutil.Process | None:
     """Return the very process that was started, if it lives."""
     try:
         process = psutil.Process(entry.pid)

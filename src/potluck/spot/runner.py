@@ -12,7 +12,7 @@ import msgspec
 
 from potluck.errors import RetryableError
 from potluck.spot.provider import Machine, NoCapacityError, Provider
-from potluck.spot.supervision import End, Standing, Start, Supervision, standing
+from potluck.spot.supervision import End, Rest, Standing, Start, Supervision, standing
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,11 @@ class Runner:
         if ends:
             await asyncio.to_thread(self._provider.end, [end.machine.id for end in ends])
         for action in actions:
+            if isinstance(action, Rest):
+                self._say(
+                    f"{action.slot.name} was gone {action.lived_seconds:.0f} s after its start; "
+                    f"next try in {action.seconds:.0f} s"
+                )
             if isinstance(action, Start) and (started := await self._start(action)) is not None:
                 machines.append(started)
         return self._tell(machines, prices)

@@ -4,7 +4,8 @@ The provider is asked each time, and nothing is counted from memory. A slot is f
 that carries its name; aux peers have slots of their own and never stand in for workers. A machine that was just started
 may be missing from the list for a while (lists of clouds are eventually consistent), so a slot rests for
 `settle_seconds` after a start. A start that fails makes its slot wait, twice as long each time, and the next try takes
-the next kind of machine. Supervision has no end of its own: a full complement is a state, not a goal.
+the next kind of machine. So does a machine that is gone soon after its start: its peer may have refused to train, and
+each try costs money. Supervision has no end of its own: a full complement is a state, not a goal.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class SupervisionConfig:
     first_wait_seconds: float = 10.0
     """How long a slot waits after its first failed start."""
     longest_wait_seconds: float = 600.0
+    short_life_seconds: float = 300.0
+    """A machine that is gone so soon after its start counts as a start that failed; 0: none does."""
     starts_at_once: int = 8
     """How many machines are started in one turn: providers limit the rate of requests."""
 
@@ -62,10 +65,24 @@ class End:
     why: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """Leave this slot empty for a while: its machine was gone soon after its start."""
+
+    slot: Slot
+    lived_seconds: float
+    seconds: float
+
+
+Action = Start | End | Rest
+
+
 @dataclass(slots=True)
 class _Place:
     """What is known of one slot beside the provider's list."""
 
+    started_at: float | None = None  # of the machine that fills it, where this runner started it
+    seen_at: float = 0.0
     started_id: str = ""
     rests_until: float = 0.0
     num_failed: int = 0
@@ -81,9 +98,9 @@ class Supervision:
         self.config = config
         self._places = {slot.name: _Place() for slot in slots}
 
-    def decide(self, machines: Iterable[Machine], now: float, prices: dict[str, float]) -> list[Start | End]:
+    def decide(self, machines: Iterable[Machine], now: float, prices: dict[str, float]) -> list[Action]:
         """Return what to do; call `started` or `failed` for each Start."""
-        actions: list[Start | End] = []
+        actions: list[Action] = []
         filled: dict[str, Machine] = {}
         for machine in sorted(machines, key=lambda each: (each.started_at, each.id)):
             if machine.state == "ending":
@@ -101,8 +118,12 @@ class Supervision:
             if slot.name in filled:
                 if place.started_id == filled[slot.name].id:  # seen: from now on its absence means that it is gone
                     place.started_id, place.rests_until = "", 0.0
-                place.num_failed = 0
+                if place.started_at is None or now - place.started_at >= self.config.short_life_seconds:
+                    place.num_failed, place.started_at = 0, None
+                place.seen_at = now
                 continue
+            if (lived_seconds := self._short_life(place, now)) is not None:
+                actions.append(Rest(slot=slot, lived_seconds=lived_seconds, seconds=self._rest(place, now)))
             kind = self._affordable(slot, prices)
             if now < place.rests_until or kind is None or num_starts >= self.config.starts_at_once:
                 continue
@@ -114,17 +135,31 @@ class Supervision:
         """The provider has started a machine."""
         place = self._places[start.slot.name]
         place.started_id, place.rests_until = machine.id, now + self.config.settle_seconds
+        place.started_at = now
         place.next_kind = self.config.of(start.slot).index(start.kind)
 
     def failed(self, start: Start, now: float, *, other_kind: bool) -> float:
         """The provider could not start it; returns for how long the slot waits."""
         place = self._places[start.slot.name]
-        wait = min(self.config.first_wait_seconds * 2.0**place.num_failed, self.config.longest_wait_seconds)
-        place.num_failed += 1
-        place.rests_until = now + wait
+        wait = self._rest(place, now)
         if other_kind:
             kinds = self.config.of(start.slot)
             place.next_kind = (kinds.index(start.kind) + 1) % len(kinds)
+        return wait
+
+    def _short_life(self, place: _Place, now: float) -> float | None:
+        """How long the machine lived that filled an empty slot, if that was too short; None too while it may come."""
+        is_gone = not place.started_id or now >= place.rests_until
+        if place.started_at is None or not self.config.short_life_seconds or not is_gone:
+            return None
+        lived_seconds = max(0.0, place.seen_at - place.started_at)
+        place.started_id, place.started_at = "", None
+        return lived_seconds
+
+    def _rest(self, place: _Place, now: float) -> float:
+        wait = min(self.config.first_wait_seconds * 2.0**place.num_failed, self.config.longest_wait_seconds)
+        place.num_failed += 1
+        place.rests_until = now + wait
         return wait
 
     def _affordable(self, slot: Slot, prices: dict[str, float]) -> str | None:

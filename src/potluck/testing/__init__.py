@@ -15,6 +15,7 @@
     cuts.py          paths that are blocked while in use
     shaping.py       links with a rate, delay, jitter and loss
     shaper.py        the program that does it in user space
+    slotlines.py     such links for local spot machines, which outlive the program that made them
 
 Product code never imports this package: it only calls `potluck.faultpoints.reach`, which does nothing by default.
 """

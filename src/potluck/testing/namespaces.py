@@ -52,9 +52,11 @@ def exec_argv(namespace: str, argv: Sequence[str | os.PathLike[str]]) -> list[st
 class Namespace:
     """One network namespace: a host, a router or the public network."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, exists: bool = False) -> None:
         """Create it, with loopback up and without IPv6, which would only add noise to what tests count."""
         self.name = name
+        if exists:
+            return
         run_tool(["ip", "netns", "add", name])
         self.write_settings(
             {
@@ -179,7 +181,7 @@ def lab_available() -> str | None:
     if not sys.platform.startswith("linux"):
         return f"network namespaces need Linux, and this is {sys.platform}"
     if os.geteuid() != 0:
-        return "network namespaces need root; run the tests as root"
+        return "network namespaces need root: run this as root"
     for tool, package in TOOLS.items():
         if shutil.which(tool) is None:
             return f"there is no `{tool}` command; install {package}"

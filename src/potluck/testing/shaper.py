@@ -9,7 +9,8 @@ writes all that is due. So 100 Mbit/s each way, some 8,300 frames of 1500 bytes 
 
 It runs as a script with nothing but the standard library (`python -I shaper.py UPLINK DOWNLINK`), so that it starts
 quickly whatever the package imports. Commands come as lines of JSON on standard input; when that closes, because the
-lab or the whole test run has ended, the program ends too.
+lab or the whole test run has ended, the program ends too. With a command as its third argument it follows that one, and
+goes on until it is killed (slotlines.py).
 """
 
 from __future__ import annotations
@@ -168,17 +169,18 @@ class Shaper:
         self._refused_frames = 0
         self._commands = b""
 
-    def run(self) -> None:
-        """Carry frames until standard input closes."""
-        control = sys.stdin.fileno()
-        os.set_blocking(control, False)
-        waiting_for = [*self._taps, control]
+    def run(self, control: int | None) -> None:
+        """Carry frames, and follow commands, until there will be no more; without `control`, for ever."""
+        waiting_for = [*self._taps]
+        if control is not None:
+            os.set_blocking(control, False)
+            waiting_for.append(control)
         busy = False
         while True:
             due_at = min(direction.next_due_at() for direction in self._directions.values())
             timeout = None if due_at == float("inf") else max(due_at - time.monotonic(), 0.0)
             readable, _, _ = select.select(waiting_for, (), (), timeout)
-            if control in readable and not self._obey(control):
+            if control is not None and control in readable and not self._obey(control):
                 return
             if busy:
                 time.sleep(COALESCE_SECONDS)
@@ -203,13 +205,17 @@ class Shaper:
             return False
         *lines, self._commands = (self._commands + received).split(b"\n")
         for line in lines:
-            self._follow(json.loads(line))
+            self.configure(json.loads(line))
+            self._tell()
         return True
 
-    def _follow(self, command: dict[str, dict[str, float]]) -> None:
-        for name, shape in command.items():
+    def configure(self, shapes: dict[str, dict[str, float]]) -> None:
+        """Take new shapes, by direction."""
+        for name, shape in shapes.items():
             if name in self._directions:
                 self._directions[name].configure(**shape)
+
+    def _tell(self) -> None:
         answer: dict[str, object] = {name: way.statistics() for name, way in self._directions.items()}
         answer |= {"refused_frames": self._refused_frames, "cpu_seconds": time.process_time()}
         sys.stdout.write(json.dumps(answer) + "\n")
@@ -218,14 +224,16 @@ class Shaper:
 
 def main() -> None:
     """Create both devices, say so, and carry frames."""
-    uplink, downlink = sys.argv[1:]
+    uplink, downlink, *shape = sys.argv[1:]
     # A shaper that waits for the processor looks like a slow line, so it goes first where it may.
     with contextlib.suppress(PermissionError):
         os.nice(-10)
     shaper = Shaper(open_tap(uplink), open_tap(downlink))
+    if shape:
+        shaper.configure(json.loads(shape[0]))
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    shaper.run()
+    shaper.run(None if shape else sys.stdin.fileno())
 
 
 if __name__ == "__main__":

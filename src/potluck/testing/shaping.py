@@ -118,18 +118,9 @@ class UserspaceLink:
 
     def __init__(self, wire: Wire, children: Children) -> None:
         self._wire = wire
-        number = wire.number
-        program = [sys.executable, "-I", str(Path(shaper.__file__)), f"near{number}", f"far{number}"]
-        self._process = children.spawn(wire.switch.exec_argv(program), name=f"shaper-{wire.port}", stdin=True)
+        self._process = children.spawn(wire.switch.exec_argv(shaper_argv(wire)), name=f"shaper-{wire.port}", stdin=True)
         self._process.wait_for_line("^ready$", START_SECONDS)
-        wire.switch.ip(
-            f"link add seg{number} type bridge forward_delay 0 mcast_snooping 0",
-            # Without `arp off` this bridge, which lives in the router, would answer for the router past the shaper.
-            f"link set seg{number} arp off up",
-            f"link set near{number} txqueuelen {TAP_QUEUE_FRAMES} master seg{number} up",
-            f"link set far{number} txqueuelen {TAP_QUEUE_FRAMES} master br0 up",
-            f"link set {wire.port} master seg{number}",
-        )
+        join_shaper(wire)
 
     def apply(self, up: LinkShape, down: LinkShape) -> None:
         """Tell the program the new shapes, and wait until it has them."""
@@ -149,6 +140,24 @@ class UserspaceLink:
         self._process.send_line(json.dumps(command))
         answer: dict[str, Any] = json.loads(self._process.wait_for_line(r"^\{.*\}$", START_SECONDS, since=mark)[0])
         return answer
+
+
+def shaper_argv(wire: Wire, *shape: str) -> list[str]:
+    """Return the command of a wire's shaper; with a shape, in JSON, it keeps that, and does not end with its input."""
+    return [sys.executable, "-I", str(Path(shaper.__file__)), f"near{wire.number}", f"far{wire.number}", *shape]
+
+
+def join_shaper(wire: Wire) -> None:
+    """Lead the wire through its shaper, whose devices are there."""
+    number = wire.number
+    wire.switch.ip(
+        f"link add seg{number} type bridge forward_delay 0 mcast_snooping 0",
+        # Without `arp off` this bridge, which lives in the router, would answer for the router past the shaper.
+        f"link set seg{number} arp off up",
+        f"link set near{number} txqueuelen {TAP_QUEUE_FRAMES} master seg{number} up",
+        f"link set far{number} txqueuelen {TAP_QUEUE_FRAMES} master br0 up",
+        f"link set {wire.port} master seg{number}",
+    )
 
 
 class NetemLink:

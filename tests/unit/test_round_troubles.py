@@ -449,7 +449,7 @@ async def test_a_round_that_the_coordinator_gave_up_says_why() -> None:
             assert isinstance(result, RoundFailedError)
             assert "too many members were lost" in str(result)
             assert "nothing gets through between it and" in str(result)
-            assert one.id in str(result)
+            assert one.id[:12] in str(result)
             assert other.id in str(result)
 
 

@@ -130,7 +130,7 @@ class Collaboration:
     def tell_if_nobody_coordinates(self) -> None:
         """Called when an epoch is due and does not come: says so, once, where no member may coordinate it."""
         session = self.peer.session
-        if self._has_told or self.averager.lease.holder or session.candidates():
+        if self._has_told or self.averager.lease.view.holder or session.candidates():
             return
         self._has_told = True
         remedy = "" if session.group == MAIN else f": start the host with --group {session.group}, or join as auxiliary"

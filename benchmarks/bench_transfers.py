@@ -20,7 +20,8 @@ from potluck.recipes.reference import RecipeRef
 from potluck.testing import accelerator
 from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, Settings, SyncSettings
-from potluck.training.trainer.trainer import TrainConfig, Trainer
+from potluck.training.trainer.config import TrainConfig
+from potluck.training.trainer.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "unit"))
 from trainlab import together, train_lab

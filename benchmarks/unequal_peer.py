@@ -25,8 +25,9 @@ from potluck.peer.identity import Identity
 from potluck.recipes.catalogue import open_recipe
 from potluck.training.manifest.manifest import Manifest
 from potluck.training.manifest.noticeboard import NoticeBoard
+from potluck.training.trainer.config import TrainConfig
 from potluck.training.trainer.leaving import train_and_hand_in
-from potluck.training.trainer.trainer import TrainConfig, Trainer, TrainProgress
+from potluck.training.trainer.trainer import Trainer, TrainProgress
 
 PORT = 4700
 KEPT_EVERY_SECONDS = 1.0

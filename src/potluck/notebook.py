@@ -42,8 +42,9 @@ from potluck.training.manifest.requirements import (
     fetches_of,
 )
 from potluck.training.participant import HAND_IN_SECONDS, Participant
+from potluck.training.trainer.config import TrainConfig
 from potluck.training.trainer.machine import find_devices
-from potluck.training.trainer.trainer import TrainConfig, TrainProgress
+from potluck.training.trainer.trainer import TrainProgress
 
 DRAW_EVERY_SECONDS = 2.0
 MOST_POINTS = 1000

@@ -35,11 +35,12 @@ from potluck.testing import accelerator
 from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, Settings, SyncSettings
 from potluck.training.manifest.method import OptimizerSpec
+from potluck.training.trainer.config import TrainConfig
 from potluck.training.trainer.inneroptimizer import parameter_groups
 from potluck.training.trainer.larc import Larc
 from potluck.training.trainer.machine import MemoryLimit, find_device
 from potluck.training.trainer.muon import Muon
-from potluck.training.trainer.trainer import TrainConfig, Trainer
+from potluck.training.trainer.trainer import Trainer
 
 device = accelerator.install()
 EXACT = CodecChoice.everything("float32")
@@ -312,8 +313,8 @@ def make_trainer(lab: Any, training: Any = SYNC, **options: Any) -> Trainer:
 def test_a_trainer_finds_the_device_and_trains_on_it(training: Any, precision: str) -> None:
     with train_lab() as lab:
         trainer = make_trainer(lab, training, precision=precision)
-        assert trainer.device == torch.device(DEVICE.type, 0)
-        assert trainer.precision.precision == (precision or "float32")
+        assert trainer.computing.device == torch.device(DEVICE.type, 0)
+        assert trainer.computing.precision.precision == (precision or "float32")
         last = trainer.train(threading.Event())
         assert (last.steps, last.samples) == (24, 96)
         assert last.epoch >= (5 if precision == "float16" else 6), "the first scale may be too large for some batches"

@@ -16,9 +16,10 @@ from potluck.recipes.digits import Digits
 from potluck.recipes.reference import RecipeRef
 from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, Settings, SyncSettings
+from potluck.training.trainer.config import TrainConfig
 from potluck.training.trainer.machine import MemoryLimit, find_device, find_devices
 from potluck.training.trainer.precision import find_precision
-from potluck.training.trainer.trainer import TrainConfig, Trainer
+from potluck.training.trainer.trainer import Trainer
 
 pytestmark = [
     pytest.mark.cuda,

@@ -23,7 +23,8 @@ from potluck.training.manifest.manifest import (
     Settings,
     SyncSettings,
 )
-from potluck.training.trainer.trainer import TrainConfig, Trainer
+from potluck.training.trainer.config import TrainConfig
+from potluck.training.trainer.trainer import Trainer
 
 LAST_EPOCH = 7
 BATCH_SIZE = 4

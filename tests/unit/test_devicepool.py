@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -22,12 +22,14 @@ from potluck.errors import FatalError
 from potluck.recipes.catalogue import open_recipe, refer_to
 from potluck.recipes.recipe import Recipe
 from potluck.recipes.shipped import folder_files
+from potluck.round.plan.messages import Commit
 from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, Settings, SyncSettings
 from potluck.training.trainer import sharding
+from potluck.training.trainer.config import TrainConfig
 from potluck.training.trainer.devicepool import DevicePool, DevicePoolSpec
 from potluck.training.trainer.models import untrained
-from potluck.training.trainer.trainer import TrainConfig, Trainer
+from potluck.training.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -83,50 +85,37 @@ def opened(file: Path) -> Recipe[object]:
     return open_recipe(refer_to(file.name, file.parent), {}, file)
 
 
-@pytest.fixture(params=[False, True], ids=["whole", "in parts"])
-def pool(file: Path, request: pytest.FixtureRequest) -> Iterator[DevicePool]:
+@pytest.mark.parametrize("shard", [False, True], ids=["whole", "in parts"])
+def test_gradients_are_those_of_the_whole_batch_and_the_pool_ends_with_its_peer(file: Path, shard: bool) -> None:
     recipe = opened(file)
     model = untrained(recipe, 7)
     assert recipe.origin is not None
-    spec = DevicePoolSpec(
-        origin=recipe.origin, seed=7, precision="float32", devices=("cpu", "cpu"), is_sharded=request.param
-    )
+    spec = DevicePoolSpec(origin=recipe.origin, seed=7, precision="float32", devices=("cpu", "cpu"), is_sharded=shard)
     pool = DevicePool(spec, recipe, model)
-    yield pool
-    pool.close()
-
-
-def gradients(pool: DevicePool, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
-    share, weight = pool.hand_out(batch, 1.0)
-    with pool.computed_together():
-        (pool._recipe.loss(pool.computing, share) * weight).backward()  # type: ignore[no-untyped-call]
-    found = [parameter.grad.clone() for parameter in pool._model.parameters() if parameter.grad is not None]
-    pool._model.zero_grad()
-    return found
-
-
-def test_gradients_are_those_of_the_whole_batch_however_it_is_shared(pool: DevicePool) -> None:
-    model = pool._model
+    [process] = multiprocessing.active_children()
     for size in (8, 5, 1):
         inputs = torch.randn(size, 3)
         batch = (inputs, inputs.sum(1, keepdim=True))
-        shared = gradients(pool, batch)
-        pool._recipe.loss(model, batch).backward()  # type: ignore[no-untyped-call]
-        alone = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        model.zero_grad()
-        torch.testing.assert_close(shared, alone)
+        share, weight = pool.hand_out(batch, 1.0)
+        with pool.computed_together():
+            (recipe.loss(pool.computing, share) * weight).backward()  # type: ignore[no-untyped-call]
+        shared = gradients(model)
+        recipe.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(shared, gradients(model))
         with torch.no_grad():
             for parameter in model.parameters():  # a step: the others hear of it before the next batch
                 parameter.add_(0.1)
-
-
-def test_the_pool_ends_with_its_peer(pool: DevicePool) -> None:
-    ((process, _),) = pool._members
     pid = process.pid
-    assert pid is not None
     pool.close()
     assert not Path(f"/proc/{pid}").exists()
     pool.close()
+
+
+def gradients(model: torch.nn.Module) -> list[Tensor]:
+    """The model's gradients, which it has no more afterwards."""
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return found
 
 
 def make_trainer(
@@ -135,80 +124,67 @@ def make_trainer(
     file: Path,
     devices: str,
     training: SyncSettings | manifests.DiLoCoSettings,
-    max_steps: int | None,
     shard: bool | None = None,
 ) -> Trainer:
-    config = TrainConfig(num_threads=1, batch_size=8, device=devices, max_steps=max_steps, shard=shard)
+    config = TrainConfig(num_threads=1, batch_size=8, device=devices, shard=shard)
     return Trainer(lab.join(name), lambda: manifest_of(file, training), opened(file), config)
+
+
+SYNC = SyncSettings(target_batch_size=32, matchmaking_seconds=20.0)
+DILOCO = manifests.DiLoCoSettings(inner_steps=2, grace_seconds=20.0)
 
 
 @pytest.mark.parametrize(
     ("training", "shard"),
-    [
-        (SyncSettings(target_batch_size=32, matchmaking_seconds=20.0), False),
-        pytest.param(manifests.DiLoCoSettings(inner_steps=2, grace_seconds=20.0), True, marks=pytest.mark.soak),
-    ],
-    ids=["sync", "diloco, in parts"],
+    [(SYNC, False), (SYNC, True), pytest.param(DILOCO, True, marks=pytest.mark.soak)],
+    ids=["sync", "sync, in parts", "diloco, in parts"],
 )
-def test_the_run_sees_one_peer(file: Path, training: SyncSettings | manifests.DiLoCoSettings, shard: bool) -> None:
-    """Its traffic and its state are those of a peer with one device."""
+def test_the_run_sees_one_peer_until_a_device_is_lost_and_then_goes_on_without_it(
+    file: Path, training: SyncSettings | manifests.DiLoCoSettings, shard: bool
+) -> None:
+    """Its traffic and its state are those of a peer with one device; it ends with a reason."""
     with train_lab() as lab:
-        ada = make_trainer(lab, "Ada", file, TWO, training, None, shard)
-        bob = make_trainer(lab, "Bob", file, "cpu", training, None)
-        stop = threading.Event()
+        bob = make_trainer(lab, "Bob", file, "cpu", training)
+        ada = make_trainer(lab, "Ada", file, TWO, training, shard)
+        [process] = multiprocessing.active_children()
+        ended, enough = threading.Event(), threading.Event()
+        later: list[int] = []  # epochs without Ada
 
-        def train(trainer: Trainer) -> None:
-            while trainer.optimizer.epoch < 6:
-                trainer._config = TrainConfig(num_threads=1, batch_size=8, max_steps=trainer.steps + 1)
-                trainer.train(stop)
+        def lose(commit: Commit) -> None:
+            if commit.epoch == 4:
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGKILL)
 
-        together(lambda: train(ada), lambda: train(bob), seconds=200)
-        assert len(lab.runs[0].peer.session.roster) == 2
-        sent = [trainer.optimizer.collaboration.averager.statistics() for trainer in (ada, bob)]
-        keys = [key for key in sent[0] if "bytes" in key and sent[1].get(key)]
-        assert keys, sent
-        for key in keys:
-            assert sent[0][key] <= 1.5 * sent[1][key], key
-        tensors = ada.optimizer.method.tensors()
-        assert tensors.keys() == bob.optimizer.method.tensors().keys()
-        assert len(tensors) >= 4
+        def count(commit: Commit) -> None:
+            if ended.is_set():
+                later.append(commit.epoch)
+                if len(later) == 3:
+                    enough.set()
 
+        ada.optimizer.collaboration.averager.listen(lose)
+        bob.optimizer.collaboration.averager.listen(count)
 
-@pytest.mark.parametrize("shard", [False, True], ids=["whole", "in parts"])
-def test_who_loses_one_of_its_devices_ends_with_a_reason_and_the_run_goes_on(file: Path, shard: bool) -> None:
-    training = SyncSettings(target_batch_size=32, matchmaking_seconds=1.0)
-    with train_lab() as lab:
-        bob = make_trainer(lab, "Bob", file, "cpu", training, None)
-        ada = make_trainer(lab, "Ada", file, TWO, training, None, shard)
-        assert ada._pool is not None
-        ((process, _),) = ada._pool._members
-        stop, ended, reached = threading.Event(), threading.Event(), []
-
-        def lose() -> None:
-            while ada.optimizer.epoch < 2:
-                ada._config = TrainConfig(num_threads=1, batch_size=8, max_steps=ada.steps + 1)
-                ada.train(stop)
-            assert process.pid is not None
-            os.kill(process.pid, signal.SIGKILL)
-            ada._config = TrainConfig(num_threads=1, batch_size=8, max_steps=None)
+        def train_and_lose() -> dict[str, int]:
             with pytest.raises(
                 FatalError, match=r"computes on cpu for this peer was killed \(SIGKILL\).*the run goes on"
             ):
-                ada.train(stop)
+                ada.train(threading.Event())
+            assert len(lab.runs[0].peer.session.roster) == 2
+            sent = ada.optimizer.collaboration.averager.statistics()
             lab.runs[1].close()
             ended.set()
+            return sent
 
-        def go_on() -> None:
-            after = None
-            while after is None or bob.optimizer.epoch < after + 3:
-                bob._config = TrainConfig(num_threads=1, batch_size=8, max_steps=bob.steps + 1)
-                bob.train(stop)
-                if ended.is_set() and after is None:
-                    after = bob.optimizer.epoch
-            reached.append(bob.optimizer.epoch - after)
-
-        together(lose, go_on, seconds=200)
-        assert reached == [3]
+        sent, last = together(train_and_lose, lambda: bob.train(enough), seconds=200)
+        assert last.epoch >= later[-1] >= 4 + 3
+        of_bob = bob.optimizer.collaboration.averager.statistics()
+        keys = [key for key in sent if "bytes" in key and of_bob.get(key)]
+        assert keys, sent
+        for key in keys:
+            assert sent[key] <= 1.5 * of_bob[key], key
+        tensors = ada.optimizer.method.tensors()
+        assert tensors.keys() == bob.optimizer.method.tensors().keys()
+        assert len(tensors) >= 4
 
 
 class NoRoom:
@@ -230,7 +206,7 @@ def test_a_model_that_does_not_fit_is_cut(file: Path, monkeypatch: pytest.Monkey
 def test_who_has_no_room_on_one_of_its_devices_says_what_to_do(file: Path) -> None:
     file.write_text(RECIPE.replace("        return nn.functional", HOG + "        return nn.functional"))
     with train_lab() as lab:
-        ada = make_trainer(lab, "Ada", file, TWO, SyncSettings(target_batch_size=32), None)
+        ada = make_trainer(lab, "Ada", file, TWO, SyncSettings(target_batch_size=32))
         with pytest.raises(FatalError, match=r"no room for its share of a batch.*smaller --batch-size"):
             ada.train(threading.Event())
 
@@ -242,7 +218,7 @@ HOG = """\
 """
 
 
-def test_a_crew_has_the_files_of_its_run(tmp_path: Path) -> None:
+def test_a_pool_has_the_files_of_its_run(tmp_path: Path) -> None:
     """A tokenizer, for one: without it no process but the first could make the model."""
     (tmp_path / "width.txt").write_text("16")
     (tmp_path / "line.py").write_text(

@@ -16,7 +16,8 @@ from potluck.recipes.catalogue import open_recipe
 from potluck.recipes.shipped import folder_files
 from potluck.training.manifest.manifest import Manifest
 from potluck.training.manifest.runfile import manifest_of, read_run_file
-from potluck.training.trainer.trainer import TrainConfig, Trainer
+from potluck.training.trainer.config import TrainConfig
+from potluck.training.trainer.trainer import Trainer
 
 RECIPE = """
 import torch

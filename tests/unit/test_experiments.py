@@ -22,8 +22,9 @@ from potluck.recipes.huggingface.languagemodel import LanguageModel
 from potluck.recipes.recipe import configured, data_of
 from potluck.recipes.shipped import folder_files
 from potluck.training.manifest.runfile import manifest_of, read_run_file
+from potluck.training.trainer.config import TrainConfig
 from potluck.training.trainer.models import preview, untrained
-from potluck.training.trainer.trainer import TrainConfig, Trainer
+from potluck.training.trainer.trainer import Trainer
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 NAMES = sorted(path.parent.name for path in EXPERIMENTS.glob("*/run.toml"))

@@ -18,7 +18,8 @@ from potluck.run.joined import Joined
 from potluck.testing.polling import poll_until_sync
 from potluck.training.manifest.manifest import Manifest, Settings, SyncSettings
 from potluck.training.trainer import trainer
-from potluck.training.trainer.trainer import TrainConfig, TrainProgress
+from potluck.training.trainer.config import TrainConfig
+from potluck.training.trainer.trainer import TrainProgress
 
 
 def progress(epoch: int, *, paused: bool = False) -> TrainProgress:

@@ -13,7 +13,7 @@ from potluck.recipes.reference import RecipeRef
 from potluck.training import participant as events
 from potluck.training.manifest.manifest import Manifest, Settings, SyncSettings
 from potluck.training.participant import Participant
-from potluck.training.trainer.trainer import TrainConfig
+from potluck.training.trainer.config import TrainConfig
 
 TRAINING = SyncSettings(target_batch_size=8, matchmaking_seconds=0.0)
 CONFIG = TrainConfig(batch_size=4, num_threads=1)

@@ -16,8 +16,9 @@ from potluck.recipes.reference import RecipeRef
 from potluck.testing.polling import poll_until_sync
 from potluck.training.books.evaluations import EvaluatedPart, EvaluationDesk, combined, part_of, readers_of
 from potluck.training.manifest.manifest import DiLoCoSettings, Evaluation, Manifest, Settings
+from potluck.training.trainer.config import TrainConfig
 from potluck.training.trainer.models import load
-from potluck.training.trainer.trainer import TrainConfig, Trainer
+from potluck.training.trainer.trainer import Trainer
 
 
 def part(number: int, count: int, samples: int, loss: float, epoch: int = 5) -> EvaluatedPart:
@@ -76,7 +77,7 @@ def test_two_trusted_trainers_evaluate_what_they_share() -> None:
     )
     with train_lab() as lab:
         runs = [lab.join(name) for name in ("Ada", "Bob")]
-        host, stranger = lab.join("host", role="aux"), lab.join("Eve", trusted=False)
+        host = lab.join("host", role="aux")
 
         async def opened() -> EvaluationDesk:
             return EvaluationDesk(host.peer)
@@ -99,7 +100,8 @@ def test_two_trusted_trainers_evaluate_what_they_share() -> None:
             assert found == pytest.approx(dict(recipe.evaluate(model)), rel=1e-4)
         assert {each.num_parts for each in desk._parts[4].values()} == {2}
 
-        # A stranger's figures do not count.
+        # A stranger's figures do not count. (It comes only now: before, rounds would wait for it.)
+        stranger = lab.join("Eve", trusted=False)
         wrong = EvaluatedPart(epoch=4, part=0, num_parts=1, samples=1, figures={"evaluation_loss": 0.0})
 
         async def lie() -> None:

@@ -22,11 +22,11 @@ from potluck.recipes.recipe import Batch, Recipe, RecipeConfig
 from potluck.recipes.reference import RecipeRef
 from potluck.state.config import StateConfig
 from potluck.training.manifest.manifest import DiLoCoSettings, Manifest, Settings, SyncSettings
-from potluck.training.trainer import machine
-from potluck.training.trainer import trainer as trainers
+from potluck.training.trainer import computing, machine
+from potluck.training.trainer.config import TrainConfig
 from potluck.training.trainer.leaving import train_and_hand_in
 from potluck.training.trainer.machine import MemoryLimit, find_device, find_devices
-from potluck.training.trainer.trainer import TrainConfig, Trainer, TrainProgress
+from potluck.training.trainer.trainer import Trainer, TrainProgress
 
 MANIFEST = Manifest(
     run="test",
@@ -80,7 +80,7 @@ def quick_steps(monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[int], flo
         return LOSS(self, model, batch)
 
     monkeypatch.setattr(Tiny, "loss", loss)
-    monkeypatch.setattr(trainers.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(computing.time, "perf_counter", lambda: clock[0])
 
 
 LOSS = Tiny.loss
@@ -183,11 +183,11 @@ def test_a_compiled_model_trains_under_the_names_of_the_plain_one(monkeypatch: p
         compiled.append(model)
         return torch.compile(model, backend="eager")
 
-    monkeypatch.setattr(trainers, "compiled", compile_it)
+    monkeypatch.setattr(computing, "compiled", compile_it)
     with train_lab() as lab:
         trainer = make_trainer(lab, tiny(), batch_size=4, max_steps=8, compile=True)
         assert compiled == [trainer.model]
-        assert trainer._computing is not trainer.model
+        assert trainer.computing.module is not trainer.model
         before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
         assert trainer.train(threading.Event()).epoch == 2
         assert not all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from potluck.training.manifest.manifest import Manifest
     from potluck.training.manifest.noticeboard import NoticeBoard
     from potluck.training.trainer.auxiliarywork import AuxiliaryWork
-    from potluck.training.trainer.trainer import TrainConfig, TrainProgress
+    from potluck.training.trainer.config import TrainConfig
+    from potluck.training.trainer.trainer import TrainProgress
 
 
 async def train(
@@ -82,7 +83,7 @@ async def train(
 
 def _train_config(options: TrainOptions, state: StateConfig, manifest: Manifest) -> TrainConfig:
     from potluck.training.books.receipts import receipts_folder, receipts_path
-    from potluck.training.trainer.trainer import TrainConfig
+    from potluck.training.trainer.config import TrainConfig
 
     return TrainConfig(
         batch_size=options.batch_size,

@@ -27,7 +27,8 @@ from potluck.training.manifest.readiness import check_ready, last_epoch
 if TYPE_CHECKING:
     from potluck.optim.progress.tracker import RunProgress
     from potluck.paths.pathtrainer import PathProgress
-    from potluck.training.trainer.trainer import TrainConfig, Trainer, TrainProgress
+    from potluck.training.trainer.config import TrainConfig
+    from potluck.training.trainer.trainer import Trainer, TrainProgress
 
 HAND_IN_SECONDS = 2.5
 
@@ -224,9 +225,9 @@ class Participant:
             TrainingBegan(
                 recipe=first.recipe.name,
                 batch_size=None if trainer.is_searching else trainer.batch_size,
-                devices=tuple(map(str, trainer.devices)),
-                precision=trainer.precision.precision,
-                num_threads=trainer.num_threads,
+                devices=tuple(map(str, trainer.computing.devices)),
+                precision=trainer.computing.precision.precision,
+                num_threads=trainer.computing.num_threads,
             )
         )
         if advice := self._line_advice(trainer, newest()):

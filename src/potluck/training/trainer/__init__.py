@@ -1,6 +1,7 @@
 """One peer's training.
 
 trainer.py        the training loop: batches in, gradients or changes out to the run, until told to stop
+config.py         how this machine trains                               computing.py: the model on its devices
 optimizers.py     from the manifest to torch's optimizers and ours      inneroptimizer.py: torch's, in groups
 larc.py, muon.py  two optimizers that torch has not                     models.py: the recipe's model
 feed.py           batches, shard after shard                            reading.py: samples, read in another process

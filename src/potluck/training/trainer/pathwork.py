@@ -30,11 +30,12 @@ from potluck.state.config import StateConfig
 from potluck.training.manifest import manifest as manifests
 from potluck.training.manifest.manifest import Manifest, Route
 from potluck.training.manifest.pathspec import PathSpec
+from potluck.training.trainer.config import TrainConfig
 from potluck.training.trainer.inneroptimizer import inner_optimizer
 from potluck.training.trainer.machine import find_devices
 from potluck.training.trainer.models import untrained
 from potluck.training.trainer.optimizers import codecs_of, following, gathering, outer_of, transform_of
-from potluck.training.trainer.trainer import TrainConfig, TrainProgress
+from potluck.training.trainer.trainer import TrainProgress
 
 
 def paths_of(manifest: Manifest) -> PathSpec:
@@ -67,7 +68,7 @@ def parts_of(manifest: Manifest, recipe: Recipe[Any], model: nn.Module) -> dict[
 
 
 def coordinating_paths(manifest: Manifest) -> Callable[[str], CoordinatorConfig]:
-    """How the rounds of each module are started and planned, whoever coordinates them."""
+    """How the rounds of each module are started and planned, by any coordinator."""
     spec, training, grid = paths_of(manifest), manifest.newest.training, paths_of(manifest).grid()
     assert isinstance(training, manifests.DiLoCoSettings), "the manifest saw to it"
     return lambda name: coordinating_module(

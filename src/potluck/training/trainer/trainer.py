@@ -6,47 +6,40 @@ trains is looked at before each step.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import threading
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from potluck.errors import ConfigurationError, StoppedError
 from potluck.optim import compiler
-from potluck.optim.cores import share_cores
 from potluck.optim.optimizer import Optimizer
 from potluck.optim.sharedoptimizer import SharedOptimizer
 from potluck.optim.staging import has_streams
 from potluck.recipes.recipe import Batch, Recipe, RecipeConfig, require_downloads
 from potluck.round.plan.messages import Commit
 from potluck.run.joined import Joined
-from potluck.state.config import StateConfig
 from potluck.training.books.contributions import given_by
-from potluck.training.books.shards import MAX_READERS, LeasedShards
+from potluck.training.books.shards import LeasedShards
 from potluck.training.manifest.curriculum import data_at
 from potluck.training.manifest.manifest import Manifest, Settings, SyncSettings
 from potluck.training.trainer.auxiliarywork import keep_receipts, open_desks
-from potluck.training.trainer.batchsize import BatchSearch, find_batch_size, to_device
+from potluck.training.trainer.batchsize import BatchSearch
+from potluck.training.trainer.computing import Computing
+from potluck.training.trainer.config import TrainConfig
 from potluck.training.trainer.evaluating import share_evaluation
 from potluck.training.trainer.feed import AHEAD_BATCHES, Feed
 from potluck.training.trainer.inneroptimizer import STATE_TENSORS
-from potluck.training.trainer.machine import MemoryLimit, find_devices, free_cache, is_out_of_memory, wait_for
-from potluck.training.trainer.models import untrained
+from potluck.training.trainer.machine import free_cache, is_out_of_memory
 from potluck.training.trainer.optimizers import follow, make_optimizer
-from potluck.training.trainer.precision import PRECISIONS, MixedPrecision, find_precision
 from potluck.training.trainer.smoothed import SmoothedLoss
-
-if TYPE_CHECKING:
-    from potluck.training.trainer.devicepool import DevicePool
 
 logger = logging.getLogger(__name__)
 
@@ -55,56 +48,6 @@ PAUSE_SECONDS = 0.5
 END_SECONDS = 1.5  # of the time in which this peer leaves, for what comes after its last round
 TELL_EVERY_SECONDS = 0.5
 SMALLEST_SHARE = 4  # a batch found by trial is at most such a share of the target: several peers fill it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """How this machine trains."""
-
-    batch_size: int | None = None
-    """Samples per step; None: found by trial, while it trains where that is possible (batchsize.py)."""
-
-    device: str = ""
-    """Where to compute, as torch names it, or on several devices, with commas between; empty: the fastest there are."""
-
-    precision: str = ""
-    """In which numbers to compute (precision.py); empty: what suits the device."""
-
-    compile: bool = False
-    """Have torch compile the model, which takes minutes, and makes steps faster."""
-
-    shard: bool | None = None
-    """Whether several devices hold a part of the model each (sharding.py); None: where it fits on none of them."""
-
-    max_steps: int | None = None
-    """End after so many steps; None: go on until the run ends."""
-
-    receipts: Path | None = None
-    """The file that receipts are kept in; None: they are not."""
-
-    num_readers: int = 1
-    """Threads that read data, each with a shard of its own."""
-
-    num_threads: int | None = None
-    """Threads that torch computes with; None: this machine's cores, shared among its peers (machine.py)."""
-
-    max_memory_bytes: int | None = None
-    """What this process may use: batches are chosen, and halved, so that it stays below; None: whatever there is."""
-
-    state: StateConfig = field(default_factory=StateConfig)
-    """Whether to keep states for others, and where and how often to write backups."""
-
-    def __post_init__(self) -> None:
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ConfigurationError(f"batch_size={self.batch_size}: a step needs at least 1 sample")
-        if self.max_steps is not None and self.max_steps < 0:
-            raise ConfigurationError(f"max_steps={self.max_steps}: it must be 0 or more")
-        if self.precision and self.precision not in PRECISIONS:
-            raise ConfigurationError(f"precision={self.precision}: choose one of {', '.join(PRECISIONS)}")
-        if not 1 <= self.num_readers <= MAX_READERS:
-            raise ConfigurationError(f"n_workers={self.num_readers}: choose 1 to {MAX_READERS}")
-        if self.num_threads is not None and self.num_threads < 1:
-            raise ConfigurationError(f"threads={self.num_threads}: torch needs at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,23 +101,12 @@ class Trainer:
         self._told_at = 0.0
         first = manifest()
         require_downloads(recipe)
-        self.num_threads = share_cores(self._config.num_threads)
-        self.devices = find_devices(self._config.device)
-        self.device = self.devices[0]
-        self.precision = MixedPrecision(find_precision(self._config.precision, self.device), self.device)
-        self._memory = MemoryLimit(self._config.max_memory_bytes, self.device)
-        self.model = untrained(recipe, first.seed)
-        self.is_sharded = self._is_to_be_sharded(first)
-        if not self.is_sharded:
-            self.model.to(self.device)
-        self._pool: DevicePool | None = None
-        self._computing: nn.Module = self.model
-        if self._config.compile:
-            self._computing = compiled(self.model)
+        self.computing = Computing(recipe, first, self._config)
+        self.model = self.computing.model
+        self._memory = self.computing.memory
         self._search: BatchSearch | None = None
         self.batch_size = self._config.batch_size or self._first_batch_size(first)
-        if len(self.devices) > 1:
-            self._pool = self._start_pool(first)
+        self.computing.open_pool(run, first.seed)
         on_model()
         self.optimizer: SharedOptimizer = make_optimizer(run, self.model, manifest, self._config.state)
         self._lease = self.optimizer.collaboration.averager.lease
@@ -190,47 +122,10 @@ class Trainer:
         self._loss = SmoothedLoss()
         self._evaluated_epoch = self.optimizer.epoch
 
-    def _is_to_be_sharded(self, manifest: Manifest) -> bool:
-        if len(self.devices) == 1:
-            return False
-        if self._config.shard is not None:
-            return self._config.shard
-        from potluck.training.trainer.sharding import fits
-
-        if fits(self.model, self.device, STATE_TENSORS[manifest.newest.optimizer.name]):
-            return False
-        logger.warning("the model does not fit on %s: each of %d devices holds a part", self.device, len(self.devices))
-        return True
-
     @property
     def loss(self) -> float:
         """Smoothed. Reading it waits for the device."""
         return self._loss.read()
-
-    def _start_pool(self, manifest: Manifest) -> DevicePool:
-        """Processes for the further devices; they end with the run."""
-        from potluck.training.trainer.devicepool import (  # torch.distributed, which one device does not need
-            DevicePool,
-            DevicePoolSpec,
-        )
-
-        if self._recipe.origin is None:
-            raise ConfigurationError("several devices need a recipe that their processes can open: by name, or a file")
-        spec = DevicePoolSpec(
-            origin=self._recipe.origin,
-            seed=manifest.seed,
-            precision=self.precision.precision,
-            devices=tuple(map(str, self.devices)),
-            is_sharded=self.is_sharded,
-        )
-        pool = DevicePool(spec, self._recipe, self.model)
-        self._computing = compiled(pool.computing) if self._config.compile else pool.computing
-
-        async def close() -> None:
-            await asyncio.to_thread(pool.close)
-
-        self._run.attach(close)
-        return pool
 
     @property
     def is_searching(self) -> bool:
@@ -266,7 +161,7 @@ class Trainer:
     def _share_evaluation(self) -> None:
         """At an epoch that is due, evaluate this peer's part, if it is trusted to (evaluating.py)."""
         epoch, every = self.optimizer.epoch, self._manifest().evaluation.every_epochs
-        if not every or epoch % every or epoch == self._evaluated_epoch or self.is_sharded:
+        if not every or epoch % every or epoch == self._evaluated_epoch or self.computing.is_sharded:
             return
         self._evaluated_epoch = epoch
         try:
@@ -320,7 +215,7 @@ class Trainer:
             LeasedShards(self._run, self._lease.view, self._recipe.num_shards, self._seed + number, number)
             for number in range(self._config.num_readers)
         ]
-        pins = has_streams(self.device)
+        pins = has_streams(self.computing.device)
         return Feed(self._recipe, readers, self.batch_size, self._seed, self._ahead_batches, pins=pins)
 
     @property
@@ -385,16 +280,16 @@ class Trainer:
     def _take_step(self, size: int, feed: Feed) -> bool:
         """Hand the gradients in; False where memory ended in the middle, and a good state was gone back to."""
         try:
-            self.optimizer.step(batch_size=size, grad_scaler=self.precision.scaler)
+            self.optimizer.step(batch_size=size, grad_scaler=self.computing.precision.scaler)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             logger.warning("a step needs more than %s: %s", self._memory.describe(), error)
         else:
-            self.precision.stepped()
+            self.computing.precision.stepped()
             return True
         self.optimizer.zero_grad()
-        free_cache(self.device)
+        free_cache(self.computing.device)
         self.optimizer.driver.start_over(f"{self._memory.describe()} was not enough for a step")
         self._halve_batches(feed)
         return False
@@ -424,37 +319,7 @@ class Trainer:
         # Before the first epoch there are no statistics, and a batch has to leave room for them.
         is_early = self._search is not None and self.optimizer.epoch == 0
         num_beside = STATE_TENSORS[self._settings().optimizer.name] if is_early else 0
-        try:
-            with self._memory.reserved(self.model, num_beside):
-                started = time.perf_counter()
-                loss = self._loss_of(batch)
-                if self._search is not None:
-                    wait_for(self.device)  # else nobody needs to know how long it took
-                return loss, time.perf_counter() - started
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            if self._pool is not None:  # which waits for gradients that will not come
-                raise ConfigurationError(
-                    f"batches of {self.batch_size} on {len(self.devices)} devices need more than "
-                    f"{self._memory.describe()}: give a smaller --batch-size"
-                ) from error
-            return None
-
-    def _loss_of(self, batch: Batch) -> Tensor:
-        """The loss, with its gradients made; on several devices, of this one's share, and the gradients of all."""
-        if self._pool is None:
-            with self.precision.lowered():
-                loss = self._recipe.loss(self._computing, to_device(batch, self.device))
-            self.precision.backward(loss)
-            return loss
-        scaler = self.precision.scaler
-        share, weight = self._pool.hand_out(batch, scaler.get_scale() if scaler is not None else 1.0)
-        with self._pool.computed_together():
-            with self.precision.lowered():
-                loss = self._recipe.loss(self._computing, to_device(share, self.device))
-            self.precision.backward(loss * weight)
-        return loss
+        return self.computing.gradients(batch, num_beside, is_timed=self._search is not None)
 
     # The batch size, where it is found by trial
 
@@ -462,14 +327,8 @@ class Trainer:
         self._search_anew()
         if self._search is not None:
             return self._search.size
-        if self.is_sharded:  # which nobody can try before all devices are there
-            return len(self.devices)
         self._recipe.data = data_at(self._recipe, manifest, manifest.newest.from_epoch)  # what comes in the end
-        with self._memory.reserved(self.model, STATE_TENSORS[manifest.newest.optimizer.name]):
-            size = find_batch_size(
-                self._recipe, self._computing, self.device, fits=self._memory.fits, precision=self.precision
-            )
-        size *= len(self.devices)
+        size = self.computing.find_batch_size(STATE_TENSORS[manifest.newest.optimizer.name])
         logger.info("batches of %d samples suit this machine", size)
         return size
 
@@ -477,7 +336,7 @@ class Trainer:
         """Other data, other batches. Where steps are what counts, and where the size was given, it stays."""
         training = self._manifest().newest.training
         # Not on several devices: the others would wait for one whose memory has ended.
-        if self._config.batch_size is None and isinstance(training, SyncSettings) and len(self.devices) == 1:
+        if self._config.batch_size is None and isinstance(training, SyncSettings) and len(self.computing.devices) == 1:
             self._search = BatchSearch(max(1, training.target_batch_size // SMALLEST_SHARE))
             self.batch_size = self._search.size
 
@@ -526,8 +385,3 @@ class Trainer:
             paused=paused,
             given=round(self.given),
         )
-
-
-def compiled(model: nn.Module) -> nn.Module:
-    """The same parameters, with computation that torch has compiled, when it is first used."""
-    return torch.compile(model)  # type: ignore[return-value]

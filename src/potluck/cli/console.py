@@ -40,7 +40,7 @@ class PlainConsole(Console):
 
 
 class PlainFormatter(logging.Formatter):
-    """One line for what a record says, whoever's names are in it. Tracebacks stay as they are."""
+    """One line for what a record says, also with names that others chose. Tracebacks stay as they are."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         """The message, cleaned."""

@@ -221,7 +221,7 @@ async def _serve(
             from potluck.hub.address import HubAddress
             from potluck.hub.keys import HubKeys
             from potluck.monitor.fleetqueues import FleetQueues
-            from potluck.monitor.previews import Previewer  # needs torch, which whoever only looks need not have
+            from potluck.monitor.previews import Previewer  # needs torch, which a visitor need not have
 
             previewer = Previewer(organising.folder, lambda: follower.manifest, organising.history, recipe)
             previewer.start()

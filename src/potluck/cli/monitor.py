@@ -204,7 +204,7 @@ def picture(
 
 
 def _pause_words(watcher: Watcher) -> str:
-    """That the run is paused, by whom and why; nothing while it is not."""
+    """That the run is paused, who did it and why; nothing while it is not."""
     if not watcher.is_paused:
         return ""
     order = watcher.pause

@@ -134,7 +134,7 @@ class Part:
             try:
                 if await self._once(closing):
                     return
-            except RetryableError as error:  # whoever is away at ten may be back at eleven
+            except RetryableError as error:  # a hub that is away at ten may be back at eleven
                 _tell_retry(error, self.as_json)
                 await console.unless_stopped(asyncio.sleep(RETRY_SECONDS), stop)
             finally:

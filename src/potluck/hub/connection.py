@@ -97,7 +97,7 @@ class HubConnection(Protocol):
         ...
 
     async def publish(self, subject: str, payload: bytes) -> None:
-        """Send to whoever listens. While disconnected: HubUnavailableError."""
+        """Send to all subscribers. While disconnected: HubUnavailableError."""
         ...
 
     async def request(self, subject: str, payload: bytes, *, timeout_seconds: float) -> bytes:

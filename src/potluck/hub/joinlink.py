@@ -12,7 +12,7 @@ and is remembered (peer/organisers.py). `pip` names the wheel that the first hos
 missing too. Versions before an option skip it, so such links work there too.
 
 The invite ends with a checksum, so that a link that was cut short is told apart from one that was refused; `#ask`
-stands for no invite: whoever has such a link asks for access. Nothing else may be missing silently; each part that is
+stands for no invite: a person with such a link asks for access. Nothing else may be missing silently; each part that is
 gets its own words.
 
 `fetch_address` turns a link into an address that can be trusted.

@@ -99,7 +99,7 @@ class QueueDepth(Message, frozen=True, kw_only=True):
     newest: int = UNKNOWN  # the number of the newest item of a queue, where that is known for certain
     num_put: int = 0  # since it was made
     oldest_at: float = 0.0  # hub time at which the oldest item was put; 0: there is none
-    rights: tuple[Right, ...] = ()  # of whoever asks
+    rights: tuple[Right, ...] = ()  # of the member that asks
 
 
 def check_queue_name(name: str) -> str:

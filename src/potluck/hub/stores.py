@@ -136,7 +136,7 @@ def stream_config(definition: StoreDefinition, subjects: Subjects, replicas: int
         "allow_msg_ttl": True,  # for the marks of deletions
     }
     if definition.expires:
-        # Expiry leaves a mark too. JetStream then lets whoever writes empty the whole stream by a header, which the
+        # Expiry leaves a mark too. JetStream then lets a writer empty the whole stream by a header, which the
         # guard does not pass on (storedesk.py).
         config["subject_delete_marker_ttl"] = DELETED_FOR_SECONDS * 10**9
     return config

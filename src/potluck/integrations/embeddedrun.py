@@ -1,6 +1,6 @@
 """A run inside of a program that trains: hub and guard in a thread of their own, until the program is done.
 
-Made for a person's own machines and friends: whoever has its link is trusted with the whole run (may coordinate and
+Made for a person's own machines and friends: everybody with its link is trusted with the whole run (may coordinate and
 reduce), so that it needs no other peer than those who train. It ends with the program: a run that strangers join, or
 that outlives its first peer, is started with `potluck host`.
 """

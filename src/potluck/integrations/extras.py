@@ -1,4 +1,4 @@
-"""Frameworks are extras: whoever asks for one that is not installed is told how to get it."""
+"""Frameworks are extras: where one is not installed, the message says how to get it."""
 
 from __future__ import annotations
 

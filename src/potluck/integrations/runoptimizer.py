@@ -72,7 +72,7 @@ class RunOptimizer(torch.optim.Optimizer):
         return self.shared.hand_in(hand_in_seconds) if hand_in_seconds > 0 else 0
 
     def end(self) -> None:
-        """Be the inner optimizer again. The run itself is left by whoever joined it."""
+        """Be the inner optimizer again. The run itself is left by the code that joined it."""
         shared, self.shared = self.shared, None
         for hook in self._hooks:
             hook.remove()

@@ -138,7 +138,7 @@ class Dispatcher:
 
     def _refuse(self, arrived: Arrived, error: ProtocolError) -> None:
         if arrived.envelope.role == MessageRole.REQUEST:
-            # Answered like any other, within the same limits: whoever asks nonsense and takes no answer must wait.
+            # Answered like any other, within the same limits: a peer that asks nonsense and takes no answer must wait.
             self._queue(arrived, _Registration(Message, _raiser(error), is_async=False), Message())
         else:
             arrived.release()

@@ -25,7 +25,7 @@ class MessageRole(enum.IntEnum):
     REQUEST = 1  # `seconds`: how long the asker waits
     REPLY = 2
     FAILURE = 3  # instead of a reply: `kind` is an error's name, `text` what it says
-    OPEN = 4  # a stream begins; `number_of_bytes` may be sent to whoever opened it
+    OPEN = 4  # a stream begins; `number_of_bytes` may be sent to the side that opened it
     ITEM = 5  # frames of a stream
     CLOSE = 6  # no more items this way
     CANCEL = 7  # the stream ends both ways: `text` says why

@@ -81,5 +81,5 @@ class SharedLine:
         """When a link that was refused, by `admits` or `admits_streams`, should ask again; long ago: at once."""
         if self._throttle is None:
             return now + LOOK_AGAIN_SECONDS
-        # Not `now`: that would be later than the moment at which whoever asks has looked at the clock.
+        # Not `now`: that would be later than the moment at which the caller has looked at the clock.
         return AT_ONCE if self._throttle.available_bytes(now) else self._throttle.available_at(1, now)

@@ -318,7 +318,7 @@ class Links:
         peers = {peer: link.statistics() for peer, link in self._table.links.items() if link.is_alive}
         uploads = [self._table.upload.bytes_per_second(now), *(p.upload_bytes_per_second for p in peers.values())]
         downloads = [self._table.download.bytes_per_second(now), *(p.download_bytes_per_second for p in peers.values())]
-        # Whoever was slow for a slow peer's sake is still as fast as it is with the fastest.
+        # A peer that was slow because of a slow partner is still as fast as it is with the fastest.
         return LinkStatistics(
             total=total,
             upload_bytes_per_second=max((speed for speed in uploads if speed is not None), default=None),

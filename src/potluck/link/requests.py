@@ -1,6 +1,6 @@
 """Questions and answers over links.
 
-A request has a number; its reply, or the failure that comes instead, carries the same. Whoever asked waits until its
+A request has a number; its reply, or the failure that comes instead, carries the same. The asker waits until its
 deadline, or until the peer's channel is gone. A handler's errors reach the asker as errors of the same kind where they
 are ours and say something that the asker can act on; of any other error only the fact is told.
 """

@@ -95,7 +95,7 @@ class Alarm:
 
     kind: Kind
     text: str
-    since: float  # by the clock of whoever watches
+    since: float  # by the clock of the watcher
     peer: str = ""
 
     @property

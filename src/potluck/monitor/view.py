@@ -214,7 +214,7 @@ class RunView:
         )
 
     def links(self) -> list[LinkRow]:
-        """Who is linked to whom. Each end may have told of a link: the one that knows its speed counts."""
+        """Which peers are linked. Each end may have told of a link: the one that knows its speed counts."""
         told: dict[tuple[str, str], list[LinkFigures]] = {}
         for peer, news in self._links.items():
             for link in news.links:

@@ -1,6 +1,6 @@
 """One peer's averager, progress and keeper in a group: made, started and closed together.
 
-Whoever takes part uses these three directly. What needs two of them at once is here: standing by for a round, which
+Callers use these three directly. What needs two of them at once is here: standing by for a round, which
 the run's progress confirms, and following the settings of the coordinator.
 """
 
@@ -88,7 +88,7 @@ class Collaboration:
         self.progress = ProgressKeeper(peer.session, self.averager.lease, lambda: self.averager.epoch, target)
         self.progress.weight_cap = coordinator.gather.weight_cap
         self.keeper: StateKeeper | None = None
-        """Of this peer's states, where it has one: whoever starts it says so."""
+        """Of this peer's states, where it has one: its starter says so."""
         self.averager.listen(self._committed)
 
     def coordinate_by(self, config: CoordinatorConfig) -> None:

@@ -221,7 +221,7 @@ class Driver:
         return pending
 
     async def _release(self) -> None:
-        """On the event loop, when the run is left; whoever is interrupted does not want to wait for others."""
+        """On the event loop, when the run is left; after Ctrl-C nobody wants to wait for others."""
         await self._recovery.stop_listening()
         is_out = self._run.is_interrupted or self._run.peer.session.ended.done()
         wait_seconds = 0.0 if is_out else self._run.seconds_to_leave(LAST_ROUND_SECONDS)

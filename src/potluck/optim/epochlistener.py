@@ -39,7 +39,7 @@ ROUND_SECONDS = 600.0  # how long to be ready for one epoch before saying so ane
 # are loaded at the same time take twice as long.
 MOST_EPOCHS = 16
 MOST_BYTES = 1024**3  # more epochs than that are remembered while they fit in here
-MOST_STARTS = 4  # of one fetch: whoever hears nothing at all may be lucky after all when a state has come
+MOST_STARTS = 4  # of one fetch: a peer that hears nothing at all may be lucky later, when a state has come
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class EpochListener:
         self.averages: dict[int, dict[str, Tensor]] = {}
         """What was heard, by epoch. Any thread may look an epoch up."""
         self.turn = threading.Lock()
-        """Held by whoever uses the method while somebody listens: it is asked here what averages look like."""
+        """Held by the user of the method while somebody listens: it is asked here what averages look like."""
         self._method = method
         self._averager = averager
         self._epoch = 0  # that is listened for

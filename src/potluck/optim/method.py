@@ -114,7 +114,7 @@ class StateSource(Protocol):
         ...
 
     async def resume(self, *, base: Mapping[str, Tensor], timeout_seconds: float) -> RunState | None:
-        """The state to begin with, whoever has it; None: nobody has one. Called on the event loop, once."""
+        """The state to begin with, of any peer; None: nobody has one. Called on the event loop, once."""
         ...
 
     async def fetch(self, *, at_least_epoch: int, base: Mapping[str, Tensor], timeout_seconds: float) -> RunState:

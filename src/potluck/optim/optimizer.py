@@ -318,8 +318,8 @@ class Optimizer(SharedOptimizer, torch.optim.Optimizer):  # type: ignore[overrid
         """Take part in the round after `epoch` if it is due within so long; whether it was.
 
         Far from the coordinator this peer stands by, and the round starts when the last one does. In the background
-        nothing can be offered ahead: all samples after it count for the next epoch. And whoever stands by in vain has
-        to wait for a plan that may be on its way: too long for one whose steps are shorter than that.
+        nothing can be offered ahead: all samples after it count for the next epoch. And a peer that stands by in vain
+        has to wait for a plan that may be on its way: too long for one whose steps are shorter than that.
         """
         progress = self.collaboration.progress
         there_and_back = 2 * progress.way_seconds

@@ -1,6 +1,6 @@
 """Which state a peer stands on: taken over at the start, caught up with, repaired, rolled back; and kept for others.
 
-    begin       the run's state, from whoever has it, in memory or on disk; this peer's own where there is none
+    begin       the run's state, from any peer that has it, in memory or on disk; this peer's own where there is none
     catch_up    the lineage is further than this peer: the averages that it missed; where nobody has them, the newest
                 state there is, and what came since (epochlistener.py)
     mend        this peer's bits are not those of the others: the chunks that differ
@@ -115,7 +115,7 @@ class Recovery:
             self._fetch_newest()
         else:
             self.keep(at_once=True)  # many a program sets its weights right after it has made its optimizer
-        self._listens_on = False  # whoever missed an epoch later is waited for at once: its batches take no longer
+        self._listens_on = False  # a peer that missed an epoch later is waited for at once: its batches take no longer
 
     def _resume(self, source: StateSource) -> bool:
         """Go on from the state that the run has, if any."""
@@ -199,7 +199,7 @@ class Recovery:
         finally:
             self._run.call(listener.close())
         if self.epoch > before:
-            self.num_loaded += 1  # for whoever has begun a batch before
+            self.num_loaded += 1  # for a thread that has begun a batch before
             self.keep()
 
     async def stop_listening(self) -> None:

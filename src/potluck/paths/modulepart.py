@@ -56,7 +56,7 @@ class ModuleConfig:
 def coordinating_module(
     gather: GatherConfig, num_paths: int, min_phases: int, grace_seconds: float
 ) -> CoordinatorConfig:
-    """How the rounds of a module are started, whoever coordinates them."""
+    """How the rounds of a module are started, by any coordinator."""
     grace = AdaptiveGrace(least_seconds=min(0.5, grace_seconds), most_seconds=grace_seconds)
     trigger = PhaseQuorum(num_paths=num_paths, min_phases=min(min_phases, num_paths), grace=grace)
     return CoordinatorConfig(gather=replace(gather, weight_cap=None, most_weight=MOST_WEIGHT), trigger=trigger)

@@ -379,7 +379,7 @@ class PathTrainer:
     def _is_lost(self, part: ModulePart, taken: PhaseTaken) -> bool:
         """Whether nobody has the path's last change to a module any more: the epoch with it may never come.
 
-        Whoever made it is gone, or it was this peer, before it was started anew.
+        The peer that made it is gone, or it was this peer, before it was started anew.
         """
         if taken.last == self._run.peer_id:
             return not part.loop.phases

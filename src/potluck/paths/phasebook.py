@@ -5,12 +5,12 @@ next. It stands in the hub, written by the coordinator alone and by compare-and-
 with it as it is.
 
     a peer is gone         its lease returns when somebody asks, and the same phase is given to another
-    fewer peers than paths they take turns: whoever asks gets a path that nobody has, the one that is furthest behind
+    fewer peers than paths they take turns: a peer that asks gets, of the paths that nobody has, the one furthest behind
     more peers than paths  several share a phase; the first that is done fixes how many, and each counts for its share
 
-*A phase counts once.* What a peer has trained counts when the book takes it from the holder of the lease. Whoever was
-believed dead, and whose phase another has, is told that its work does not count. A peer that dies after that and before
-its modules' rounds has lost the phase: it counts in none, rather than twice.
+*A phase counts once.* What a peer has trained counts when the book takes it from the holder of the lease. A peer that
+was believed dead, and whose phase another has, is told that its work does not count. A peer that dies after that and
+before its modules' rounds has lost the phase: it counts in none, rather than twice.
 
 `needs` says from which epochs of its modules on the next phase of a path may begin: those that hold the one before.
 """
@@ -193,7 +193,7 @@ def _later(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
 def open_modules(book: PhaseBook, grid: Grid) -> tuple[str, ...]:
     """Modules of which somebody has trained a phase that is still free on another path.
 
-    Whoever comes next takes that path. So a peer that has changes for such a module waits before it offers them: it may
+    The next peer takes that path. So a peer that has changes for such a module waits before it offers them: it may
     be the one, and then they travel together.
     """
     taken = {lease.path for lease in book.leases.values()}

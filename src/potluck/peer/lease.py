@@ -322,7 +322,7 @@ class Lease:
         entry = await self._store.get(KEY)
         if entry is None or entry.revision > self.view.revision:
             self._changed(entry or Entry(key=KEY, value=None, revision=self.view.revision + 1, written_at=0.0))
-            self._wake.clear()  # this is no news to whoever looks
+            self._wake.clear()  # this is no news to the caller
         return self._token == 0 or self.view.token != self._token
 
     def _note_leader(self, has_leader: bool) -> None:

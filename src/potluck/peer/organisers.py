@@ -22,7 +22,7 @@ MAX_RUNS = 1000
 
 
 def checking(link: JoinLink | None) -> Callable[[str], None]:
-    """The check of an organiser's key, for whoever came by this link; without one nothing is known to check it by."""
+    """The check of an organiser's key by this join link; without a link there is nothing to check it by."""
     if link is None:
         return lambda _organiser: None
     return lambda organiser: KnownOrganisers().check(link, organiser)

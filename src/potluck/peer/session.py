@@ -309,7 +309,7 @@ class Session:
     def _end(self, error: PotluckError) -> None:
         if not self.ended.done():
             self.ended.set_exception(error)
-            self.ended.exception()  # whoever never looks at `ended` gets no warning about it
+            self.ended.exception()  # a caller that never looks at `ended` gets no warning about it
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         """Nobody would notice the loss of a task but by our death in the roster: so it ends the session."""

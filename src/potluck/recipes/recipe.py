@@ -13,7 +13,7 @@ What may change while a run trains, as in a curriculum from short texts to long 
 `Config`; the trainers set `self.data` to what counts at the run's epoch.
 
 A recipe is data and mathematics only. It knows nothing of peers: who trains on which shard, with which batch size, on
-which device and with which optimizer is decided by whoever trains (training/).
+which device and with which optimizer is decided by the trainer (training/).
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 RoundPeer = Group | LinkedPeer
-"""Whose rounds they are: a group, or a peer, which stands for its place in `main`."""
+"""The group that the rounds belong to; a peer stands for its place in `main`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +227,7 @@ class Averager:
         return await self._workers.run(on_tensors)
 
     def listen(self, listener: Callable[[Commit], None]) -> None:
-        """Call `listener` for each epoch that is committed, whoever took part."""
+        """Call `listener` for each committed epoch, also of rounds without this peer."""
         self._listeners.append(listener)
 
     def listen_to_failures(self, listener: Callable[[FailedRound], None]) -> None:

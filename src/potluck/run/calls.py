@@ -1,10 +1,10 @@
 """Work that one thread waits for and another does: what comes of it, and an end to it.
 
 Ctrl-C comes as an exception between any two steps of the main thread. If that is inside of a condition's own code, as
-when waiting for a `concurrent.futures.Future`, the condition's lock stays taken, and whoever does the work waits for it
-for ever when it ends. So the two meet at a bare lock here, which only the one who does the work lets go: no exception
-in the waiting thread can make that one wait. And a signal that comes in the moment before a thread begins to wait does
-not wake it, in any wait of Python's: so the thread looks up from time to time, or Ctrl-C would be lost.
+when waiting for a `concurrent.futures.Future`, the condition's lock stays taken, and the thread that does the work
+waits for it for ever when it ends. So the two meet at a bare lock here, which only the one who does the work lets go:
+no exception in the waiting thread can make that one wait. And a signal that comes in the moment before a thread begins
+to wait does not wake it, in any wait of Python's: so the thread looks up from time to time, or Ctrl-C would be lost.
 """
 
 from __future__ import annotations

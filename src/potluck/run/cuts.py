@@ -146,7 +146,7 @@ def is_safe(board: CutBoard, number: int) -> bool:
 
 
 async def _ask(peer: LinkedPeer, question: AskForCut, timeout_seconds: float) -> CutNumber:
-    """The answer of whoever coordinates main; asked again while nobody does."""
+    """The answer of the coordinator of main; asked again while there is none."""
     store = peer.session.hub.store("lease")
     while True:
         entry = await store.get(LEASE_KEY)

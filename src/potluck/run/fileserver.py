@@ -5,7 +5,7 @@
     /KEY/files/SHA256          a file that the manifest names
 
 Plain HTTP is enough: the link names the wheel's hash and the organiser's key, and the manifest the files' hashes. KEY
-comes from the link, so that whoever has one can read the run's files, and passers-by find none. Those who ask are
+comes from the link, so that everybody with a link can read the run's files, and passers-by find none. Those who ask are
 strangers: a request is short and has to come soon, connections are counted, and nothing in a request names a file of
 this machine.
 """

@@ -280,7 +280,7 @@ class Host:
             await organiser_hub.close()
 
     def serve(self, offer: Offer) -> None:
-        """Let whoever has a join link get what the run ships; does nothing where the host serves no files."""
+        """Let everybody with a join link get what the run ships; does nothing where the host serves no files."""
         if self._files is not None:
             self._files.offer = offer
 
@@ -310,7 +310,7 @@ class Host:
         return replace(link, others=tuple(others[: MAX_HOSTS - 1]))
 
     async def _volunteers_invite(self, organiser: Organiser, known: str) -> str:
-        """The invite of earlier starts, even if it was revoked: whoever did so wants no new one to be made."""
+        """The invite of earlier starts, even if it was revoked: the organiser who did so wants no new one."""
         revoked = {invite.id: invite.revoked for invite in await organiser.list_invites()}
         if known and invite_id(known) in revoked:
             self._is_invite_valid = not revoked[invite_id(known)]

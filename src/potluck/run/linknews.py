@@ -1,4 +1,4 @@
-"""What a peer tells of its links, for whoever draws a picture of the run. Shown, never trusted."""
+"""What a peer tells of its links, for a picture of the run. Shown, never trusted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """An event loop in a thread of its own, and how another thread has things done on it.
 
 A user's training loop is synchronous, and hub and links live on an event loop. This is the only place where the two
-meet: the loop's thread runs nothing but the loop, and whoever calls from outside waits, or does so later (calls.py).
+meet: the loop's thread runs nothing but the loop, and a caller from outside waits, now or later (calls.py).
 
     with LoopThread() as loop:
         peer = loop.call(start_peer())

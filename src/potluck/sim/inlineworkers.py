@@ -26,7 +26,7 @@ class InlineWorkers(Workers):
         def run() -> None:
             try:
                 result = work()
-            except Exception as error:  # noqa: BLE001 - as the threads do: whoever submitted the work judges
+            except Exception as error:  # noqa: BLE001 - as the threads do: the caller that submitted the work judges
                 failed(error)
             else:
                 done(result)

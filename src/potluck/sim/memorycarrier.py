@@ -139,7 +139,7 @@ class MemoryCarrier:
         self._alive: dict[str, str] = {}  # sessions, by peer
         self._paths: dict[str, _Path] = {}
         self._counts: Counter[str] = Counter()
-        self.context = contextvars.copy_context()  # what arrives belongs to whoever made the carrier
+        self.context = contextvars.copy_context()  # what arrives belongs to the maker of the carrier
         network.attach(self)
 
     @property

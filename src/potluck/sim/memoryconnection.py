@@ -126,7 +126,7 @@ class MemoryConnection:
         self._reply_numbers = itertools.count()
         self._life = 0  # grows with every loss: what was on its way to us then never arrives
         self._closed = False
-        self._context = contextvars.copy_context()  # what arrives belongs to whoever made the connection
+        self._context = contextvars.copy_context()  # what arrives belongs to the maker of the connection
         self._counts = {
             "published": 0,
             "published_bytes": 0,
@@ -136,7 +136,7 @@ class MemoryConnection:
         }
 
     async def publish(self, subject: str, payload: bytes) -> None:
-        """Send to whoever listens; on a forbidden subject it is counted, as with the real hub."""
+        """Send to all subscribers; on a forbidden subject it is counted, as with the real hub."""
         self._check_usable()
         self._check_sendable(subject, payload)
         self._counts["published"] += 1

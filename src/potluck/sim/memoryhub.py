@@ -84,7 +84,7 @@ class MemoryHub:
         self._rules: list[MemoryRule] = []
         self._tables: dict[str, MemoryTable] = {}
         self._turns: dict[str, int] = {}
-        self._context = contextvars.copy_context()  # its timers are its own, whoever causes them
+        self._context = contextvars.copy_context()  # its timers are its own, also those that others cause
         for definition in stores:
             self.create_store(definition.name)
 

@@ -108,7 +108,7 @@ class MemoryRun:
 
     @property
     def next_session(self) -> str:
-        """The session of whoever joins next."""
+        """The session of the next peer that joins."""
         return f"s{self._num_sessions + 1}"
 
     async def join(
@@ -212,7 +212,7 @@ class MemoryRun:
         for kind in CARRIERS:
             self.network.mend(kind, one.peer_id, other.peer_id)
 
-    # The guard; while the hub is away its answers are lost, and whoever asked asks again.
+    # The guard; while the hub is away its answers are lost, and the peer asks again.
 
     async def _card_came(self, delivery: Delivery) -> None:
         peer = delivery.subject.rsplit(".", 1)[-1]

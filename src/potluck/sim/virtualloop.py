@@ -4,8 +4,8 @@ When nothing can go on, the loop's time jumps to the next timer. An hour of rene
 and in the same order every time. Everything must live on the loop: a thread or a real socket would be overtaken.
 
 Time is always a whole number of ticks of 2⁻²⁰ s, about a microsecond, so that differences of times are exact, and a
-timer's time has come when it fires. Else whoever waits for what is missing until a deadline could find that less than
-the smallest step of a floating-point number is missing, and wait for that for ever: no time passes by itself here.
+timer's time has come when it fires. Else a task that waits for what is missing until a deadline could find that less
+than the smallest step of a floating-point number is missing, and wait for that for ever: no time passes by itself here.
 
     @in_virtual_time
     async def test_patience() -> None: ...

@@ -1,13 +1,13 @@
 """What keepers say they hold, and who may be believed (pure).
 
 A state has no signature of its own: an epoch is committed before anybody has applied its averages. What vouches for a
-state is who says to hold it. The hub lets nobody speak in another's name, the guard tells whose peer each one is and
-whom the organisers trust, and the coordinator's signed commit tells who holds the averages that the state comes from.
-So, of the keepers that are present:
+state is who says to hold it. The hub lets nobody speak in another's name, the guard tells which person each peer
+belongs to and which the organisers trust, and the coordinator's signed commit tells who holds the averages that the
+state comes from. So, of the keepers that are present:
 
 1. peers that may coordinate or are trusted with reducing decide, if there are any: they could spoil the run anyway;
-2. else those whom the commit names as holders of the epoch;
-3. else whoever there is: they can only have fetched it, when it was vouched for.
+2. else those that the commit names as holders of the epoch;
+3. else all others: they can only have fetched it, when it was vouched for.
 
 Within such a tier each *person* has one vote, however many peers it runs. Of the first tier, the state with most votes
 is believed, and that of the first peer by id in a tie.
@@ -17,9 +17,9 @@ are not waited for, nor those that do not train: they take a state over now and 
 and most votes of all who have spoken do among strangers too: so peers that begin with different weights agree on one of
 them.
 
-Machines that compute differently hold other bits and the same values. Where no digest has a majority, whoever needs a
-verdict compares values (appraising.py), and peers whose states are the same but for rounding are one *camp*: it has all
-of their votes, and one of its digests counts. Camps that are equally large, of strangers who have all spoken, lock
+Machines that compute differently hold other bits and the same values. Where no digest has a majority, a peer that needs
+a verdict compares values (appraising.py), and peers whose states are the same but for rounding are one *camp*: it has
+all of their votes, and one of its digests counts. Camps that are equally large, of strangers who have all spoken, lock
 nothing: that of the first peer by id is taken, and the verdict is *contested*, which is told to the organisers.
 
 What is compared and voted on is what peers should hold alike. Where a state has a part that is each peer's own, that
@@ -57,7 +57,7 @@ Counted = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 class KeptState(Message, frozen=True, kw_only=True):
     """One state that a peer holds and serves, or had."""
 
-    epoch: Counted  # whose state it is
+    epoch: Counted  # that the state belongs to
     digest: Digest
     num_bytes: Counted
     made_at: Counted  # the epoch it was made at; another than `epoch` when the run went on from a backup
@@ -82,7 +82,7 @@ class Kept(Message, frozen=True, kw_only=True):
     beginner: Annotated[str, msgspec.Meta(max_length=128)] = ""  # by a coordinator: who begins a run that has nothing …
     begins_at: Counted = 0  # … when it is at this epoch
     trouble: Annotated[str, msgspec.Meta(max_length=MAX_TROUBLE)] = ""  # for the organisers, with the remedy
-    cut: Counted = 0  # by a coordinator: for this cut, whoever has it is to hold the state …
+    cut: Counted = 0  # by a coordinator: for this cut, peers that have the state must hold it …
     cut_epoch: Counted = 0  # … of this epoch
 
     @property
@@ -249,7 +249,7 @@ class Announcements:
         found = []
         for presence, states in self._present(roster, backups):
             state = next((state for state in states if state.epoch == epoch), None)
-            # Backups are of any age: whoever offers one has a say in which is to be believed.
+            # Backups are of any age: every peer that offers one has a say in which is believed.
             is_late = state is None and not any(backups or state.epoch + 1 >= epoch for state in states)
             # Who does not train takes a state over now and then: that it has none of this epoch means nothing.
             may_speak = backups or presence.card.role == "trainer"

@@ -1,6 +1,6 @@
 """Comparing states by value, where their digests differ: who holds the same but for rounding, and who is damaged.
 
-Whoever needs a verdict asks those who keep states, over links:
+A peer that needs a verdict asks the keepers of states, over links:
 
     HoldState   which state of this epoch do you hold? The answer binds its sender, and the state is held for a while
     AskSketch   the sketch (sketch.py) of that state, under a seed that is drawn only now: nobody could fit to it
@@ -115,7 +115,7 @@ class Appraiser:
         self._answers: dict[int, Answers] = {}
         self._newest = -1  # the epoch of the state that came last
         self._came = asyncio.Event()  # set, and replaced by another, with each state
-        self._given_at: dict[str, list[float]] = {}  # sketches, by whom they were asked for
+        self._given_at: dict[str, list[float]] = {}  # times of sketches, by the peer that asked
         self._refusals: Counter[str] = Counter()
         self._named_at: dict[str, float] = {}
         self._is_suspect = False
@@ -193,7 +193,7 @@ class Appraiser:
     # What the others hold
 
     async def look(self) -> None:
-        """Where the newest states differ, see whether one of them is damaged: whoever it is, it is named."""
+        """Where the newest states differ, see whether one of them is damaged, and name its peer."""
         offered = self._directory.offered(self._lineage.epoch)
         if offered is None:
             return

@@ -31,7 +31,7 @@ import msgspec
 from potluck.errors import BackupError, PotluckError, ProtocolError
 from potluck.state.inventory import MAX_INVENTORY_BYTES, Inventory, TensorSpec, read_inventory
 
-if TYPE_CHECKING:  # they import torch, which whoever lists backups does without
+if TYPE_CHECKING:  # they import torch, which a list of backups does not need
     from potluck.state.assembly import Assembly
     from potluck.state.chunkpool import ChunkPool
     from potluck.state.snapshot import Snapshot

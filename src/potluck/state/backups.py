@@ -26,7 +26,7 @@ from potluck.hub.subjects import MAIN
 from potluck.state.announcement import MAX_SAVED, KeptState
 from potluck.state.backupfile import BackupInfo, read_info, read_snapshot, record_path, write_backup, write_cut
 
-if TYPE_CHECKING:  # they import torch, which whoever lists backups does without
+if TYPE_CHECKING:  # they import torch, which a list of backups does not need
     from potluck.state.chunkpool import ChunkPool
     from potluck.state.snapshot import Snapshot
 

@@ -1,4 +1,4 @@
-"""The copy of a state that training goes on with: made by a worker, and waited for by whoever changes the tensors.
+"""The copy of a state that training goes on with: made by a worker. The thread that changes the tensors waits for it.
 
 Forward and backward passes only read what is published; it changes with the next step, which is mostly long after a
 worker has copied it. So tensors are handed over as they are, and the one rule is: *who is about to change them calls
@@ -33,7 +33,7 @@ class TornError(StateUnavailableError):
 
 
 class Copying:
-    """One copy, made once, by whoever comes first. Safe to use from any thread."""
+    """One copy, made once, by the first thread that comes. Safe to use from any thread."""
 
     def __init__(
         self,

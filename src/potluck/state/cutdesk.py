@@ -40,7 +40,7 @@ LOOK_EVERY_SECONDS = 1.0
 ANSWER_SECONDS = 30.0  # for a group to name its part
 SAVE_SECONDS = 900.0  # for all parts to be on trusted disks, unless a line moves for longer
 ASKED_SECONDS = 20.0  # the same, once a program has asked for the next one
-NEXT_SECONDS = 2.0  # between two cuts, whoever asks
+NEXT_SECONDS = 2.0  # between two cuts, however many ask
 MOST_CUTS = 64  # that the hub remembers
 
 

@@ -37,7 +37,7 @@ from potluck.state.shelf import Shelf
 logger = logging.getLogger(__name__)
 
 SPEAK_EVERY_SECONDS = 5.0
-SPEAK_PAUSE_SECONDS = 0.25  # between two announcements, whoever asks
+SPEAK_PAUSE_SECONDS = 0.25  # between two announcements, however many ask
 ASK_EVERY_SECONDS = 2.0
 APPRAISED_SECONDS = 30.0  # how long a comparison by value holds; those who took part hold their states as long
 

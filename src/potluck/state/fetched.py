@@ -1,4 +1,4 @@
-"""A state that was fetched, for whoever wanted it."""
+"""A state that was fetched, for the caller that wanted it."""
 
 from __future__ import annotations
 

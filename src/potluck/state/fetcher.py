@@ -230,7 +230,7 @@ class Fetcher:
         self.report.came_at = max([self.report.came_at, *map(self._arrived_at, giving)])
 
     def _serving(self, digest: str) -> Iterable[str]:
-        """Who says that it has the state; and whoever is giving it, which may go on after the run has moved on."""
+        """Peers that say they have the state, and peers that are sending it, even after the run has moved on."""
         giving = [keeper for keeper, source in self._sources.items() if not source.is_over]
         return dict.fromkeys([*self._keepers(digest), *giving])
 

@@ -5,7 +5,7 @@ are ordered by the size of their elements, the largest first, and then by name: 
 the same space, and every tensor is aligned to its own elements wherever the space as a whole is.
 
 An inventory names the tensors and the SHA-256 of each chunk, and carries the metadata; its own SHA-256 is the digest of
-the state. So whoever trusts a digest can check an inventory, and then each chunk by itself, whoever it came from.
+the state. So a peer that trusts a digest can check an inventory, and then each chunk by itself, from any sender.
 SHA-256 was taken because most processors have instructions for it (1.27 GB/s here; BLAKE2b 0.63 GB/s); a hash that only
 detects accidents, such as xxhash, would not stop a liar.
 
@@ -41,7 +41,7 @@ HASH_BYTES = 32
 OWN = "own"  # what stands under this key of the metadata is each peer's own too
 
 # What may come from another peer or from disk, by the name that torch has for it, and how long a value is. Written
-# down, so that whoever only looks at what there is need not import torch.
+# down, so that a program that only looks at what there is need not import torch.
 ITEM_BYTES = {
     "complex128": 16,
     **dict.fromkeys(("float64", "complex64", "int64", "uint64"), 8),

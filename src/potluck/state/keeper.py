@@ -430,7 +430,7 @@ class StateKeeper:
         progress: Progress | None = None,
         timeout_seconds: float,
     ) -> FetchedState | None:
-        """The state to go on from, whoever has it, on disk or in memory; None: nothing is there yet, begin.
+        """The state to go on from, of any peer, on disk or in memory; None: nothing is there yet, begin.
 
         Everybody calls it when starting, and when the state of the run's epoch is to be had from nobody (see
         resumechoice.py). What is in `base` is not fetched.

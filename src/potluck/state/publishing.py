@@ -131,7 +131,7 @@ class Publisher:
             is_wanted = publication.set_running_or_notify_cancel()
             try:
                 digest = await self._hash(publication)
-            except Exception as error:  # noqa: BLE001 - whoever published is told; the next state may fare better
+            except Exception as error:  # noqa: BLE001 - the publisher is told; the next state may fare better
                 self._failed(publication, error)
                 if is_wanted:
                     publication.set_exception(error)

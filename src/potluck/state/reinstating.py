@@ -1,6 +1,6 @@
 """Going back on purpose: the state of an earlier epoch becomes that of a new one.
 
-The lineage is not turned back. Whoever coordinates commits an epoch whose state is known beforehand, by its digest;
+The lineage is not turned back. The coordinator commits an epoch whose state is known beforehand, by its digest;
 then everybody is behind, and fetches it as it would any other. Here is what that needs of a keeper: to get hold of the
 earlier state, from this peer's disk or from somebody who offers it, and to show it as the state of the new epoch.
 """
@@ -54,7 +54,7 @@ class Reinstating:
         return True
 
     async def fetch(self, epoch: int, digest: str, *, timeout_seconds: float) -> None:
-        """Have it at hand, whoever offers it; StateUnavailableError when nobody does in time."""
+        """Have it at hand, from any peer that offers it; StateUnavailableError when nobody does in time."""
         if await self.bring(epoch, digest):
             return
         clock = self._session.clock

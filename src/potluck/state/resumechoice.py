@@ -29,7 +29,7 @@ from typing import Literal
 from potluck.state.announcement import Verdict
 
 BEGIN_SECONDS = 1.0  # for others to say that they have a state of epoch 0; they are asked
-BEGINNER_SECONDS = 30.0  # for whoever was chosen to begin, to have a state for the others
+BEGINNER_SECONDS = 30.0  # for the peer that was chosen to begin, to have a state for the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Carrying out an order to go back to a cut, for one group (run/cuts.py).
 
 The order stands in the hub, and how many were carried out stands in the group's lineage: so each group does it once,
-whoever coordinates it and however often that changes. The coordinator gets hold of the state, from its disk or from
-whoever offers it, and commits an epoch whose state that is; then whoever has it shows it, and all members fetch it.
+also when the coordinator changes. The coordinator gets the state, from its disk or from a peer that offers it,
+and commits an epoch with that state; then every peer that has it shows it, and all members fetch it.
 Groups do so at their own time: one that has no coordinator now goes back when it has one.
 """
 

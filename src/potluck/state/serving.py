@@ -1,4 +1,4 @@
-"""The keeper's side: inventories and chunks for whoever asks, within limits.
+"""The keeper's side: inventories and chunks for any peer that asks, within limits.
 
 A joiner asks for the inventory of a state by its digest, then opens a stream and sends the numbers of the chunks that
 it wants; they come back in that order, packed where it asks for that and it makes them smaller. A stream's own credit

@@ -7,7 +7,7 @@
 A snapshot has two digests: that of the inventory, by which it is asked for, and the *common* one, over what all peers
 should hold alike, by which it is compared. Where nothing is a peer's own they are the same.
 
-Chunks that are the same as in the previous snapshot are shared with it. A snapshot is held by whoever uses it, and its
+Chunks that are the same as in the previous snapshot are shared with it. A snapshot is held by its users, and its
 memory goes back to the pool when the last holder has released it.
 """
 

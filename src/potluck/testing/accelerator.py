@@ -64,7 +64,7 @@ class Counts:
 
 
 class Stream:
-    """An order of work. All work is done at once here, so only who waits for whom is recorded."""
+    """An order of work. All work is done at once here, so only the order of waits is recorded."""
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
         self.waited_for: list[object] = []

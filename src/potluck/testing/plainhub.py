@@ -1,7 +1,7 @@
 """A bare nats-server on this machine, with a fixed list of users: for tests of the hub connection alone.
 
-The real hub (hub/server/embedded.py) asks a guard whom to let in; this one has no guard, so that a connection can be
-tested without. It can be killed, frozen, started again on the same ports, and told to throw a user out.
+The real hub (hub/server/embedded.py) asks a guard which users to let in; this one has no guard, so that a connection
+can be tested without. It can be killed, frozen, started again on the same ports, and told to throw a user out.
 """
 
 from __future__ import annotations

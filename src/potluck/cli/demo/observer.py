@@ -45,7 +45,7 @@ class DemoObserver:
 
     @property
     def coordinator(self) -> str:
-        """The name of whoever coordinates now, as far as is known."""
+        """The name of the coordinator, as far as is known."""
         return self._names.get(self._watcher.view.coordinator, "")
 
     def look(self) -> tuple[Overview, list[PeerRow]]:

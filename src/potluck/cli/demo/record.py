@@ -71,7 +71,7 @@ class DemoRecord:
     """All that a demo has seen."""
 
     trainers: list[str] = field(default_factory=list)
-    """Whoever was to train, the newcomer included."""
+    """All that were to train, the newcomer included."""
 
     commits: list[SeenCommit] = field(default_factory=list)
     losses: list[SeenLoss] = field(default_factory=list)

@@ -68,7 +68,7 @@ def prepare(folder: Path) -> None:
 
 
 async def play(folder: Path, script: Script, display: Display, record: DemoRecord) -> None:
-    """Play it. What goes wrong is raised; whoever is left is asked to leave in any case."""
+    """Play it. What goes wrong is raised; those that are left are asked to leave in any case."""
     processes = Processes(folder)
     began_at = time.time()
     try:
@@ -115,7 +115,7 @@ async def _come(processes: Processes, observer: DemoObserver, display: Display, 
         "(an aux peer) join."
     )
     await observer.until("an epoch of all", lambda: record.has_epoch_of(record.trainers))
-    await observer.until_epoch(record.epoch + 2)  # whoever came last has settled down
+    await observer.until_epoch(record.epoch + 2)  # the last newcomer has settled down
     record.together_from_seconds = observer.now
     await observer.until_epoch(record.epoch + script.part(0.15))
     alone, together = samples_per_second(record.alone()), samples_per_second(record.together())
@@ -124,7 +124,7 @@ async def _come(processes: Processes, observer: DemoObserver, display: Display, 
 
 
 async def _bear(processes: Processes, observer: DemoObserver, display: Display, script: Script) -> None:
-    """A trainer is killed; then whoever coordinates, twice: first that is the host, hub and all."""
+    """A trainer is killed; then the coordinator, twice: first that is the host, hub and all."""
     record = observer.record
     incident = observer.note("trainer killed", ADA)
     await processes.kill(ADA)

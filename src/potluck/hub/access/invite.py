@@ -1,4 +1,4 @@
-"""Invites: a secret that lets whoever knows it become a member, within stated bounds.
+"""Invites: a secret that lets everybody who knows it become a member, within stated bounds.
 
 Only a hash of the secret is kept. It is a plain SHA-256, since the secret is 128 random bits that nobody can guess.
 The id, by which organisers speak of an invite, is the beginning of that hash: so a secret alone finds its record.

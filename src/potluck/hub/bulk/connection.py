@@ -280,7 +280,7 @@ class BulkConnection(asyncio.BufferedProtocol):
         self._end("the hub closed the connection")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell whoever waits."""
+        """Wake those that wait."""
         self._gone.set()
         self._end(str(exc or "") or "the hub closed the connection")
 
@@ -333,7 +333,7 @@ class BulkConnection(asyncio.BufferedProtocol):
             self._fail_handshake(HubUnavailableError(f"the hub at {self.server} refused the connection: {text}"))
 
     def _check_greeted(self) -> None:
-        """Nothing but INFO may come before encryption: whoever is in between could have said it."""
+        """Nothing but INFO may come before encryption: a machine in between could have sent it."""
         if not self._info.done() or (self._scheme == "tls" and not self._is_secure):
             raise ProtocolError(f"the server at {self.server} spoke out of turn")
 

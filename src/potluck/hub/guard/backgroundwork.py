@@ -65,7 +65,7 @@ class BackgroundWork:
             logger.exception("a question went unanswered because of a bug")
 
     def _tell(self, why: str) -> None:
-        """Say why a question went unanswered; the same again only after a while, since whoever asked asks again."""
+        """Say why a question went unanswered; the same again only after a while, since the peer asks again."""
         now = asyncio.get_running_loop().time()
         self._told = {text: at for text, at in self._told.items() if now - at < SILENT_SECONDS}
         if why in self._told:

@@ -1,7 +1,7 @@
 """The door: which connections the hub lets in.
 
 Authentication is the key: the peer must have signed the server's nonce. Authorization is the member record. The door
-never looks at invites or tokens: whoever has no record is sent to the lobby, where they are handled.
+never looks at invites or tokens: a peer without a record is sent to the lobby, where they are handled.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Who publishes far more than any honest member, judged by the hub's counters (pure).
 
 A member's main connection carries what everybody hears: beacons, and news to all others. The hub passes each message on
-to all of them, so whoever publishes without measure takes their processor time and fills what waits for the slow ones,
-until the hub cuts those off. The hub limits the size of a message and nothing else; but it counts what each
+to all of them, so a peer that publishes without measure takes their processor time and fills what waits for the slow
+ones, until the hub cuts those off. The hub limits the size of a message and nothing else; but it counts what each
 connection has published, and shows it in its lists and when a connection closes.
 
 So there is a rate that a member may publish at for ever, in messages and in bytes, and an amount by which it may be

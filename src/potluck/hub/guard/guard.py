@@ -58,7 +58,7 @@ from potluck.messages import encode
 
 logger = logging.getLogger(__name__)
 
-MAX_TASKS = 1024  # questions worked on at once; past it they go unanswered, and whoever asked asks again
+MAX_TASKS = 1024  # questions worked on at once; past it they go unanswered, and the peer asks again
 LOBBY_EVERY_SECONDS = 1.0  # how often it is looked at who has to leave the lobby
 
 

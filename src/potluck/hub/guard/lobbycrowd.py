@@ -1,8 +1,8 @@
 """Who has to leave the lobby, so that strangers who stay do not keep out those who come (pure).
 
 Knocking takes moments: connect, hand in an application, hear the answer. Only those on the waiting list have a reason
-to stay. Whoever else is still there after some seconds is cut. Where more come than the lobby holds, or more from one
-address than its share, connections are cut at once: of the busiest address, the oldest that has no reason to stay.
+to stay. All others that are still there after some seconds are cut. Where more come than the lobby holds, or more from
+one address than its share, connections are cut at once: of the busiest address, the oldest that has no reason to stay.
 Many honest people behind one router lose nothing by that: each of them needs a connection for a moment.
 """
 

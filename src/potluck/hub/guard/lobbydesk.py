@@ -43,7 +43,7 @@ CheckToken = Callable[[str], Awaitable[TokenAnswer]]
 
 
 async def _persist(step: Callable[[], Awaitable[T]], deadline: float) -> T:
-    """Try until it works: while a cluster chooses a leader, whoever applies had better wait than come again."""
+    """Try until it works: while a cluster chooses a leader, an applicant had better wait than come again."""
     loop = asyncio.get_running_loop()
     while True:
         try:

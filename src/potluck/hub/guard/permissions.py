@@ -1,8 +1,8 @@
 """What a connection may publish and subscribe to (pure).
 
-Everything that is not listed here is forbidden. A member publishes only on subjects that hold its own id, so whoever
-receives a message can read its sender off the subject. No connection may use the JetStream API, not even to read: it
-answers wherever a request says, also on subjects and in stores that are closed to whoever asks. Members read through
+Everything that is not listed here is forbidden. A member publishes only on subjects that hold its own id, so every peer
+that receives a message can read its sender off the subject. No connection may use the JetStream API, not even to read:
+it answers wherever a request says, also on subjects and in stores that are closed to the asker. Members read through
 the guard, which sees to it that the answer goes to their own inbox.
 """
 

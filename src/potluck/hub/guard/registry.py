@@ -49,7 +49,7 @@ class Table(Generic[R]):
         return iter([record for _, record in self._records.values()])
 
     def listen(self, listener: Callable[[str, R | None], None]) -> None:
-        """Call `listener` with key and record (None: removed) for each change, whoever made it."""
+        """Call `listener` with key and record (None: removed) for each change, also those of other guards."""
         self._listeners.append(listener)
 
     async def start(self) -> None:

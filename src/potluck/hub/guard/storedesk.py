@@ -1,9 +1,9 @@
 """The desk for stores: reads for members, and writes for coordinators.
 
-Nobody but a guard may ask JetStream. It answers wherever a request says, and a hub never checks where that is: whoever
-may read or write a stream directly can have entries, or at least the acknowledgement of a write, published on subjects
-and kept in stores that are closed to it. So members ask here, and get their answers in their own inbox or not at all.
-A write is passed on with those headers alone that a store needs; others would let a coordinator empty a store.
+Nobody but a guard may ask JetStream. It answers wherever a request says, and a hub never checks where that is: a member
+that may read or write a stream directly can have entries, or at least the acknowledgement of a write, published on
+subjects and kept in stores that are closed to it. So members ask here, and get their answers in their own inbox or not
+at all. A write is passed on with those headers alone that a store needs; others would let a coordinator empty a store.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_LEADER = msgspec.json.encode({"error": {"code": UNAVAILABLE, "description": "
 
 
 class StoreDesk:
-    """Passes questions on. Whoever calls it has checked that the answer goes to the sender's own inbox."""
+    """Passes questions on. Its caller has checked that the answer goes to the sender's own inbox."""
 
     def __init__(self, hub: NatsConnection, subjects: Subjects) -> None:
         self._hub = hub

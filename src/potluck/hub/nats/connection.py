@@ -177,7 +177,7 @@ class NatsConnection:
         return self._usable_link().max_payload_bytes
 
     async def publish(self, subject: str, payload: bytes) -> None:
-        """Send to whoever listens; waits while too much is on its way. While disconnected: HubUnavailableError.
+        """Send to all subscribers; waits while too much is on its way. While disconnected: HubUnavailableError.
 
         Whether we may publish there is not known at once: a violation shows up in `statistics`.
         """
@@ -186,7 +186,7 @@ class NatsConnection:
         self._counts["published_bytes"] += len(payload)
 
     async def forward(self, subject: str, payload: bytes, *, reply: str) -> None:
-        """Send a request whose answer goes to somebody else. Whoever calls this has checked where `reply` leads."""
+        """Send a request whose answer goes to somebody else. The caller has checked where `reply` leads."""
         await self._usable_link().publish(subject, payload, reply=reply)
 
     async def request(self, subject: str, payload: bytes, *, timeout_seconds: float) -> bytes:
@@ -249,7 +249,7 @@ class NatsConnection:
     def write_timeout_seconds(self) -> float:
         """How long to wait for a write: less where a guard passes it on, which may die with its machine meanwhile.
 
-        Whoever writes tries again anyway, and another guard answers then.
+        A writer tries again anyway, and another guard answers then.
         """
         return self.config.reply_timeout_seconds * (THROUGH_GUARD if self.config.stores == "guard" else 1)
 
@@ -306,7 +306,7 @@ class NatsConnection:
         self._notify(self._on_connected)
 
     async def is_refusal_final(self, error: NotAdmittedError) -> AccessError | None:
-        """Why it is over, in the words of whoever knows better; None: go on trying."""
+        """Why it is over, as the guard says; None: go on trying."""
         if self._why_refused is None:
             return error
         try:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 LASTING_SECONDS = 5.0  # a link that lived so long was a good one: the next wait starts small again
 SECOND_LOOK_SECONDS = 1.0
-HELD_UP_SECONDS = 1.5  # a hub that has just started holds up whoever comes before its guard, and says no 5 s later
+HELD_UP_SECONDS = 1.5  # a hub that has just started holds up who comes before its guard, and says no 5 s later
 LEARNT_TIMEOUT_SECONDS = 3.0  # a hub may name addresses that lead nowhere from here; those given come first
 
 

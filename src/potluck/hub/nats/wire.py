@@ -208,7 +208,7 @@ class TcpWire(Wire, asyncio.Protocol):
         self._end("the connection was closed")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell whoever waits."""
+        """Wake those that wait."""
         self._gone.set()
         self._end(str(exc or "") or "the connection was closed")
 

@@ -66,7 +66,7 @@ class FolderLock:
             raise
 
     def record_server(self, pid: int) -> None:
-        """Note which process the server is, for whoever has to end it after our death."""
+        """Note which process the server is, for the next host, which has to end it after our death."""
         write_private(self._folder / PID_FILE, f"{pid}\n")
 
     def release(self) -> None:

@@ -49,7 +49,7 @@ def save_ports(folder: Path, ports: HubPorts) -> None:
 def pick_ports(config: HubConfig, remembered: HubPorts | None) -> HubPorts:
     """Ports that are free right now. PortBusyError when one that was asked for is not.
 
-    All are held until the last one is picked, so that no two are the same. Whoever is quick can still take one between
+    All are held until the last one is picked, so that no two are the same. A quick program can still take one between
     here and the server's start; the server then says so.
     """
     held: list[socket.socket] = []

@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class PotluckStrategy(InRun, Strategy):
-    """Train in a run, together with whoever is there. The arguments are those of lightning-hivemind, and ours.
+    """Train in a run, together with all peers that are there. The arguments are those of lightning-hivemind, and ours.
 
     See docs/integrations.md for each of them.
     """

@@ -1,7 +1,7 @@
 """The direct way between two peers: TCP, sealed with AES-GCM.
 
 carrier.py       the whole: all direct paths of this process
-path.py          the path to one peer, whoever dialled
+path.py          the path to one peer, dialled by either side
 dialling.py      an outgoing connection until it is open   listening.py   the incoming ones
 greeting.py      who are you, and can you hear me          admission.py   which keys get in
 noise.py         the handshake that proves keys            pulse.py       whether a silent one still lives

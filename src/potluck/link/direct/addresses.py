@@ -1,6 +1,6 @@
 """Which addresses to listen on, to announce, and to dial, and in which order.
 
-An address on the wire is `tcp://HOST:PORT` with a literal IP: names are resolved once, by whoever announces them,
+An address on the wire is `tcp://HOST:PORT` with a literal IP: names are resolved once, by the peer that announces them,
 since a look-up takes its time, and what it finds may differ from place to place. A peer dials only where an honest
 peer could be: public addresses, the address that the hub sees the other come from, and private ones where both are on
 one LAN; never the ports below 1024, which belong to other services.
@@ -176,8 +176,8 @@ def dial_order(
 
     Private addresses are dialled where they may lead to the peer: on the same LAN by the hub's view, in a network of
     this machine (a VPN, which the hub does not see), or where the hub sees the peer. A wrong guess costs one failed
-    dial: whoever answers there does not have the other's key. `near_only` leaves out public addresses, since the links
-    of a trusted LAN are not encrypted.
+    dial: a stranger that answers there does not have the other's key. `near_only` leaves out public addresses, since
+    the links of a trusted LAN are not encrypted.
     """
     theirs = parse_ip(their_host)
     order = {"loopback": 0, "private": 1, "public": 2}

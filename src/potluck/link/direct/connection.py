@@ -213,7 +213,7 @@ class Connection:
             except (BlockingIOError, InterruptedError):
                 num_bytes = 0
             except OSError as error:
-                # Not told from inside the call of whoever sends.
+                # Not told from inside the sender's own call.
                 self._loop.call_soon(self.end, _explain(error))
                 return
             is_stuck = not self._has_left(num_bytes)
@@ -279,7 +279,7 @@ class Connection:
         return num_bytes
 
     def _read_greeting(self) -> None:
-        """As many bytes as are expected; what is behind them is for whoever reads next."""
+        """As many bytes as are expected; what is behind them is for the next reader."""
         while self._greeter is not None and self._expected_bytes:
             target = self._shared.scratch[: self._expected_bytes - len(self._rest)]
             num_bytes = self._receive(target)
@@ -360,10 +360,10 @@ class Connection:
         """Hang up, and tell the owner."""
         if self.is_closed:
             return
-        whom = self._owner or self._greeter
+        listener = self._owner or self._greeter
         self.close()
-        if whom is not None:
-            whom.ended(self, reason)
+        if listener is not None:
+            listener.ended(self, reason)
 
     def close(self) -> None:
         """Hang up, without telling the owner. What has not left is lost. Idempotent."""

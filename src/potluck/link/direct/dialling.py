@@ -1,6 +1,6 @@
 """One outgoing connection, until it is open: connecting, greeting.
 
-A dial goes to one address and lives once: whoever owns it makes a new one to try again. It has opened when the other
+A dial goes to one address and lives once: its owner makes a new one to try again. It has opened when the other
 side has proven that it is the peer that was meant.
 """
 
@@ -21,7 +21,7 @@ from potluck.link.direct.sockets import begin_to_connect
 
 
 class DialOwner(ConnectionOwner, Protocol):
-    """What a dial tells whoever made it; the connection that it opens belongs to the same."""
+    """What a dial tells its owner, which also owns the connection that it opens."""
 
     def dial_opened(self, dial: Dial, connection: Connection) -> None:
         """The connection works both ways."""

@@ -6,15 +6,15 @@
                                                                     or one byte that says why not
     Ready, sealed                                               →
 
-Each of them has one size, so nobody has to believe a length before it knows whom it talks to. The Knock proves the
+Each of them has one size, so nobody has to believe a length before it knows the other side. The Knock proves the
 dialler's key; the Welcome proves the listener's, and the Ready that the dialler is there now and does not merely repeat
 what it once overheard. Both sides then know that bytes pass both ways, and hold keys for them that no other connection
 has (noise.py).
 
 The peer that the dialler means, both keys, the protocol's version and the mode are part of what the handshake proves:
 two sides that differ in one of them do not understand each other's first message. In trusted-LAN mode the same greeting
-tells a member from a stranger, and what follows it is not sealed. (Whoever can change packets on that LAN can take over
-a connection once it stands; that is the trust in the name.)
+tells a member from a stranger, and what follows it is not sealed. (An attacker who can change packets on that LAN can
+take over a connection once it stands; that is the trust in the name.)
 
 A refusal is not proven, since who refuses may not know the key that was meant: it is for a person to read.
 """
@@ -76,7 +76,7 @@ class LinkKeys:
 
     @property
     def secret(self) -> str:
-        """The private key, for whoever may act in the name of this pair."""
+        """The private key, for code that may act in the name of this pair."""
         return self.private.private_bytes_raw().hex()
 
 

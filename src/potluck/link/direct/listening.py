@@ -29,7 +29,7 @@ PAUSE_SECONDS = 1.0  # when the system gives us no more descriptors
 
 
 class ListenerOwner(Protocol):
-    """What a listener asks and tells whoever made it."""
+    """What a listener asks and tells its maker."""
 
     def accepts(self, member: KnownPeer) -> bool:
         """Whether a connection of this member is wanted now; if not, it is refused."""
@@ -77,7 +77,7 @@ class Listener:
             guest.connection.cut("greeting_too_slow", "it did not greet in time")
 
     def drop_key(self, key: str) -> None:
-        """Cut whoever greets with this key."""
+        """Cut every connection that greets with this key."""
         for guest in [guest for guest in self.guests if guest.key == key]:
             guest.connection.cut("withdrawn", "its key is not admitted any more")
 

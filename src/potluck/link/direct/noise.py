@@ -7,7 +7,7 @@ direction, that nobody can compute who has not the static keys, nor even who get
     listener → dialler    e, ee, se
 
 The first message proves the dialler's static key to the listener, and means nothing to anybody else. It can be sent
-again by whoever overheard it, so the listener remembers whose it has had; who sends it again cannot go on, since the
+again by an eavesdropper, so the listener remembers whose it has had; who sends it again cannot go on, since the
 keys depend on the ephemeral secret. The second proves the listener's key. See revision 34 of noiseprotocol.org, whose
 names are used here: h, ck, k, MixHash, MixKey.
 """

@@ -1,4 +1,4 @@
-"""The path to one peer: who dials whom, when, at which address, and which connection stays.
+"""The path to one peer: which side dials, when, at which address, and which connection stays.
 
 Any peer with addresses can be dialled by anybody; one connection serves both directions. Where both could dial, the one
 with the smaller id does so first and the other only when nothing came for a while. When two connections were made at
@@ -99,7 +99,7 @@ class DirectPath:
     def __init__(self, owner: PathOwner, station: Station, member: KnownPeer, *, wanted: bool) -> None:
         """`wanted`: dial as soon as there are addresses; else once somebody wants to send."""
         self.member = member
-        self.line: Connection | None = None  # open, whoever dialled
+        self.line: Connection | None = None  # open, dialled by either side
         self.offences = 0
         self.last_failure = ""
         self.addresses: list[Endpoint] = []

@@ -110,7 +110,7 @@ def decide(
 
     None for `confirmed` means that nobody could be asked. Then, and when nothing was reached, only neighbours on the
     same LAN are told where to dial. So it is with a private address that a neighbour has reached, where the hub sees
-    this peer come from a public one (`hub_sees`): whoever is elsewhere does not reach it.
+    this peer come from a public one (`hub_sees`): peers elsewhere do not reach it.
     """
     if client_mode:
         return Reachability(mode="client", addresses=(), lan_addresses=(), reason="client mode was asked for")

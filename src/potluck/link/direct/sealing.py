@@ -133,7 +133,7 @@ class Slabs:
     def take(self, size_bytes: int) -> memoryview:
         """A buffer of this size. It is used again once nobody has a view of it any more, nor a slice of one.
 
-        What is much smaller than a slab gets memory of its own: whoever keeps it must not keep much more than it knows.
+        What is much smaller than a slab gets memory of its own: its keeper must not keep much more than it knows.
         """
         if not self._slab_bytes // 2 < size_bytes <= self._slab_bytes:
             return numpy.empty(size_bytes, numpy.uint8).data

@@ -190,7 +190,7 @@ def renew_measure(sock: socket.socket) -> None:
 
 @cache
 def _may_choose_bbr() -> bool:
-    """Whether whoever has left BBR may come back to it."""
+    """Whether a connection that has left BBR may come back to it."""
     try:
         return "bbr" in Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
     except OSError:

@@ -417,7 +417,7 @@ class RelayCarrier:
         self._events.path_writable(self, path.peer)
 
     def forged(self, path: RelayPath, error: ProtocolError) -> None:
-        """It may have been the peer, but rather whoever carries the packets: the hub, or who has got hold of it."""
+        """It may have been the peer, but rather the hub that carries the packets, or an attacker in its place."""
         name = "replayed" if isinstance(error, ReplayedError) else "lost" if isinstance(error, LostError) else "forged"
         self._counts[name] += 1
         if name == "forged" and self._counts[name].bit_count() == 1:  # the 1st, 2nd, 4th, …

@@ -1,14 +1,14 @@
 """How two relays prove to each other who they are, inside of their greetings (pure).
 
 The handshake is that of direct links, Noise's KK with the link keys that both peers have signed (direct/noise.py). It
-has two messages, and the peer whose id comes first in the alphabet begins, whoever greets first:
+has two messages, and the peer whose id comes first in the alphabet begins, also where the other greets first:
 
     dialler's HELLO     its handshake message; once it has read the answer, READY, sealed
     listener's HELLO    nothing; once it has read the dialler's message, its own
 
 A greeting may be repeated at any time: it then carries the same again. The dialler's end is open when it has read the
 listener's message, the listener's when it has heard READY: so neither believes what was overheard earlier, or made up
-by whoever carries it.
+by the hub that carries it.
 """
 
 from __future__ import annotations

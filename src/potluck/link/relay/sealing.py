@@ -4,7 +4,7 @@ Each direction has one key (greeting.py). A packet's number is in its prefix, an
 authenticated along with what follows. Link packets arrive in the order in which they were sealed, as the hub delivers
 them, and their receiver counts along:
 
-    a number from before    it was sent again, by whoever carries it: dropped
+    a number from before    it was sent again, by the hub that carries it: dropped
     a number too high       something is missing, which the link must learn: the path ends, and another begins
     does not open           it was changed: the same
 

@@ -192,7 +192,7 @@ def member_seconds(record: RoundRecord, most: int = 24) -> Options:
 
 
 def network(rows: Sequence[PeerRow], links: Sequence[LinkRow]) -> Options:
-    """Who is linked to whom: green directly, amber through the hub, thicker where it is faster."""
+    """Links between peers: green directly, amber through the hub, thicker where it is faster."""
     fastest = max((link.bytes_per_second or 0.0 for link in links), default=0.0) or 1.0
     drawn = sorted(links, key=lambda link: -(link.bytes_per_second or 0.0))[:MAX_DRAWN_LINKS]
     rate = max((row.samples_per_second for row in rows), default=0.0) or 1.0

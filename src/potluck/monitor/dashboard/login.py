@@ -1,8 +1,8 @@
 """Who may do what an organiser does (pure): a token, which nobody chooses, against a session.
 
-The token is random, 192 bits, made at the first start and kept in the run's folder. Whoever shows it gets a session,
-whose id is random too and lives in a cookie that scripts cannot read and other sites cannot send. Sessions end by
-themselves, and with the process.
+The token is random, 192 bits, made at the first start and kept in the run's folder. A visitor who shows it gets a
+session, whose id is random too and lives in a cookie that scripts cannot read and other sites cannot send. Sessions end
+by themselves, and with the process.
 """
 
 from __future__ import annotations

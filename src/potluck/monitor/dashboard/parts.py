@@ -1,4 +1,4 @@
-"""The small things that pages are made of. Text goes into labels, so it is shown as text whoever chose it."""
+"""The small things that pages are made of. Text goes into labels, so it is always shown as text."""
 
 from __future__ import annotations
 

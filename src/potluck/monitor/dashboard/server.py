@@ -130,7 +130,7 @@ class DashboardServer:
             log_config=None,
             access_log=False,
             server_header=False,
-            # uvicorn's default believes whoever connects from this machine.
+            # uvicorn's default believes every connection from this machine.
             proxy_headers=bool(config.trusted_proxies),
             forwarded_allow_ips=list(config.trusted_proxies),
             ws_max_size=1 << 20,

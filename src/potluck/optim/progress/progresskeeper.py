@@ -2,8 +2,8 @@
 
     step ─▶ report ─▶ beacon ───▶ coordinator: tracker ───▶ news.COORDINATOR.progress ───▶ everybody: `latest`
 
-Whoever holds the lease keeps the books: it hears beacons only while it does. A beacon goes out each second anyway; when
-the target is near, or seems reached, one goes out with the step itself, so that the start of a round is not late
+The holder of the lease keeps the books: it hears beacons only while it holds it. A beacon goes out each second anyway;
+when the target is near, or seems reached, one goes out with the step itself, so that the start of a round is not late
 by a second.
 """
 
@@ -94,7 +94,7 @@ class ProgressKeeper:
 
     @target.setter
     def target(self, samples: int) -> None:
-        """To be set by any thread: whoever reads it next counts with it."""
+        """May be set by any thread: the next reader counts with it."""
         self._tracker.target = samples
 
     @property

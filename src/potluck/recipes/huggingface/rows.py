@@ -94,7 +94,7 @@ def _as_text(value: Any) -> str:
 
 
 def _line_number(path: Path, start: int) -> int:
-    """Counted from 1: whoever wrote the file looks there."""
+    """Counted from 1, as the author of the file counts."""
     number = 1
     with path.open("rb") as file:
         while start > 0 and (read := file.read(min(start, 1 << 20))):

@@ -36,7 +36,7 @@ class Aggregated:
     """The sum of the contributors' weights."""
 
     rejected: Mapping[str, str] = field(default_factory=dict)
-    """Whose contribution was left out, and why."""
+    """The contribution that was left out, and why."""
 
 
 class Aggregator(ABC):
@@ -114,7 +114,7 @@ class Accumulator(ABC):
 
     @abstractmethod
     def _finish(self, out: Tensor) -> tuple[str, ...]:
-        """Fill `out`; return whose values are in it, in order."""
+        """Fill `out`; return the members with values in it, in order."""
 
     def _decode(self, peer: str, contribution: Contribution, out: Tensor) -> bool:
         """The contribution's values into `out`; False where it is refused."""

@@ -52,7 +52,7 @@ class _MeanAccumulator(Accumulator):
         self._advance()
 
     def _advance(self) -> None:
-        """Take all whose turn has come."""
+        """Take all contributions that are next in order."""
         while self._turn < len(self.order) and self.order[self._turn] in self._seen:
             self._include(self.order[self._turn])
             self._turn += 1

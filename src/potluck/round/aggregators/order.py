@@ -12,7 +12,7 @@ end; what is looked at lies inside. So the error against the honest mean is, in 
 the honest values.
 
 Weights are left out on purpose. A weight is what its sender says; with weights, δ would be a share of the weight, and
-whoever claims more than half of it decides the result alone. Honest counts do the same harm: in a synchronous epoch
+a peer that claims more than half of it decides the result alone. Honest counts do the same harm: in a synchronous epoch
 one peer may have done eight batches and the others one each.
 
 Sorting thousands of short columns one by one is slow. A sorting network compares whole rows instead: a fixed sequence

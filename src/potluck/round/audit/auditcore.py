@@ -1,4 +1,4 @@
-"""The audit of a round before its commit (pure): which chunks to look at, whom to ask, who is found out.
+"""The audit of a round before its commit (pure): which chunks to look at, which peers to ask, who is found out.
 
 Everybody is bound before anything is asked. Members have reported the digest of the averages that they hold and a
 commitment to what they contributed; senders have sealed every frame. Only then the auditor, which is the coordinator,

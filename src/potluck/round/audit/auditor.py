@@ -72,7 +72,7 @@ class Auditor:
         self._exclusions = Exclusions()
 
     def excluded(self, head: Commit | None) -> dict[str, Exclusion]:
-        """Those found out whose time is not over and whom no organiser has pardoned, given the newest commit."""
+        """Peers that were found out, are still excluded and not pardoned by an organiser, given the newest commit."""
         pardons = {presence.peer: presence.pardoned_at for presence in self._session.roster if presence.pardoned_at}
         return self._exclusions.current(head, self._session.now(), pardons)
 

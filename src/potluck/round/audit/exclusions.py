@@ -33,7 +33,7 @@ class Exclusions:
     def current(
         self, head: Commit | None, now: float, pardons: Mapping[str, float] | None = None
     ) -> dict[str, Exclusion]:
-        """Whose time is not over, given the newest commit; `now`, and when a peer was pardoned, are hub time."""
+        """Peers that are still excluded, given the newest commit; `now`, and when a peer was pardoned, are hub time."""
         known: Mapping[str, Exclusion] = head.excluded if head is not None else {}
         pardons = pardons or {}
         self._found = {peer: given for peer, given in self._found.items() if _counts(peer, given, now, pardons)}
@@ -60,7 +60,7 @@ class Absences:
         self._lost.clear()
 
     def barred(self, ready: Collection[str]) -> dict[str, str]:
-        """Without whom of those who are ready to go on, and why; without nobody, if those were the most of them."""
+        """Which of the ready peers to leave out, and why; none, if they were the majority."""
         absent = [peer for peer in ready if self._lost[peer] >= PATIENT_ATTEMPTS]
         if 2 * len(absent) > len(ready):
             return {}

@@ -1,4 +1,4 @@
-"""Seals: whoever sends a frame in an audited round signs its hash, so that it cannot deny later what it sent.
+"""Seals: in an audited round a sender signs the hash of each frame, so that it cannot deny later what it sent.
 
 A seal covers the run, the round, the chunk, what the frame is, and its SHA-256. A contribution's seal leaves the
 generation out: a member has one contribution to a chunk, however often it must be sent. Two different ones under one

@@ -23,7 +23,7 @@ class Witness:
     """Testifies in the round that this peer is in."""
 
     def __init__(self, links: GroupLinks, workers: Workers, target: Callable[[], ReportTarget | None]) -> None:
-        """`target` is the round and its coordinator, to whom alone we answer."""
+        """`target` is the round and its coordinator. We answer nobody else."""
         self.counts: Counter[str] = Counter()
         self._workers = workers
         self._target = target
@@ -31,7 +31,7 @@ class Witness:
         links.handle(HoldingsRequest, self._inventoried)
 
     def _round_work(self, sender: str, key: RoundKey) -> RoundWork:
-        """The round that we are asked about; ProtocolError unless we have completed it, for whoever asks."""
+        """The round that we are asked about; ProtocolError, for the asker, unless we have completed it."""
         target = self._target()
         if target is None or sender != target.coordinator or key != target.round_work.key:
             self.counts["foreign_challenges"] += 1

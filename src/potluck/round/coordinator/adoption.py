@@ -44,7 +44,7 @@ def read_claim(peer: str, completed: Completed, run: str, coordinators: Mapping[
 def read_claims(
     said: Mapping[str, Completed], run: str, coordinators: Mapping[int, str], epoch: int
 ) -> tuple[list[CompletionClaim], dict[str, str]]:
-    """What these members say of that epoch; and of those whose word does not count, why.
+    """What these members say of that epoch; and of those that do not count, why.
 
     A round that should have been audited is not claimed: who is bound to what, only its coordinator had heard.
     """

@@ -1,4 +1,4 @@
-"""What comes before a round: whether it is due, with whom, and what a coordinator before us left complete.
+"""What comes before a round: whether it is due, with which peers, and what a coordinator before us left complete.
 
 Nothing is sent or written here. The coordinator says what it hears, and asks what to do next: commit a round that was
 complete when its coordinator went, begin one by this plan, tell everybody why no plan is possible, or wait.
@@ -44,7 +44,7 @@ class Term:
 
     token: int
     since: float
-    attempt: int = 0  # the next round's; counted by whoever begins it
+    attempt: int = 0  # the next round's; counted by the coordinator that begins it
     not_before: float = 0.0  # no new round before this
 
 

@@ -47,7 +47,7 @@ TICK_SECONDS = 0.1  # while a round is under way
 IDLE_SECONDS = 0.5
 LONGEST_RETRY_SECONDS = 2.0
 COMPLAIN_EVERY_SECONDS = 2.0
-NAME_EVERY_SECONDS = 60.0  # whoever claims too much, each
+NAME_EVERY_SECONDS = 60.0  # each peer that claims too much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class CoordinatorConfig:
     """When to start."""
 
     patience: DirectorTimeouts = field(default_factory=DirectorTimeouts)
-    """How long to wait for whom."""
+    """How long to wait for which peers."""
 
 
 class Coordinator:
@@ -92,7 +92,7 @@ class Coordinator:
         self._last_term: Term | None = None
         self._director: Director | None = None
         self._complained_at = -math.inf
-        self._named_at: dict[str, float] = {}  # whose claims were told last when
+        self._named_at: dict[str, float] = {}  # when the claims of a peer were last told
         self._decisions: list[Decision] = []
         self._wake = asyncio.Event()
         self._subscriptions: list[Subscription] = []
@@ -275,7 +275,7 @@ class Coordinator:
         await self._announcer.publish(plan, "round.plan_published")
 
     def _name_claims(self, plan: Plan, now: float) -> None:
-        """Tell whoever reads the log who says to have more than can be."""
+        """Name in the log the peers that claim more than can be."""
         self._named_at = {peer: at for peer, at in self._named_at.items() if now - at < NAME_EVERY_SECONDS}
         for member in plan.members:
             if member.claimed and member.peer not in self._named_at:

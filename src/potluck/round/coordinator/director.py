@@ -19,7 +19,7 @@ lies (a weight is only claimed): the round is given up, unless an audit is about
 
 Members that are out though they live (silent, or cut off) may be only out of *our* reach. A minority must not run away
 with the epoch, so the round is given up unless those who hold it outnumber those who were lost that way. The next
-attempt is with whoever says then that it is ready.
+attempt is with the peers that say then that they are ready.
 """
 
 from __future__ import annotations

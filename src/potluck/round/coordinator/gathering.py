@@ -247,7 +247,7 @@ class Gathering:
             )
 
     def _is_audited(self, candidates: list[Candidate], members: list[MemberCapacity]) -> bool:
-        """Whether somebody might reduce, now or after a repair, for whom the organisers do not vouch."""
+        """Whether a peer that the organisers do not trust might reduce, now or after a repair."""
         strangers = any(m.reduces and not c.presence.trusted for c, m in zip(candidates, members, strict=True))
         return strangers and len(members) > 1 and self.config.audit.chunks_per_reducer > 0
 

@@ -37,7 +37,7 @@ class Reach:
         return frozenset(other for pair in self._broken if member in pair for other in pair - {member}) & set(among)
 
     def choose(self, candidates: Collection[int], weights: Mapping[int, float]) -> Choice:
-        """The reducers with whom fewest members are lost; among equals, those with the smallest weight.
+        """The reducers that lose fewest members; among equals, those with the smallest weight.
 
         `weights` are those of all who want the averages; the candidates are some of them.
         """

@@ -100,9 +100,9 @@ class Exchange:
     def waiting_for(self) -> tuple[int, ...]:
         """Senders that hold this member up, as a reducer.
 
-        Everybody sends a reducer's chunks in order and only so far ahead of its averages. So whoever lacks in the first
-        chunk that is not complete is to blame; who lacks only in later ones may just be held back by that. Chunks that
-        are done again come in no order, and nobody is held back with them.
+        Everybody sends a reducer's chunks in order and only so far ahead of its averages. So a peer that lacks in the
+        first chunk that is not complete is to blame; who lacks only in later ones may just be held back by that. Chunks
+        that are done again come in no order, and nobody is held back with them.
         """
         missing: set[int] = set()
         in_order = True

@@ -10,8 +10,8 @@ limits keep memory bounded:
   be buried under the contributions of the fast ones. All members send a reducer's chunks in the same order, so that the
   first one it lacks can always be sent. Chunks that are done again (a higher generation) go first, without that limit.
 
-What a broken channel may have lost is sent again; whoever has it already ignores it. What waits to leave when the lane
-is closed is withdrawn: on a slow line it would hold up the next round by as long as this one took.
+What a broken channel may have lost is sent again; a peer that has it already ignores it. What waits to leave when the
+lane is closed is withdrawn: on a slow line it would hold up the next round by as long as this one took.
 """
 
 from __future__ import annotations
@@ -207,5 +207,5 @@ class Lane:
 
 
 async def close_lanes(lanes: Iterable[Lane]) -> None:
-    """Close them all. Whoever is cancelled while waiting for that may go: all of them are about to end."""
+    """Close them all. A caller that is cancelled while it waits may go: all of them are about to end."""
     await tasks.end(*[lane._shut() for lane in lanes])

@@ -92,7 +92,7 @@ class LateAverages:
 
     @property
     def epochs(self) -> tuple[int, ...]:
-        """Whose averages others can have from this peer."""
+        """The epochs that others can have the averages of, from this peer."""
         return tuple(self._kept)
 
     # For this peer

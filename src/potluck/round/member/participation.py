@@ -7,7 +7,7 @@
 Who only stands by says so ahead of the time at which an epoch is expected to be due, and until when. A plan made until
 then finds it there. Being in one, or hearing that the epoch is due (`confirm`), makes it ready like everybody else.
 
-A plan counts only if it is signed by the peer on whose subject it came and that peer holds the lease with the plan's
+A plan counts only if it is signed by the peer that owns its subject, and that peer holds the lease with the plan's
 token. A member keeps the averages of a round that it has completed until an epoch is committed or a newer plan comes;
 if the coordinator dies in between, it says so in its Ready, and the next coordinator can commit the round as it is.
 """

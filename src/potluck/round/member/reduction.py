@@ -38,7 +38,7 @@ class Reduced:
 
     frame_hash: bytes = b""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Whose values cannot be used, and why."""
+    """Values that cannot be used: the sender, and why."""
 
 
 def encode_values(chunk: Chunk, tensors: FlatTensors) -> Buffer:

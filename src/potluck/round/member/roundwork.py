@@ -243,7 +243,7 @@ class RoundWork:
         return sum(at <= moment for at in self._contributed_at.values()) / max(1, len(self.grid))
 
     def describe_trouble(self) -> str:
-        """What is missing, and from whom."""
+        """What is missing, and from which peers."""
         names = [member.peer for member in self.plan.members]
         lacking = ", ".join(names[index] for index in self.exchange.missing_from) or "nobody"
         waiting = ", ".join(names[index] for index in self.exchange.waiting_for) or "nobody"

@@ -1,7 +1,7 @@
 """What a member's workers do in a round: encode its values, reduce a chunk, check an average that came.
 
 A plain round needs nothing else. In a round that will be audited (`SealedWork`), frames are hashed so that nobody can
-make two with the same hash, sealed by whoever sends them, and checked against the seal by whoever gets them. What is
+make two with the same hash, sealed by the sender, and checked against the seal by the receiver. What is
 needed to testify is kept: hashes and seals, never frames. A contribution is encoded again when it is asked for; the
 tensors do not change before the commit.
 """

@@ -72,7 +72,7 @@ class Workers:
         def run() -> Callable[[], None]:
             try:
                 result = work()
-            except Exception as error:  # noqa: BLE001 - the thread goes on; whoever submitted the work judges
+            except Exception as error:  # noqa: BLE001 - the thread goes on; the caller that submitted the work judges
                 caught = error
                 return lambda: failed(caught)
             return lambda: done(result)

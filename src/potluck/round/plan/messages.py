@@ -212,7 +212,7 @@ class Restoration(Message, frozen=True, kw_only=True):
     cut: Count = 0  # whose part it is, where all groups go back; such orders are counted apart
 
     def describe(self) -> str:
-        """For whoever was at work on something else."""
+        """For a person who was at work on something else."""
         if self.cut:
             return f"all groups go back to cut {self.cut}: this one to the state of epoch {self.epoch}"
         return f"an organiser had the run go back to the state of epoch {self.epoch}"

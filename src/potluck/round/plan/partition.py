@@ -113,15 +113,15 @@ def _slowest_seconds(model: RoundModel, parts: Sequence[float]) -> float:
 def round_shares(shares: Sequence[float], num_chunks: int) -> list[int]:
     """Whole numbers in proportion to the shares that add up to `num_chunks` (Hagenbach-Bischoff).
 
-    Everybody first gets the whole chunks of its share; each chunk that is left goes to whoever then has the largest
-    share per chunk. Ties go to the first, so that everybody who computes it gets the same.
+    Everybody first gets the whole chunks of its share; each chunk that is left goes to the reducer that then has the
+    largest share per chunk. Ties go to the first, so that everybody who computes it gets the same.
     """
     total = math.fsum(shares)
     counts = [math.floor(share / total * num_chunks) for share in shares]
     while (left := num_chunks - sum(counts)) != 0:
         if left > 0:
             counts[max(range(len(shares)), key=lambda i: (shares[i] / (counts[i] + 1), -i))] += 1
-        else:  # rounding up of the products above: take back from whoever has the smallest share per chunk
+        else:  # rounding up of the products above: take back from the reducer with the smallest share per chunk
             counts[min((i for i in range(len(shares)) if counts[i]), key=lambda i: (shares[i] / counts[i], i))] -= 1
     return counts
 

@@ -57,7 +57,7 @@ class MemberCapacity:
 
     peer: str
     sends: bool = True
-    """Contributes values of its own; whoever does also receives."""
+    """Contributes values of its own; every sender also receives."""
 
     reduces: bool = True
     """May be given a part; client peers may not."""

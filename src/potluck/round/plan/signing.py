@@ -17,7 +17,7 @@ Word = Plan | Abort
 
 
 class Signed(Message, frozen=True, kw_only=True):
-    """A message and the signature of whoever sends it."""
+    """A message and the signature of its sender."""
 
     body: bytes
     signature: bytes

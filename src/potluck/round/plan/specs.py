@@ -1,6 +1,6 @@
 """What messages and manifests say of codecs, aggregators and starts: checked, without the things themselves.
 
-Whoever only reads of a round, as a monitor does, needs no torch for it, whose import takes seconds. A spec that exists
+A monitor, which only reads about a round, needs no torch for it: that import takes seconds. A spec that exists
 is one that its catalogue can make (codecs/catalogue.py, aggregators/catalogue.py): what a stranger sends is refused
 when it is decoded.
 """

@@ -63,7 +63,7 @@ class WeightBook:
             del self._usual[next(iter(self._usual))]
 
     def counted(self, claims: Mapping[str, float], *, cap: float | None, exempt: Collection[str]) -> dict[str, float]:
-        """How much of each claim counts; `exempt` are those whose word is taken."""
+        """How much of each claim counts; `exempt` peers are believed."""
         if cap is None:
             return dict(claims)
         typical = self._typical(claims)

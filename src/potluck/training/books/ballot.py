@@ -1,9 +1,9 @@
-"""Naming the model: whoever helps now may propose a name and vote for one; each person has one vote.
+"""Naming the model: everybody who helps now may propose a name and vote for one; each person has one vote.
 
 A vote is signed with the key of a peer that is in the run, and may be sent by anybody: so the peer itself goes on
 training meanwhile. The coordinator checks the signature, takes the person from the guard's roster, and writes the
-ballot. Whoever runs ten peers has one vote. Who came in by an invite that many may use is a person of its own with each
-key: the ballot is as honest as the invites.
+ballot. A person with ten peers has one vote. Who came in by an invite that many may use is a person of its own with
+each key: the ballot is as honest as the invites.
 """
 
 from __future__ import annotations

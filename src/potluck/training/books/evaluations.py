@@ -3,7 +3,7 @@
     trainer   at epoch e, which is due:  figures of its part  ──EvaluatedPart──▶  trusted aux peers, the host among them
     host      has a backup of epoch e:   all parts there? their mean, by samples.  Else it evaluates by itself
 
-Nobody waits for anybody: whoever has left, or is at another epoch, costs the host its own evaluation and nothing more.
+Nobody waits: a peer that has left, or is at another epoch, costs the host its own evaluation and nothing more.
 Which part is whose follows from the roster, which all have alike; where two saw it differently, parts do not add up,
 and do not count.
 """

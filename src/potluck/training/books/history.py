@@ -6,8 +6,8 @@
     failed.K.A  an attempt at an epoch that came to nothing, for K the epoch modulo KEPT_FAILURES, A the attempt
     preview.K   what the model said at an epoch, the newest KEPT_PREVIEWS, each in the place of the oldest
 
-Points come at most once a second and at least every IDLE_SECONDS, so a week has some hundred thousand. Whoever reads
-takes all pages once and follows the tail: no change of the store is larger than a page, however long the run is.
+Points come at most once a second and at least every IDLE_SECONDS, so a week has some hundred thousand. A program that
+reads takes all pages once and follows the tail: no change of the store is larger than a page, however long the run is.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Preview(Message, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class HistoryLog:
-    """The end of the history, as whoever writes it holds it."""
+    """The end of the history, as its writer holds it."""
 
     page: int = 0
     points: Points = field(default_factory=lambda: np.empty(0, POINT))

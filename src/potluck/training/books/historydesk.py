@@ -72,7 +72,7 @@ class HistoryDesk:
         self._last_commit: Commit | None = None
         self._new_commits: list[Commit] = []
         self._beacons: Subscription | None = None
-        self._gone: dict[str, str] = {}  # names by peer: whoever died in a round is told of after that
+        self._gone: dict[str, str] = {}  # names by peer: a death in a round is told of after that
         self._stop_listening = session.roster.listen(self._roster_changed)
         self._task = asyncio.create_task(self._run(), name="history")
         averager.listen(self._committed)

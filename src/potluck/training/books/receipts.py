@@ -1,7 +1,7 @@
 """Receipts: the coordinator's signed word that a peer gave so many samples to an epoch.
 
 After each commit the coordinator sends every peer that contributed its receipt. The peer keeps it on its own disk, one
-line of JSON each: so what somebody gave can be shown and checked long after the run, by whoever knows which keys
+line of JSON each: so what somebody gave can be shown and checked long after the run, by anybody who knows which keys
 coordinated it (the run's book names them, contributions.py).
 """
 

@@ -98,7 +98,7 @@ def take(
     if not free:
         pass_number, done, reached = pass_number + 1, bytearray(len(done)), {}
         free = [s for s in range(book.num_shards) if s not in under_way] or list(range(book.num_shards))
-    # In another order each pass, the same for whoever keeps the book.
+    # In another order each pass, the same for every keeper of the book.
     shard = free[xxhash.xxh3_64_intdigest(b"%d %d" % (pass_number, len(free))) % len(free)]
     leases[key] = shard
     taken = {other: found for other, found in book.taken.items() if other in present}

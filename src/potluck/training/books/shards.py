@@ -126,7 +126,7 @@ class ShardDesk:
 
 
 class LeasedShards:
-    """A trainer's shards, from whoever coordinates; chosen by chance while nobody answers. For one of its readers."""
+    """A trainer's shards, from the coordinator; chosen by chance while nobody answers. For one of its readers."""
 
     def __init__(self, run: Joined, coordinators: LeaseView, num_shards: int, seed: int, reader: int = 0) -> None:
         """`coordinators` tells who holds the lease."""

@@ -3,8 +3,9 @@
     manifest ── settings of the epoch ──▶ data ──▶ recipe.data ──▶ samples
 
 It depends on the manifest and the epoch alone, so that all peers change at the same one and a newcomer has the same.
-Only the recipe knows which values can be, and whoever gives a command may not have it at hand: where it cannot use
-them, what counted before goes on to count, for everybody alike. A slip of the organiser's hand ends nobody's training.
+Only the recipe knows which values can be, and the person who gives a command may not have it at hand: where it cannot
+use them, what counted before goes on to count, for everybody alike. A slip of the organiser's hand ends nobody's
+training.
 """
 
 from __future__ import annotations

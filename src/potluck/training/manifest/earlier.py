@@ -2,7 +2,7 @@
 
 The host's own backups are on its disk. What others hold, in memory or on disk, they announce (state/announcement.py):
 an organiser listens for a moment, and believes of it what any peer would. What only a stranger has, beside peers that
-are trusted, is not believed: whoever has it knows its digest, and an order may name that.
+are trusted, is not believed: its owner knows the digest, and an order may name that.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ async def last_epoch(session: Session, manifest: Manifest) -> int | None:
     lineage = Lineage(session.hub.store("lineage"), session.subjects.run)
     try:
         await lineage.start()
-    except RetryableError:  # a hub that is away is waited for by whoever trains, and then it is seen
+    except RetryableError:  # trainers wait for a hub that is away, and then it is seen
         return None
     finally:
         await lineage.close()

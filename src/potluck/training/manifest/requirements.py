@@ -1,6 +1,6 @@
 """What a volunteer needs before it can train: packages, the run's files, downloads, and consent to run others' code.
 
-All of it is in the manifest, which the organiser signs. The host's file server shows the manifest to whoever has a
+All of it is in the manifest, which the organiser signs. The host's file server shows the manifest to everybody with a
 link (run/fileserver.py), so that everything can be looked at, asked and fetched before anybody asks to be let in:
 
     fetch_manifest ─▶ missing_requirements ─▶ consent (cli/requirements.py) ─▶ fetch_all

@@ -6,7 +6,7 @@ coordinates and however often that changes. In the order of what happens:
 1. Who has the earlier state on disk reads it and offers it. The coordinator gets hold of it.
 2. The coordinator commits an epoch whose state it is (`Commit.restored`). A round that is under way comes to nothing,
    by the same compare-and-set that agrees on every epoch.
-3. Whoever has it shows it as the state of that epoch. All trainers are behind by now, and fetch it.
+3. Every peer that has it shows it as the state of that epoch. All trainers are behind by now, and fetch it.
 
 An order to go back to a cut (run/cuts.py) is the same for `main`; the other groups are told by the coordinator of
 `main`, and do it by themselves (state/returning.py).

@@ -9,7 +9,7 @@
 All of it is one thing: the next revision of the manifest, signed, put up by compare-and-set, and followed by everybody.
 Pausing counts at once: it changes nothing that is computed, and who hears of it later joins in a moment later.
 Settings count from an epoch that lies a little ahead, so that all have heard of them by then. A rollback is an order to
-whoever coordinates, who commits it (restoring.py).
+the coordinator, which commits it (restoring.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     part = await PipelinePart.start(peer, board, Role(serves=True), …)
 
-The conductor is the coordinator of `main`: whoever may coordinate stands for its lease, and conducts while it has it.
+The conductor is the coordinator of `main`: every peer that may coordinate stands for its lease, and conducts while it
+has it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from potluck.training.trainer.optimizers import coordinating
 
 
 class CoordinatorDesks:
-    """What whoever coordinates does for the run beside rounds. Lives on the event loop."""
+    """What a coordinator does for the run beside rounds. Lives on the event loop."""
 
     def __init__(self, peer: RoundPeer, collaboration: Collaboration, manifest: Callable[[], Manifest | None]) -> None:
         """`manifest` returns the newest one."""

@@ -1,7 +1,7 @@
 """How a peer's training ends, on the command line and in a notebook alike: what it has done is handed in.
 
-That takes a round, and on a slow line a round takes minutes. Whoever leaves waits for so long at most, and is then told
-what is lost.
+That takes a round, and on a slow line a round takes minutes. A volunteer who leaves waits for so long at most, and is
+then told what is lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Looking at a run's model from outside: whoever may watch fetches the newest state, and sees what it does.
+"""Looking at a run's model from outside: a member that may watch fetches the newest state, and sees what it does.
 
 viewer = await StateViewer.start(peer)
 fetched = await viewer.newest(at_least_epoch=1, timeout_seconds=60)

@@ -125,7 +125,7 @@ class MembersPage:
                         "banned" if state.banned else state.state or "away", f"chip {'bad' if state.banned else tone}"
                     )
                     is_ours = member.scopes.organiser or member.scopes.coordinates or member.peer == self._own_id
-                    if not state.banned and not is_ours:  # whoever bans the host has no run any more
+                    if not state.banned and not is_ours:  # without its host there is no run any more
                         button("Ban", self._on(self._ban, member.peer, member.name), kind="danger")
 
     def _show_bans(self, bans: list[Ban]) -> None:

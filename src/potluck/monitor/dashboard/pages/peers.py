@@ -1,4 +1,4 @@
-"""Who is here: a table, a picture of who is linked to whom, and a page for each peer."""
+"""Who is here: a table, a picture of the links, and a page for each peer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PeersPage:
             self._table.add_slot("body-cell-name", NAME_CELL)
             self._table.add_slot("body-cell-share", SHARE_CELL)
             self._table.bind_filter_from(search, "value")
-        with card("Who is linked to whom", "each peer tells of its links every ten seconds"):
+        with card("Links between peers", "each peer tells of its links every ten seconds"):
             self._network = Chart({}, "chart tall")
             with box("legend"):
                 for colour, kind, text in (

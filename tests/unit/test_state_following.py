@@ -109,6 +109,19 @@ async def test_who_leaves_waits_for_nobody_where_another_trains_on_and_in_vain_w
 
 
 @in_virtual_time
+async def test_where_all_leave_at_once_nobody_waits() -> None:
+    async with state_lab() as lab:
+        ada, grace = [await lab.join(name, coordinates=False) for name in ("Ada", "Grace")]
+        lab.commit(1, ada, grace)
+        for each in (ada, grace):
+            await each.publish(model(1, 1), 1)
+        began = lab.run.clock.monotonic()
+        leaving = [each.keeper.hand_over(timeout_seconds=10.0) for each in (ada, grace)]
+        assert await asyncio.gather(*leaving) == [False, False]
+        assert lab.run.clock.monotonic() - began < 2.0
+
+
+@in_virtual_time
 async def test_who_leaves_waits_for_a_newcomer_that_is_being_given_the_state() -> None:
     async with state_lab() as lab:
         ada = await lab.join("Ada", coordinates=False)

@@ -2,7 +2,8 @@
 
 Aux peers take a state over now and then, and a newcomer may still be loading, so the last trainer to leave may be the
 only one that has the newest. It says that it is leaving, and those who keep states fetch what only the leaving have
-(following.py). It waits for that: longer while somebody is being given the state.
+(following.py). It waits for that: longer while somebody is being given the state, and not at all where all others are
+leaving too.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ async def hand_over(
         now = session.clock.monotonic()
         if now - began < HEARD_SECONDS:
             continue
-        if any(_has(directory, presence, newest.epoch) for presence in _staying(session, directory)):
+        staying = _staying(session, directory)
+        if any(_has(directory, presence, newest.epoch) for presence in staying):
             return True
         if num_given() != given:
             given, moved_at = num_given(), now
-        if now - moved_at >= timeout_seconds or now - began >= GIVING_FACTOR * timeout_seconds:
+        is_late = now - moved_at >= timeout_seconds or now - began >= GIVING_FACTOR * timeout_seconds
+        if is_late or not staying:  # all leave: nobody will come for it
             logger.warning(
-                "nobody has taken over the state of epoch %d within %.0f s: if nobody else comes with it, the run goes "
+                "nobody has taken over the state of epoch %d within %.1f s: if nobody else comes with it, the run goes "
                 "on from an earlier one",
                 newest.epoch,
                 now - began,

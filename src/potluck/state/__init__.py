@@ -36,6 +36,7 @@ Among peers:
     appraising.py    whose values differ, where bits do                     sketch.py      … by a few numbers (pure)
     shelf.py         what this peer holds                    serving.py   gives it to others, within limits
     schedule.py      which chunk to ask which peer for (pure)   fetcher.py, source.py  asks  assembly.py   puts together
+    checkedfetch.py  the state that was chosen, and whether it is what was said of it
     packing.py       chunks without loss in fewer bytes, for slow ways (pure)
     resumechoice.py  which state to go on from (pure)        resuming.py  does so
     reinstating.py   an earlier state as that of a new epoch, on purpose     handingover.py   who leaves last

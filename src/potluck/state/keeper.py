@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import secrets
@@ -12,7 +11,6 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from potluck.errors import ConfigurationError
 from potluck.hub.subjects import MAIN
 from potluck.round.averager import Averager, RoundPeer
 from potluck.round.member.workers import Workers, workers_for
@@ -21,9 +19,8 @@ from potluck.run.group import group_of
 from potluck.state.announcement import Verdict
 from potluck.state.appraising import Appraiser
 from potluck.state.archive import Archive
-from potluck.state.assembly import Assembly
-from potluck.state.backups import Backups, backup_folder
-from potluck.state.chunklog import ChunkLog
+from potluck.state.backups import Backups
+from potluck.state.checkedfetch import CheckedFetch
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.comparing import Comparison
 from potluck.state.config import StateConfig
@@ -31,7 +28,7 @@ from potluck.state.cutdesk import CutDesk
 from potluck.state.cutting import Cutting
 from potluck.state.directory import StateDirectory
 from potluck.state.fetched import FetchedState
-from potluck.state.fetcher import Fetcher, FetchReport, MovedOnError, Progress
+from potluck.state.fetcher import FetchReport, MovedOnError, Progress
 from potluck.state.handingover import hand_over
 from potluck.state.inventory import Metadata
 from potluck.state.publishing import Publication, Publisher
@@ -47,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-RETRY_SECONDS = 0.5  # after a state that was not what it was said to be
 SETTLE_SECONDS = 2.0  # how long a repair waits for the last of the others to speak
 VERDICT_SECONDS = 5.0  # how long it looks for a state to take over: the training waits for it
 
@@ -91,6 +87,9 @@ class StateKeeper:
             averager.lineage,
             check_every_seconds=self.config.compare_every_seconds,
             on_checked=self._comparison.checked,
+        )
+        self._checked_fetch = CheckedFetch(
+            session, self._links, self._workers, self._pool, self.directory, self.shelf, self._appraiser, self.config
         )
         self._serving = Serving(
             self._links,
@@ -338,7 +337,7 @@ class StateKeeper:
         known_until = until if verdict_seconds is None else min(until, now + verdict_seconds)
         await self._publisher.until_idle()  # what is older than the state to come must not be put in its place
         based = await self.staged(base) if base is not None else None
-        assembly = Assembly(self._pool, self._chunk_log())
+        assembly = self._checked_fetch.new_assembly()
         report = FetchReport()
         try:
             while True:
@@ -350,7 +349,7 @@ class StateKeeper:
                     if own is not None:  # this peer went back to it on behalf of all
                         snapshot = own.hold()
                     else:
-                        snapshot = await self._fetch_one(
+                        snapshot = await self._checked_fetch.fetch(
                             verdict, assembly, based, report, progress, until, patience_seconds
                         )
                     break
@@ -366,60 +365,6 @@ class StateKeeper:
             if based is not None:
                 based.release()
             self._pool.trim()  # so much memory is not needed otherwise
-
-    def _chunk_log(self) -> ChunkLog | None:
-        if self.config.folder is None:
-            return None
-        return ChunkLog(backup_folder(self.config.folder, self._session.group).parent / "fetching.chunks")
-
-    async def _fetch_one(
-        self,
-        verdict: Verdict,
-        assembly: Assembly,
-        based: Snapshot | None,
-        report: FetchReport,
-        progress: Progress | None,
-        until: float,
-        patience_seconds: float,
-    ) -> Snapshot:
-        bases = [held.snapshot.hold() for held in self.shelf] + ([based.hold()] if based is not None else [])
-        fetcher = Fetcher(
-            self._links,
-            self._session.clock,
-            self._workers,
-            self.config.fetching,
-            assembly,
-            keepers=lambda digest: self.directory.keepers(verdict.epoch, digest),
-            report=report,
-            progress=progress or self.config.on_progress,
-            is_replaceable=verdict.is_replaceable,
-            patience_seconds=patience_seconds,
-        )
-        stop_listening = self.directory.listen(fetcher.keepers_changed)
-        try:
-            snapshot = await fetcher.fetch(verdict.digest, bases, until=until)
-        except MovedOnError:
-            self.directory.note_failure(verdict)
-            raise
-        except ConfigurationError as error:  # one keeper's word, where others have not been asked yet
-            if not (verdict.is_replaceable and self.directory.note_failure(verdict)):
-                raise
-            raise MovedOnError(f"the state {verdict.digest[:12]} is of no use here: {error}") from error
-        finally:
-            stop_listening()
-            for base in bases:
-                base.release()
-        if verdict.common and snapshot.common_digest != verdict.common:  # only a keeper's own part is taken on trust
-            snapshot.release()
-            self.directory.note_failure(verdict)
-            await asyncio.sleep(RETRY_SECONDS)
-            raise MovedOnError(f"{verdict.digest[:12]} was announced to be {verdict.common[:12]} in part, and is not")
-        if not await self._appraiser.verify(verdict, snapshot):
-            snapshot.release()
-            self.directory.note_failure(verdict)
-            raise MovedOnError(f"the state {verdict.digest[:12]} is not what its keeper answered for")
-        self.counts["fetched"] += 1
-        return snapshot
 
     # Going on
 
@@ -455,10 +400,10 @@ class StateKeeper:
     ) -> Snapshot:
         """Fetch a state that was chosen; MovedOnError when nobody serves it any more."""
         based = await self.staged(base) if base is not None else None
-        assembly = Assembly(self._pool, self._chunk_log())
+        assembly = self._checked_fetch.new_assembly()
         patience_seconds = max(until - self._session.clock.monotonic(), 0.0)
         try:
-            return await self._fetch_one(verdict, assembly, based, report, progress, until, patience_seconds)
+            return await self._checked_fetch.fetch(verdict, assembly, based, report, progress, until, patience_seconds)
         finally:
             assembly.close()
             if based is not None:
@@ -484,7 +429,7 @@ class StateKeeper:
     def statistics(self) -> dict[str, int | str]:
         """Counters."""
         parts = {
-            "": self.counts + self._comparison.counts + self._resuming.counts,
+            "": self.counts + self._checked_fetch.counts + self._comparison.counts + self._resuming.counts,
             "appraise_": self._appraiser.counts,
             "publish_": self._publisher.counts,
             "serve_": self._serving.counts,

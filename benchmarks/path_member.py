@@ -54,11 +54,12 @@ def tell(**what: Any) -> None:
 def help_out(run: Joined, grid: Grid) -> None:
     """Lease phases and coordinate."""
     main = Optimizer(run, None, target_batch_size=1, auxiliary=True, num_threads=1)
+    group = run.group()
 
     async def start() -> PathHost:
         return await PathHost.start(
             run.peer,
-            run._groups["main"],
+            group,
             main.collaboration.averager.lease,
             grid,
             coordinating=lambda name: coordinating_module(

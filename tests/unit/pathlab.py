@@ -74,11 +74,12 @@ class PathLab:
     def open_host(self, folder: FilePath | None = None, **state: Any) -> Joined:
         run = self.lab.join("host", role="aux", coordinates=True)
         main = Optimizer(run, None, target_batch_size=1, auxiliary=True, num_threads=1)
+        group = run.group()
 
         async def start() -> PathHost:
             return await PathHost.start(
                 run.peer,
-                run._groups["main"],
+                group,
                 main.collaboration.averager.lease,
                 self.grid,
                 coordinating=lambda name: coordinating_module(

@@ -28,13 +28,11 @@ ADA = LinkKeys.generate()
 MEMBER = KnownPeer(peer="ada", session="s1", key=ADA.link_key)
 
 
+CLOCK = VirtualClock()
+
+
 def admission(*, plain: bool = False) -> Admission:
-    return Admission(VirtualClock(), OURS, plain=plain)
-
-
-def advance(desk: Admission, seconds: float) -> None:
-    assert isinstance(desk._clock, VirtualClock)
-    desk._clock.advance(seconds)
+    return Admission(CLOCK, OURS, plain=plain)
 
 
 def call(desk: Admission, caller: Caller, *, host: str = "127.0.0.1", **changes: object) -> Answerer | None:
@@ -87,9 +85,12 @@ def test_what_a_stranger_is_told_does_not_say_why() -> None:
     assert {ANSWERS[reason] for reason in ("unknown_key", "banned_key", "far_address")} == {NOT_ADMITTED}
 
 
-def test_a_key_without_its_proof_is_not_enough() -> None:
+def test_a_key_without_its_proof_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_USED", 2)
     desk = admission()
     desk.admit(MEMBER)
+    known = ada()
+    assert call(desk, known) is not None
     bob = LinkKeys.generate()
     false = [
         Caller(bob, OURS.link_key, plain=False).knock.handshake,  # somebody else's
@@ -103,8 +104,9 @@ def test_a_key_without_its_proof_is_not_enough() -> None:
     ]
     for handshake in false:
         assert call(desk, ada(), handshake=handshake) is None
-    assert desk.counts == {"refused_bad_proof": len(false)}
-    assert not desk._used  # strangers cannot fill what is remembered
+    assert desk.counts == {"admitted": 1, "refused_bad_proof": len(false)}
+    assert call(desk, known) is None, "it is remembered: strangers cannot fill the room for that"
+    assert desk.counts["refused_replay"] == 1
 
 
 def test_a_proof_counts_once() -> None:
@@ -113,22 +115,23 @@ def test_a_proof_counts_once() -> None:
     caller = ada()
     assert call(desk, caller) is not None
     assert call(desk, caller) is None
-    advance(desk, limits.USED_SECONDS - 1)
+    CLOCK.advance(limits.USED_SECONDS - 1)
     assert call(desk, caller) is None
     assert desk.counts == {"admitted": 1, "refused_replay": 2}
-    advance(desk, 2)
-    call(desk, ada())
-    assert len(desk._used) == 1  # the first is forgotten
+    CLOCK.advance(2)
+    assert call(desk, caller) is not None, "it is forgotten"
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_USED", 5)
     desk = admission()
     desk.admit(MEMBER)
-    for _ in range(10):
-        assert call(desk, ada()) is not None
-        advance(desk, 1)
-    assert len(desk._used) == 5
+    callers = [ada() for _ in range(10)]
+    for caller in callers:
+        assert call(desk, caller) is not None
+        CLOCK.advance(1)
+    assert call(desk, callers[-1]) is None
+    assert call(desk, callers[0]) is not None, "the oldest make room"
 
 
 def test_who_connects_too_often_waits_and_a_replay_does_not_count_against_anybody() -> None:
@@ -142,7 +145,7 @@ def test_who_connects_too_often_waits_and_a_replay_does_not_count_against_anybod
         assert call(desk, ada()) is not None
     assert call(desk, ada()) is None
     assert desk.counts["refused_too_often"] == 1
-    advance(desk, 1.1)
+    CLOCK.advance(1.1)
     assert call(desk, ada()) is not None
 
 
@@ -163,7 +166,7 @@ def test_a_probe_gets_in_for_a_while() -> None:
     assert call(desk, ada()) is not None
     assert desk.is_probe(ADA.link_key)
     assert desk.member(ADA.link_key) is None
-    advance(desk, 11)
+    CLOCK.advance(11)
     assert call(desk, ada()) is None
 
 

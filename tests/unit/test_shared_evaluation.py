@@ -90,7 +90,7 @@ def test_two_trusted_trainers_evaluate_what_they_share() -> None:
         together(*(partial(each.train, threading.Event()) for each in trainers))
         one = trainers[0]
         assert one.optimizer.epoch == 4
-        found = poll_until_sync(lambda: desk.figures_at(4), 30.0, lambda: f"the figures of epoch 4: {desk._parts}")
+        found = poll_until_sync(lambda: desk.figures_at(4), 30.0, lambda: f"the figures of epoch 4: {desk.counts}")
 
         # The same as one peer that looks at all of it, with the weights that all share.
         recipe = open_recipe(manifest.recipe, {})

@@ -16,6 +16,8 @@ LONG_SECONDS = 120.0  # several processes import torch at once
 # A step takes as long as a larger model's would. Else each trainer of a test computes without end, at many epochs a
 # second, and whoever starts beside it waits for a core.
 STEP, STEP_SECONDS = "        x, y = batch\n", 0.04
+# Reading costs nothing here, and a process of its own imports torch first; test_own_recipe.py has one.
+SHARDS, LIGHT = "    num_shards = 64", "    is_light = True\n"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # each peer has a machine of its own in earnest; here they share one
 
 
@@ -27,10 +29,12 @@ class Organiser:
         self.folder = terminal.folder / "waves"
         terminal.run("init", self.folder, *init)
         self.recipe = self.folder / "recipe.py"
-        if step_seconds and self.recipe.exists():
+        if self.recipe.exists():
             text = self.recipe.read_text()
             assert STEP in text
-            self.recipe.write_text(text.replace(STEP, f"        __import__('time').sleep({step_seconds})\n{STEP}"))
+            assert SHARDS in text
+            slow = f"        __import__('time').sleep({step_seconds})\n"
+            self.recipe.write_text(text.replace(STEP, slow + STEP).replace(SHARDS, LIGHT + SHARDS))
 
     def edit(self, before: str, after: str) -> None:
         path = self.folder / "run.toml"

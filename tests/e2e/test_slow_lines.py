@@ -1,6 +1,6 @@
 """Volunteers on thin lines, with the real commands: rounds end beside the host's load of the state, and Ctrl-C leaves.
 
-A round takes about four seconds of each line here, and the state about 25. Full sizes, as a soak that tells what it
+A round takes about two seconds of each line here, and the state about twelve. Full sizes, as a soak that tells what it
 measured (an hour, or 25 minutes with `-n 5 --dist load`: the lines are busy, and not the processors):
 
     scripts/test tests/e2e/test_slow_lines.py -m soak -rA
@@ -28,7 +28,14 @@ class ThinLines:
     """A host, and two volunteers whose lines carry little."""
 
     def __init__(
-        self, terminal: Terminal, *, width: int, bandwidth: str, inner_steps: int = 0, overlap_steps: int = 0
+        self,
+        terminal: Terminal,
+        *,
+        width: int,
+        bandwidth: str,
+        target_batch_size: int = 400,
+        inner_steps: int = 0,
+        overlap_steps: int = 0,
     ) -> None:
         organiser = Organiser(terminal, step_seconds=0.0)
         organiser.edit("width = 64", f"width = {width}")
@@ -37,7 +44,7 @@ class ThinLines:
             steps = f"inner_steps = {inner_steps}\noverlap_steps = {overlap_steps} "
             organiser.edit("target_batch_size = 256 ", steps)
         else:
-            organiser.edit("target_batch_size = 256 ", "target_batch_size = 400 ")
+            organiser.edit("target_batch_size = 256 ", f"target_batch_size = {target_batch_size} ")
         # Else the first to come has made epochs before the other.
         slowed = f"        time.sleep({STEP_SECONDS})\n        x, y = batch\n"
         recipe = organiser.recipe.read_text().replace("        x, y = batch\n", slowed)
@@ -80,7 +87,7 @@ def leave(process: ManagedProcess) -> float:
 
 @pytest.mark.timeout(600)
 def test_rounds_end_on_thin_lines_while_the_host_loads_the_state(terminal: Terminal) -> None:
-    lines = ThinLines(terminal, width=500, bandwidth="1Mbit")
+    lines = ThinLines(terminal, width=350, bandwidth="1Mbit", target_batch_size=240)
     lines.until_epoch(3, 400.0)
     lines.until_saved(150.0)
     assert "given up" not in lines.host.output(), lines.describe()

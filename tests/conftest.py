@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,6 +30,17 @@ if not os.environ.get("POTLUCK_TEST_FRESH"):
 # A busy machine is no bug: no test fails because it was slow.
 settings.register_profile("potluck", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("potluck")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Spread files over workers by what they cost (filespreading.py)."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from filespreading import SpreadFiles
+
+    return SpreadFiles(config, log)
+
 
 _BEFORE = pytest.StashKey[Resources]()
 _FAILED = pytest.StashKey[bool]()

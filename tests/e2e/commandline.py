@@ -13,6 +13,7 @@ from potluck.testing.processes import Children, ManagedProcess
 
 PATIENCE_SECONDS = 100.0  # a command that imports little still takes seconds on a machine that is busy
 POTLUCK = (sys.executable, "-m", "potluck.cli")
+SLOW_POTLUCK = (sys.executable, str(Path(__file__).with_name("slowpeer.py")))
 RUN = "bakery"
 OWN_ENVIRONMENT = ("POTLUCK_LINK", "POTLUCK_NAME", "POTLUCK_IDENTITY", "HF_TOKEN")
 

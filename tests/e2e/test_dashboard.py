@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 from browser import Visit, open_browser
-from commandline import PATIENCE_SECONDS, POTLUCK, Terminal, events, until_event
+from commandline import PATIENCE_SECONDS, SLOW_POTLUCK, Terminal, events, until_event
 from playwright.sync_api import Browser, Locator
 
 from potluck.hub.joinlink import JoinLink
@@ -47,7 +47,7 @@ class Bakery:
     browser: Browser
 
     def join(
-        self, name: str, link: JoinLink, *options: str, program: tuple[str, ...] = POTLUCK, **environment: str
+        self, name: str, link: JoinLink, *options: str, program: tuple[str, ...] = SLOW_POTLUCK, **environment: str
     ) -> ManagedProcess:
         key = self.terminal.folder / f"{re.sub(r'[^a-zA-Z]', '', name)}.nkey"
         who = ("--name", name, "--identity-path", key, "--batch-size", "8", "--json")
@@ -65,8 +65,18 @@ def bakery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bakery]:
         terminal = Terminal(folder, children)
         terminal.run("init", folder / "bakery", "--recipe", "digits")
         toml = folder / "bakery" / "run.toml"
-        toml.write_text(toml.read_text().replace("target_batch_size = 256", "target_batch_size = 2000"))
-        where = ("--folder", folder / "run", "--listen", "127.0.0.1", "--dashboard-port", "0", "--json")
+        toml.write_text(toml.read_text().replace("target_batch_size = 256", "target_batch_size = 400"))
+        where = (
+            "--folder",
+            folder / "run",
+            "--listen",
+            "127.0.0.1",
+            "--dashboard-port",
+            "0",
+            "--backup-every",
+            "1",
+            "--json",
+        )
         host = terminal.start("host", folder / "bakery", *where, POTLUCK_NO_DASHBOARD="", OMP_NUM_THREADS="1")
         link = JoinLink.parse(until_event(host, "ready")["link"])
         made = Bakery(terminal, host, link, "", "", {}, browser)

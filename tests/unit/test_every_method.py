@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import threading
@@ -107,10 +108,13 @@ def test_a_run_of_every_kind_trains(tmp_path: Path, algorithm: str, optimizer: s
             trainer = Trainer(runs[name], lambda: manifest, recipe, TrainConfig(batch_size=4, num_threads=1))
             before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
             last = trainer.train(threading.Event())
+            with contextlib.suppress(threading.BrokenBarrierError):
+                done.wait(2.0)
+            runs[name].close()  # both at once; one that was left behind goes on alone
             moved = any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
             return last.epoch, last.loss, moved
 
-        runs = {name: lab.join(name) for name in ("Ada", "Bob")}
+        runs, done = {name: lab.join(name, coordinates=True) for name in ("Ada", "Bob")}, threading.Barrier(2)
         found = together(lambda: train("Ada"), lambda: train("Bob"))
     for epoch, _loss, _moved in found:
         assert epoch >= 3

@@ -17,7 +17,15 @@ from potluck.pipeline.blueprint import Blueprint
 from potluck.pipeline.compute import Recompute, StageCompute
 from potluck.pipeline.layout import Layout
 from potluck.pipeline.unitstate import Optimizing, UnitState
-from potluck.pipeline.wire import ACTIVATION_CODECS, TensorSpec, decode_tensors, encode_tensors, pack, unpack
+from potluck.pipeline.wire import (
+    ACTIVATION_CODECS,
+    TensorSpec,
+    decode_tensors,
+    encode_gradients,
+    encode_tensors,
+    pack,
+    unpack,
+)
 
 CPU = torch.device("cpu")
 
@@ -226,6 +234,14 @@ def test_tensors_come_back_from_the_wire(values: list[Tensor], codec: str) -> No
             assert torch.equal(found, value)
         elif value.numel():
             assert (found - value).abs().max() <= 0.01 * value.abs().max() + 1e-6
+
+
+@pytest.mark.parametrize("codec", ACTIVATION_CODECS)
+def test_small_gradients_survive_their_way(codec: str) -> None:
+    """Of a mean over many tokens: float16 alone would make zeros of them."""
+    gradients = 1e-9 * torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    (back,) = decode_tensors(*encode_gradients([gradients], codec), CPU)
+    assert (back - gradients).norm() < 0.02 * gradients.norm()
 
 
 def test_what_a_codec_cannot_carry_travels_raw() -> None:

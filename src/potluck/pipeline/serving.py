@@ -47,7 +47,7 @@ from potluck.pipeline.messages import (
 from potluck.pipeline.pushing import HandOverError, Pusher
 from potluck.pipeline.routing import RouterConfig
 from potluck.pipeline.stepend import StepEnd
-from potluck.pipeline.wire import check_codec, decode_tensors, encode_tensors
+from potluck.pipeline.wire import check_codec, decode_tensors, encode_gradients, encode_tensors
 from potluck.pipeline.witnessing import Witness
 
 logger = logging.getLogger(__name__)
@@ -407,7 +407,7 @@ class StageServer:
         message: Backward | Returned = Returned(step=step, attempt=attempt, id=micro, loss=loss)
         frames: list[memoryview] = []
         if stage > 0:
-            specs, frames = encode_tensors(gradients, self._config.codec)
+            specs, frames = encode_gradients(gradients, self._config.codec)
             message = Backward(step=step, attempt=attempt, id=micro, stage=stage - 1, loss=loss, tensors=specs)
             self._witness.note("input gradient", stage, attempt, micro, frames)
             self._witness.testify("output gradient", peer, stage - 1, attempt, micro, specs, frames, loss=loss)

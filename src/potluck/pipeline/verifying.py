@@ -27,7 +27,7 @@ from potluck.pipeline.following import Following
 from potluck.pipeline.holding import Holding
 from potluck.pipeline.layout import Layout
 from potluck.pipeline.messages import AskStatement, Begin, Checked, CheckOrder, Passing, Statement, Testimony
-from potluck.pipeline.wire import TensorSpec, decode_tensors, encode_tensors
+from potluck.pipeline.wire import TensorSpec, decode_tensors, encode_gradients, encode_tensors
 from potluck.pipeline.witnessing import digest_of_frames
 
 logger = logging.getLogger(__name__)
@@ -294,7 +294,9 @@ class Verifier:
             loss = outputs[0].item()
             gradients: tuple[Tensor, ...] = (torch.full_like(outputs[0], begun.loss_scale),)
         else:
-            errors.output = max(errors.output, self._error(outputs, seen["output", segment.last]))
+            errors.output = max(
+                errors.output, self._error(encode_tensors(outputs, self._codec), seen["output", segment.last])
+            )
             back = seen["output gradient", segment.last]
             gradients = tuple(decode_tensors(back.tensors, _views(back.frames), self._holding.device))
             loss = back.loss
@@ -302,12 +304,12 @@ class Verifier:
             adds = (stage, segment.micro) in added
             found = computes[stage].backward(step, key, gradients, weight=float(given.samples), adds=adds) or ()
             if stage > segment.first:
-                gradients = tuple(decode_tensors(*encode_tensors(found, self._codec), self._holding.device))
+                gradients = tuple(decode_tensors(*encode_gradients(found, self._codec), self._holding.device))
             else:
                 gradients = found
         claimed = seen.get(("input gradient", segment.first))
         if claimed is not None and segment.first > 0:
-            errors.gradient = max(errors.gradient, self._error(gradients, claimed))
+            errors.gradient = max(errors.gradient, self._error(encode_gradients(gradients, self._codec), claimed))
         if claimed is not None:  # the loss travels with the gradient: from the last stage on nobody changes it
             errors.output = max(errors.output, relative_error([torch.tensor(claimed.loss)], [torch.tensor(loss)]))
 
@@ -318,9 +320,10 @@ class Verifier:
             for tensor, spec in zip(decoded, tensors, strict=True)
         )
 
-    def _error(self, own: Sequence[Tensor], told: _Seen) -> float:
+    @staticmethod
+    def _error(own: tuple[Sequence[TensorSpec], list[memoryview]], told: _Seen) -> float:
         """Of what a neighbour got, against ours as it would have travelled."""
-        specs, frames = encode_tensors(own, self._codec)
+        specs, frames = own
         if [spec.shape for spec in specs] != [spec.shape for spec in told.tensors]:
             return math.inf
         return relative_error(

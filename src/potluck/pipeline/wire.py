@@ -1,8 +1,9 @@
 """Activations and their gradients as frames: raw, or by a codec of the rounds.
 
-Tensors of integers travel raw. Tensors of floats take the run's codec: float16, bfloat16 or blockwise8. Values that a
-codec cannot carry (NaN, infinity) travel raw as well: they are found in the step's total norm, which skips the step in
-all stages alike.
+Tensors of integers travel raw. Tensors of floats take the run's codec: float16, bfloat16 or blockwise8. Gradients of
+activations are divided by all tokens of a micro-batch, and small ones are below what float16 can hold: they travel with
+a scale (scaled_float16), which is why the loss needs none. Values that a codec cannot carry (NaN, infinity) travel raw:
+they are found in the step's total norm, which skips the step in all stages alike.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from potluck.round.plan.specs import CodecSpec
 
 RAW = "raw"
 ACTIVATION_CODECS = (RAW, "float16", "bfloat16", "blockwise8")
+GRADIENT_CODECS = {"float16": "scaled_float16"}
+KNOWN_CODECS = {*ACTIVATION_CODECS, *GRADIENT_CODECS.values()}
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -120,6 +123,11 @@ def encode_tensors(tensors: Sequence[Tensor], codec: str) -> tuple[tuple[TensorS
     return tuple(specs), frames
 
 
+def encode_gradients(gradients: Sequence[Tensor], codec: str) -> tuple[tuple[TensorSpec, ...], list[memoryview]]:
+    """The same for gradients, where activations take this codec."""
+    return encode_tensors(gradients, GRADIENT_CODECS.get(codec, codec))
+
+
 def decode_tensors(specs: Sequence[TensorSpec], frames: Sequence[memoryview], device: torch.device) -> list[Tensor]:
     """The tensors, in memory of their own; ProtocolError where the frames are not what the specs say."""
     if len(specs) != len(frames):
@@ -130,7 +138,7 @@ def decode_tensors(specs: Sequence[TensorSpec], frames: Sequence[memoryview], de
 def _decode(spec: TensorSpec, frame: memoryview) -> Tensor:
     dtype = DTYPES.get(spec.dtype)
     count = math.prod(spec.shape)
-    if dtype is None or spec.codec not in ACTIVATION_CODECS or count > MAX_VALUES:
+    if dtype is None or spec.codec not in KNOWN_CODECS or count > MAX_VALUES:
         raise ProtocolError(f"a tensor of {spec.dtype} {spec.shape} by {spec.codec} is unknown here: dropped")
     if spec.codec != RAW:
         out = torch.empty(count)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from potluck import tasks
 from potluck.errors import RetryableError
 from potluck.fleet.queue import Item, Queue
 from potluck.testing.polling import poll_until
@@ -42,10 +43,16 @@ class QueueWork:
         )
 
     async def finish(self) -> None:
-        """Put no more, and wait until all that was put is done."""
+        """Put no more, and wait until all is done, or nothing is done any more: then `lost` has the rest."""
         self._is_over.set()
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            await asyncio.gather(*self._workers)
+        waiting, done = set(self._workers), -1
+        while waiting and len(self.done) > done:
+            done = len(self.done)
+            _, waiting = await asyncio.wait(waiting, timeout=PATIENCE_SECONDS)
+        await tasks.end(*waiting)
+        for worker in self._workers:
+            if not worker.cancelled():
+                worker.result()
 
     @property
     def lost(self) -> set[str]:

@@ -1,6 +1,7 @@
 """Seconds from `potluck join` to the first contributed sample, with a model of 25 M parameters, preflight included.
 
     scripts/bench first_sample [--json] [--repeats 3] [--apart]
+    scripts/bench first_sample --own      # the run has its own recipe, tokenizer and data; volunteers have its link
 
 A host is open on this machine; a volunteer types `potluck join LINK`. The clock runs from the start of that process.
 Moments on its way: it is in the run; torch is imported; the model is made; the run's state is loaded; its first sample
@@ -27,6 +28,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -57,6 +59,49 @@ algorithm = "sync"
 target_batch_size = 32
 matchmaking_seconds = 1.0
 """
+OWN_RUN_FILE = """\
+name = "own"
+recipe = "recipe.py"
+files = ["tokenizer.json", "texts.jsonl"]
+requirements = ["tokenizers>=0.20"]
+[training]
+algorithm = "sync"
+target_batch_size = 32
+matchmaking_seconds = 1.0
+"""
+OWN_RECIPE = """\
+import json
+import torch
+from tokenizers import Tokenizer
+from potluck.recipes import Recipe, RecipeConfig
+
+class Own(Recipe[RecipeConfig]):
+    num_shards = 16
+
+    def model(self):
+        layer = torch.nn.TransformerEncoderLayer(256, 8, 1024, dropout=0.0, batch_first=True, norm_first=True)
+        return torch.nn.ModuleDict({
+            "in": torch.nn.Embedding(4096, 256),
+            "body": torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False),
+            "out": torch.nn.Linear(256, 4096),
+        })
+
+    def samples(self, shard, generator):
+        tokenizer = Tokenizer.from_file(str(self.file("tokenizer.json")))
+        with self.file("texts.jsonl").open() as lines:
+            for number, line in enumerate(lines):
+                if number % self.num_shards == shard:
+                    tokens = tokenizer.encode(json.loads(line)["text"]).ids
+                    for at in range(0, len(tokens) - 64, 64):
+                        yield (torch.tensor(tokens[at : at + 65]),)
+
+    def loss(self, model, batch):
+        tokens = batch[0]
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(64, tokens.device)
+        seen = model["out"](model["body"](model["in"](tokens[:, :-1]), mask=mask, is_causal=True))
+        return torch.nn.functional.cross_entropy(seen.flatten(0, 1), tokens[:, 1:].flatten())
+"""
+OWN_TEXT_BYTES = 6_000_000
 PLAIN = """
 import torch
 from potluck.recipes.stdlib_lm import Config, StdlibLM
@@ -138,9 +183,12 @@ class Volunteer:
     """One `potluck join`, and when it got how far."""
 
     def __init__(self, children: Children, folder: Path, link: str, name: str) -> None:
-        key = ("--identity-path", folder / f"{name}.nkey", "--name", name)
+        key = ("--identity-path", folder / f"{name}.nkey", "--name", name, "--yes")
+        nothing_yet = {"POTLUCK_DATA": str(folder / name / "files"), "XDG_DATA_HOME": str(folder / name)}
         self.started = time.monotonic()
-        self.process = children.spawn([*POTLUCK, "join", link, *key, "--json"], name=name, env=ONE_THREAD)
+        self.process = children.spawn(
+            [*POTLUCK, "join", link, *key, "--json"], name=name, env={**ONE_THREAD, **nothing_yet}
+        )
 
     def stay_on(self, cores: Collection[int]) -> None:
         """Compute on these cores from now on."""
@@ -175,9 +223,35 @@ def stay_on(pid: int, cores: Collection[int]) -> None:
                 os.sched_setaffinity(thread.id, cores)
 
 
-def measure(folder: Path, *, is_apart: bool) -> dict[str, dict[str, float]]:
+def make_own_run(folder: Path) -> None:
+    """A recipe, texts (the source of Python's own library) and a tokenizer that was trained on them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    (folder / "run.toml").write_text(OWN_RUN_FILE)
+    (folder / "recipe.py").write_text(OWN_RECIPE)
+    texts, size = [], 0
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+        text = path.read_text("utf-8", "replace")
+        texts += [text[at : at + 4000] for at in range(0, len(text), 4000)]
+        size += len(text)
+        if size > OWN_TEXT_BYTES:
+            break
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts) + "\n")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        texts[:500], trainers.BpeTrainer(vocab_size=4096, show_progress=False, initial_alphabet=alphabet)
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def measure(folder: Path, *, is_apart: bool, is_own: bool) -> dict[str, dict[str, float]]:
     """One run: the first trainer, then a newcomer."""
-    (folder / "run.toml").write_text(RUN_FILE)
+    if is_own:
+        make_own_run(folder)
+    else:
+        (folder / "run.toml").write_text(RUN_FILE)
     with Children(log_folder=folder) as children:
         place = ("--folder", folder / "hub", "--listen", "127.0.0.1", "--no-dashboard", "--json")
         host = children.spawn([*POTLUCK, "host", folder, *place], name="host", env=ONE_THREAD)
@@ -229,6 +303,7 @@ def plain_seconds() -> float:
 def main() -> None:
     arguments = parser(__doc__, repeats=3)
     arguments.add_argument("--apart", action="store_true", help="the giver has a core to itself")
+    arguments.add_argument("--own", action="store_true", help="a run with its own recipe, tokenizer and data")
     chosen = arguments.parse_args()
     if chosen.apart and len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("--apart needs two cores")
@@ -236,7 +311,7 @@ def main() -> None:
     for _ in range(chosen.repeats):
         plain.append(plain_seconds())
         with tempfile.TemporaryDirectory(prefix="potluck-bench-") as folder:
-            runs.append(measure(Path(folder), is_apart=chosen.apart))
+            runs.append(measure(Path(folder), is_apart=chosen.apart, is_own=chosen.own))
         say(json.dumps(runs[-1]))
     figures: dict[str, Any] = {
         f"{who}_{what}" + ("" if who == "giver" else "_seconds"): statistics.median(run[who][what] for run in runs)
@@ -245,7 +320,8 @@ def main() -> None:
     }
     figures["plain_torch_step_seconds"] = statistics.median(plain)
     figures["ratio"] = figures["newcomer_first_sample_seconds"] / figures["plain_torch_step_seconds"]
-    report(figures, as_json=chosen.json, title="from `potluck join` to the first contributed sample, 25 M parameters")
+    size = "own recipe, tokenizer and data, 5 M parameters" if chosen.own else "25 M parameters"
+    report(figures, as_json=chosen.json, title=f"from `potluck join` to the first contributed sample, {size}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
 All by the real commands: a host with hf-causal-lm, a tokenizer that it trains itself, texts that it serves; peers that
 have nothing but the link, each held to two thirds of a core. Prints the held-out loss of both runs as JSON.
 `share_of_cores` is the processor time that peers had of what they were allowed; `share_of_computing` are the tokens of
-three peers, against three times those of the one that is alone and waits for nobody.
+three peers, against three times those of the one that is alone and waits for nobody. `host_cpu_seconds` and
+`others_cpu_seconds` (all that is no process of ours) say what else took the cores.
 """
 
 from __future__ import annotations
@@ -152,6 +153,7 @@ class Company:
         self.folder, self.name = folder, name
         self.events: list[tuple[float, int, dict[str, Any]]] = []
         self.used_before: list[float] = []
+        self.elsewhere_before: tuple[float, float] = (0.0, 0.0)
         make_run(folder / "run", name, size, outer)
         place = ["--folder", str(folder / "hub"), "--listen", "127.0.0.1", "--no-dashboard", "--backup-every", "1"]
         self.host = self._start(["host", str(folder / "run"), *place, "--json"], folder / "host-data", -1)
@@ -203,12 +205,22 @@ class Company:
             self._until(number, "progress", 600)
         started = time.monotonic()
         self.used_before = [peer.cpu_seconds for peer in self.peers]
+        self.elsewhere_before = self._elsewhere()
         while time.monotonic() - started < seconds and (epochs is None or self.epoch() < epochs):
             time.sleep(0.5)
         return time.monotonic() - started
 
+    def _elsewhere(self) -> tuple[float, float]:
+        """Processor seconds of the host, and of all that does not belong to this benchmark."""
+        family = psutil.Process(self.host.pid)
+        host = sum(sum(each.cpu_times()[:2]) for each in (family, *family.children(recursive=True)))
+        machine = psutil.cpu_times()
+        busy = sum(machine) - machine.idle - getattr(machine, "iowait", 0.0)
+        return host, busy - host - sum(peer.cpu_seconds for peer in self.peers) - time.process_time()
+
     def end(self) -> dict[str, Any]:
         used = [peer.cpu_seconds - before for peer, before in zip(self.peers, self.used_before, strict=True)]
+        host, others = (after - before for after, before in zip(self._elsewhere(), self.elsewhere_before, strict=True))
         samples = sum(
             max(
                 (each["samples"] for _, who, each in self.events if who == n and each["event"] == "progress"), default=0
@@ -238,6 +250,8 @@ class Company:
             "saved_epoch": restored.info.epoch,
             "samples": samples,
             "cpu_seconds": [round(each, 1) for each in used],
+            "host_cpu_seconds": round(host, 1),
+            "others_cpu_seconds": round(others, 1),
             "first_sample_seconds": round(self.first_sample_seconds(), 1),
             "held_out_loss_untrained": round(before, 4),
             "held_out_loss": round(after, 4),
@@ -262,7 +276,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--most-seconds", type=float, default=900.0)
     parser.add_argument("--momentum", type=float, default=0.5, help="of the outer step; few of them swing with more")
-    parser.add_argument("--overlap", type=int, default=4, help="local steps while an exchange is under way")
+    parser.add_argument("--overlap", type=int, default=9, help="most local steps while an exchange is under way")
     parser.add_argument("--large", action="store_true", help="26 M parameters, three peers, and an export")
     parser.add_argument("--folder", type=Path, default=None, help="Where to work and leave the runs; else removed.")
     given = parser.parse_args()

@@ -1,11 +1,12 @@
 """The spot runner with real trainers on shaped lines, through a trace of preemptions: by `potluck spot up` itself.
 
-    scripts/bench spot_trainers --trace g4dn-spot.csv --compress 120       # as root: it builds network namespaces
+    scripts/bench spot_trainers --trace g4dn-spot.csv --compress 60       # as root: it builds network namespaces
 
 Four workers on lines of 20, 10, 10 and 5 Mbit/s and an aux peer train a small model. The trace takes workers away
 without notice, and the runner brings them back. Each second every machine is looked at: it must be the only one of its
-slot, run in its slot's network, and have its slot's line. In the end the runner is killed, and `potluck spot down` has
-to find and remove everything. Prints JSON.
+slot, run in its slot's network, and have its slot's line; what is wrong in two looks counts, since a machine that is
+being taken away loses its line first. In the end the runner is killed, and `potluck spot down` has to find and remove
+everything. Prints JSON.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Experiment:
             for slot in slots(num_workers=NUM_WORKERS, num_aux=NUM_AUX, bandwidth=BANDWIDTH)
         }
         self.counts: Counter[str] = Counter()
+        self._suspects: set[tuple[str, int]] = set()
         self._environment = {
             **os.environ,
             "XDG_DATA_HOME": str(folder / "data"),
@@ -83,15 +85,18 @@ class Experiment:
     def look(self) -> None:
         """At each machine that is there."""
         alive: Counter[str] = Counter()
+        before, self._suspects = self._suspects, set()
         for path in self.machines.glob("*/machine.json"):
             machine = json.loads(path.read_text())
             if not self._is_alive(machine):
                 continue
             slot = machine["slot"]
             alive[slot] += 1
-            pids = _pids(f"{self.lines}{slot}.host")
-            self.counts["outside_its_network"] += machine["pid"] not in pids and self._is_alive(machine)
-            self.counts["wrong_tiers"] += not self._has_line(slot) and self._is_alive(machine)
+            if machine["pid"] not in _pids(f"{self.lines}{slot}.host"):
+                self._suspects.add(("outside_its_network", machine["pid"]))
+            if not self._has_line(slot):
+                self._suspects.add(("wrong_tiers", machine["pid"]))
+        self.counts.update(what for what, _pid in self._suspects & before)
         self.counts["looks"] += 1
         self.counts["workers_alive"] += sum(slot.startswith("worker") for slot in alive)
         self.counts["looks_without_aux"] += alive["aux-0"] == 0
@@ -147,7 +152,7 @@ def main() -> None:
     """Replay it once."""
     parser = harness.parser(__doc__, repeats=None)
     parser.add_argument("--trace", type=Path, help="a log of preemptions; else one is generated")
-    parser.add_argument("--compress", type=float, default=120.0, help="so many times as fast")
+    parser.add_argument("--compress", type=float, default=60.0, help="so many times as fast")
     arguments = parser.parse_args()
     if (reason := namespaces.lab_available()) is not None:
         raise SystemExit(reason)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 POTLUCK = (sys.executable, "-m", "potluck.cli")
-START_SECONDS = 120.0
+START_SECONDS = 600.0  # a host that trains a tokenizer on a busy machine
 LEAVE_SECONDS = 20.0
 BATCH_SIZES = {"swav": 32, "diloco-four-sites": 2}  # else 16; on a busy machine a search finds too small ones
 LOOKS = 6  # at what the model does, from the first epoch to the last

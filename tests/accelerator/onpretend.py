@@ -8,3 +8,4 @@ from potluck.testing import accelerator
 
 accelerator.install()
 os.environ["POTLUCK_TEST_DEVICE"] = accelerator.NAME
+os.environ["ACCELERATE_TORCH_DEVICE"] = accelerator.NAME  # a Trainer of transformers computes there

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
-from trainlab import TrainLab, loss_of, make_batch, make_model, parameters_of
+from trainlab import DEVICE, TrainLab, loss_of, make_batch, make_model, parameters_of
 
 from potluck.integrations.lightning import PotluckStrategy
 from potluck.round.codecs import CodecChoice
@@ -51,14 +53,35 @@ class Regression(LightningModule):
         return parameters_of(self.net)
 
 
+class OnDevice(Accelerator):
+    """The device of these tests, where it is not the CPU (tests/accelerator)."""
+
+    parse_devices = staticmethod(lambda devices: devices)
+    get_parallel_devices = staticmethod(lambda devices: [torch.device(DEVICE.type, i) for i in range(devices)])
+    auto_device_count = staticmethod(lambda: 1)
+    is_available = staticmethod(lambda: True)
+    name = staticmethod(lambda: DEVICE.type)
+
+    def setup_device(self, device: torch.device) -> None:
+        pass
+
+    def teardown(self) -> None:
+        pass
+
+
 def loader(num_batches: int, first: int = 0) -> DataLoader[Any]:
-    batches: Any = [make_batch(number, BATCH_SIZE) for number in range(first, first + num_batches)]
+    """Batches as they are read: on the CPU."""
+    made = (make_batch(number, BATCH_SIZE) for number in range(first, first + num_batches))
+    batches: Any = [tuple(part.cpu() for part in batch) for batch in made]
     return DataLoader(batches, batch_size=None)
 
 
 def trainer(strategy: Any = "auto", **options: Any) -> Trainer:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_model_summary": False}
+    place = "cpu" if DEVICE.type == "cpu" else OnDevice()
+    if strategy == "auto" and DEVICE.type != "cpu":  # which Lightning chooses for devices that it knows alone
+        strategy = SingleDeviceStrategy(torch.device(DEVICE.type, 0))
+    defaults = {"accelerator": place, "devices": 1, "max_epochs": 1, "enable_model_summary": False}
     return Trainer(strategy=strategy, **{**quiet, **defaults, **options})
 
 

@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trainlab import DEVICE, TrainLab, loss_of, make_batch, make_model, parameters_of, quality_of, together, train_lab
+from trainlab import (
+    DEVICE,
+    PATIENCE_SECONDS,
+    TrainLab,
+    loss_of,
+    make_batch,
+    make_model,
+    parameters_of,
+    quality_of,
+    together,
+    train_lab,
+)
 
 from potluck.errors import ConfigurationError
 from potluck.optim.auxiliary import AuxiliaryPeer
@@ -418,6 +429,23 @@ def test_an_exchange_in_the_background_is_landed_before_saving() -> None:
             worker.step()
         worker.optimizer.driver.land()
         assert worker.optimizer.epoch == 2
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_result_counts_as_soon_as_it_comes_where_overlapping_work_is_kept(keeps: bool) -> None:
+    with train_lab() as lab:
+        worker = Worker(lab, 0, overlap_steps=3, keep_overlap_work=keeps)
+        for _ in range(4):
+            worker.step()
+        pending = worker.optimizer.driver._pending
+        assert pending is not None
+        assert pending.last.wait(PATIENCE_SECONDS)
+        worker.step()
+        assert worker.optimizer.driver.is_busy is not keeps
+        for _ in range(2):
+            worker.step()
+        assert not worker.optimizer.driver.is_busy, "then it is waited for"
+        assert worker.optimizer.epoch == 1
 
 
 @pytest.mark.parametrize(

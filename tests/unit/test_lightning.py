@@ -476,7 +476,10 @@ def test_accelerators_that_are_not_known_and_several_devices_are_refused() -> No
         def teardown(self) -> None:
             pass
 
-    with train_lab() as lab, pytest.raises(ConfigurationError, match="the accelerator is Odd"):
+    with (
+        train_lab() as lab,
+        pytest.raises(ConfigurationError, match="Odd, and torch finds no such device"),
+    ):
         trainer(strategy(lab), accelerator=Odd()).fit(Regression(), loader(2))
     with train_lab() as lab, pytest.raises(ConfigurationError, match="2 devices, and a peer computes on one"):
         trainer(strategy(lab), devices=2).fit(Regression(), loader(2))

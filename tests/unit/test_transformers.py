@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
-from trainlab import TrainLab, loss_of, make_batch, make_model, parameters_of, together, train_lab
+from trainlab import DEVICE, TrainLab, loss_of, make_batch, make_model, parameters_of, together, train_lab
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from potluck.errors import ConfigurationError
@@ -38,7 +38,7 @@ class Regression(nn.Module):
 def samples(num_batches: int, first: int = 0) -> list[dict[str, Tensor]]:
     found = []
     for number in range(first, first + num_batches):
-        inputs, labels = make_batch(number, BATCH_SIZE)
+        inputs, labels = (part.cpu() for part in make_batch(number, BATCH_SIZE))  # as they are read
         found += [{"inputs": inputs[i], "labels": labels[i]} for i in range(BATCH_SIZE)]
     return found
 
@@ -56,7 +56,7 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
         "max_steps": NUM_STEPS,
         "per_device_train_batch_size": BATCH_SIZE,
         "max_grad_norm": 0.05,
-        "use_cpu": True,
+        "use_cpu": DEVICE.type == "cpu",  # else accelerate has been told the device (tests/accelerator)
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,

@@ -198,10 +198,13 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def parameters_of(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    """On the CPU, wherever the model is: Lightning takes it there in the end."""
+    return [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()]
 
 
 def quality_of(model: nn.Module) -> float:
     """The loss on samples that nobody trains on."""
+    device = next(model.parameters()).device
+    inputs, targets = make_batch(999_999, 256)
     with torch.no_grad():
-        return loss_of(model, make_batch(999_999, 256)).item()
+        return loss_of(model, (inputs.to(device), targets.to(device))).item()

@@ -68,13 +68,13 @@ class DiLoCoConfig:
     """*run* Parts of the model that are exchanged in turn."""
 
     overlap_steps: int = 0
-    """*run* Local steps that go on while an exchange is under way."""
+    """*run* Local steps that go on while an exchange is under way; then it is waited for."""
 
     mixing: float = 0.0
     """*run* How much of the local values stays when the result comes."""
 
     keep_overlap_work: bool = False
-    """*run* Put the steps of an overlap on top of the result, rather than mix them with it."""
+    """*run* Put the steps of an overlap on top of the result, as soon as it comes, rather than mix them with it."""
 
     asynchronous: bool = False
     """*run* Nobody waits for anybody: each peer's change is an epoch of its own."""
@@ -244,8 +244,10 @@ class DiLoCo(SharedOptimizer):
         stride.steps += 1
         stride.pace.step_done(batch_size, self._clock.monotonic())
         self._report()
-        if self.driver.is_busy and stride.steps >= stride.overlap_steps(fast):
-            self.driver.land()
+        if self.driver.is_busy:
+            is_over = stride.steps >= stride.overlap_steps(fast)
+            if is_over or self.config.keep_overlap_work:  # where no work is lost, a result counts as soon as it comes
+                self.driver.land(wait=is_over)
         self.driver.mend()
         self._keep_in_step()
         if stride.is_done(fast):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -14,12 +14,7 @@ from potluck.errors import ConfigurationError
 
 
 def device_of(accelerator: Accelerator | None, devices: Sequence[torch.device] | None) -> torch.device:
-    """Where this peer computes; ConfigurationError for what is neither a CPU nor one CUDA device."""
-    if not isinstance(accelerator, CPUAccelerator | CUDAAccelerator):
-        raise ConfigurationError(
-            f"the accelerator is {type(accelerator).__name__}, and Potluck trains on CPUs and CUDA: "
-            "Trainer(accelerator='cpu') or accelerator='cuda'"
-        )
+    """Where this peer computes; ConfigurationError for devices that torch here does not know, and for several."""
     if devices and len(devices) > 1:
         raise ConfigurationError(
             f"the Trainer has {len(devices)} devices, and a peer computes on one: start a program for each, with "
@@ -27,7 +22,14 @@ def device_of(accelerator: Accelerator | None, devices: Sequence[torch.device] |
         )
     if isinstance(accelerator, CPUAccelerator):
         return torch.device("cpu")
-    return devices[0] if devices else torch.device("cuda", torch.cuda.current_device())
+    own = torch.accelerator.current_accelerator()  # CUDA, MPS, XPU or another's
+    if own is None or not devices or devices[0].type != own.type:
+        known = "cpu" if own is None else f"cpu' or accelerator='{own.type}"
+        raise ConfigurationError(
+            f"the accelerator is {type(accelerator).__name__}, and torch finds no such device here: "
+            f"Trainer(accelerator='{known}')"
+        )
+    return devices[0]
 
 
 def the_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:

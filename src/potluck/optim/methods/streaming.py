@@ -8,7 +8,8 @@ result is applied τ steps later, mixed with what the peer has done since:
 
 Mixing at α = 0 throws the work of those τ steps away, and at α > 0 keeps some of what was just shared as if it had not
 been. With `keeps_overlap` it is put on top of the result instead, as late work is: θ_local ← θ_global + (θ_local − what
-θ_local was when the synchronisation began).
+θ_local was when the synchronisation began). Then a result is applied as soon as it comes, and τ says only how long that
+may take before the peer waits. With τ = Δh − 1 it hardly ever waits.
 
 Fragments lower the peak of traffic by P, not its sum. They are made of whole layers, and strided: neighbours fall into
 different fragments, so that each of them has a bit of the whole depth of the model.

@@ -30,7 +30,7 @@ async def hand_over(
     `num_given` counts the chunks that were given to others.
     """
     newest = shelf.newest()
-    if newest is None or not session.hub.is_connected or not _staying(session, directory):
+    if newest is None or not newest.epoch or not session.hub.is_connected or not _staying(session, directory):
         return True  # there is nothing, or nobody, to hand over
     directory.part()
     began = moved_at = session.clock.monotonic()

@@ -102,7 +102,8 @@ def verify(
     if as_json:
         console.print_json(rows)
     else:
-        console.show_table(rows, empty="There are no backups yet.")
+        shown = [{"epoch": row["epoch"], "state": "whole" if row["whole"] else row["problem"]} for row in rows]
+        console.show_table(shown, empty="There are no backups yet.")
     raise typer.Exit(0 if all(row["whole"] for row in rows) else 1)
 
 

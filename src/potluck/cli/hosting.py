@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -95,7 +95,7 @@ async def serve(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> N
     async def start() -> bool:
         if host.config.hub.cluster is not None and not as_json:
             console.out.print("Waiting for the other hubs of the cluster: most of them must be there.")
-        with console.err.status("opening the hub"):
+        with nullcontext() if as_json else console.err.status("opening the hub"):
             await host.start()
         return True
 

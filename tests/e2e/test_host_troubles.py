@@ -163,17 +163,21 @@ def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(town: Town)
     monitor = town.bakery.terminal.start("monitor", town.bakery.link, "--json")
     until_event(monitor, "run")
     ballast = fill(town.disk, leave_bytes=DISK_BYTES // 20)
-    assert "has little room left" in until_event(host, "alarm", kind="disk")["text"]
-    fill(town.disk, leave_bytes=0)
-    # A backup that is pruned in this moment makes a little room.
-    full = re.compile(r"is full \(0\.\d MB of 50\.3 MB free\), so the hub cannot write: the run waits")
-    poll_until_sync(lambda: full.search(words_of(host)), PATIENCE_SECONDS, host.tail)
-    poll_until_sync(
-        lambda: any(alarm["kind"] == "disk" and full.search(alarm["text"]) for alarm in events(monitor)[-1]["alarms"]),
-        PATIENCE_SECONDS,
-        monitor.tail,
-    )
-    ballast.unlink()
+    try:
+        assert "has little room left" in until_event(host, "alarm", kind="disk")["text"]
+        fill(town.disk, leave_bytes=0)
+        # A backup that is pruned in this moment makes a little room.
+        full = re.compile(r"is full \(0\.\d MB of 50\.3 MB free\), so the hub cannot write: the run waits")
+        poll_until_sync(lambda: full.search(words_of(host)), PATIENCE_SECONDS, host.tail)
+        poll_until_sync(
+            lambda: any(
+                alarm["kind"] == "disk" and full.search(alarm["text"]) for alarm in events(monitor)[-1]["alarms"]
+            ),
+            PATIENCE_SECONDS,
+            monitor.tail,
+        )
+    finally:
+        ballast.unlink()  # the next tests need the room
     town.bakery.until_other_server(first)
     assert town.goes_on()
     until_event(host, "alarm over", kind="disk")

@@ -253,7 +253,10 @@ def _previewer(module: Any, host: Host, helper: AuxiliaryWork, recipe: Path | No
     async def made(preview: Preview, info: BackupInfo) -> None:
         await evaluations.judge(preview, info)
         book, _revision = await read_book(session)
-        write_contributors(folder / "states", book)
+        try:
+            write_contributors(folder / "states", book)
+        except OSError as error:  # a model card can do without them
+            logger.warning("who has contributed could not be noted for model cards: %s", error)
 
     previewer: Previewer = module.Previewer(
         folder, lambda: board.manifest, history, recipe, made, helper.evaluations.figures_at

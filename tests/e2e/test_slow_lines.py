@@ -113,6 +113,22 @@ def test_ctrl_c_waits_for_no_round_and_names_what_is_lost(terminal: Terminal) ->
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("bandwidth", ["2Mbit", "1Mbit"])
+def test_ctrl_c_in_a_round_of_ten_million_parameters(terminal: Terminal, bandwidth: str) -> None:
+    """A round takes 80 or 160 s; all three are told to leave in the middle of the first one."""
+    lines = ThinLines(terminal, width=3162, bandwidth=bandwidth, target_batch_size=80)
+    # Together they have the batch then, and begin to exchange it.
+    poll_until_sync(lambda: computed(lines.ada) + computed(lines.bob) >= 80, 300.0, lines.describe)
+    time.sleep(10.0)
+    for process in (lines.ada, lines.bob):
+        assert max(each["epoch"] for each in events(process) if each["event"] == "progress") == 0, "it is over"
+    seconds = [leave(process) for process in (lines.ada, lines.bob, lines.host)]
+    assert "samples are lost" in lines.ada.output(), lines.describe()
+    print(f"{bandwidth}: left within {seconds[0]:.1f}, {seconds[1]:.1f} and (host) {seconds[2]:.1f} s")
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("bandwidth", ["2Mbit", "1Mbit"])
 def test_ten_million_parameters_in_sync(terminal: Terminal, bandwidth: str) -> None:
@@ -182,7 +198,7 @@ def test_a_large_state_comes_over_10_mbit_and_goes_on_where_it_was(terminal: Ter
 
 def computed(process: ManagedProcess) -> int:
     """Samples, so far."""
-    return max(each["samples"] for each in events(process) if each["event"] == "progress")
+    return max((each["samples"] for each in events(process) if each["event"] == "progress"), default=0)
 
 
 def loaded(process: ManagedProcess) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import io
 import json
 from collections import namedtuple
 from collections.abc import Awaitable, Callable
@@ -14,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from potluck.cli import takingpart, training
+from potluck.cli import console, takingpart, training
 from potluck.cli.loading import Loading
 from potluck.cli.optiongroups import TrainOptions
 from potluck.cli.preflight import check_this_machine
@@ -286,3 +287,20 @@ def test_a_state_that_takes_long_to_load_is_told_of(capsys: pytest.CaptureFixtur
     now = 9.0
     telling.tell(3_000_000, 3_000_000)
     assert [(each["bytes"], each["of"]) for each in events(capsys)] == [(1_100_000, 3_000_000), (2_200_000, 3_000_000)]
+
+
+def test_a_bar_shows_how_much_of_a_state_is_here_how_fast_it_comes_and_for_how_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = io.StringIO()
+    terminal = console.PlainConsole(file=shown, force_terminal=True, width=120, legacy_windows=False)
+    monkeypatch.setattr(console, "err", terminal)
+    now = 0.0
+    telling = Loading(False, lambda: now)
+    with telling:
+        for now in (1.1, 2.2):
+            telling.tell(round(now * 300e6), 1_500_000_000)
+    words = shown.getvalue()
+    assert "loading the run's state" in words
+    assert "0.3/1.5 GB" in words
+    assert "0.7/1.5 GB" in words

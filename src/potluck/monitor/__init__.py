@@ -10,7 +10,7 @@ fleetnews.py what a fleet's machines report
 fleetqueues.py  a fleet's queues and pooled value network over time, as an organiser sees them
 figures.py   numbers as people read them
 exporters.py the figures for TensorBoard and Weights & Biases
-previews.py  what the model says, out of the host's backups
+previews.py  what the model says, out of the host's backups; rests.py: between its passes, for the machine's other work
 dashboard/   the run in a browser
 lossplot.py  the loss as a PNG
 """

@@ -1,8 +1,9 @@
 """What the model says now, over epochs: out of the backups that a host keeps, by the recipe's own preview.
 
 Computed by the host's dashboard, or by the host itself where it has none; in a thread of its own, at most every so
-often. It is written into the run's history, so that every dashboard of the run shows it, wherever it is, and one that
-is started again still knows what the model said before.
+often, and with rests between forward passes (rests.py), since the machine has other work. It is written into the run's
+history, so that every dashboard of the run shows it, wherever it is, and one that is started again still knows what the
+model said before.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from potluck import tasks
 from potluck.errors import PotluckError, ProtocolError
 from potluck.hub.connection import Store
 from potluck.messages import decode, encode
+from potluck.monitor.rests import Rests
 from potluck.recipes.catalogue import open_recipe
 from potluck.recipes.recipe import Recipe
 from potluck.state.backupfile import BackupInfo
@@ -31,7 +33,7 @@ from potluck.training.trainer.models import load, preview
 logger = logging.getLogger(__name__)
 
 EVERY_SECONDS = 15.0
-REST_FACTOR = 4.0  # a preview that takes long is followed by so many times as long a rest …
+REST_FACTOR = 4.0  # a preview that takes long rests for so many times as long, meanwhile and afterwards …
 EVALUATION_REST_FACTOR = 0.5  # … and an evaluation that the organiser asked for by this
 
 
@@ -66,19 +68,24 @@ class Previewer:
         self._failed = -1  # epoch at which the recipe failed: it would fail again
         self._task: asyncio.Task[None] | None = None
         self._opened: tuple[object, Recipe[Any]] | None = None
+        self._rests = Rests(REST_FACTOR)
 
     def start(self) -> None:
         """Begin, after what was said before."""
         self._task = asyncio.create_task(self._keep_looking(), name="previews")
 
     async def close(self) -> None:
-        """Look no more. Idempotent."""
+        """Look no more, and end what is being computed. Idempotent."""
+        self._rests.stop()
         await tasks.end(self._task)
 
     async def _keep_looking(self) -> None:
         while True:
             began = time.monotonic()
             manifest = self._manifest()
+            is_asked_for = manifest is not None and manifest.evaluation.every_epochs > 0
+            factor = EVALUATION_REST_FACTOR if is_asked_for else REST_FACTOR
+            self._rests = Rests(factor)
             if manifest is not None:
                 try:
                     await self._look(manifest)
@@ -89,9 +96,9 @@ class Previewer:
                     self._failed = self._tried
                     self._say(f"the recipe's preview failed: {error!r}")
                     logger.exception("the preview failed")
-            is_asked_for = manifest is not None and manifest.evaluation.every_epochs > 0
-            factor = EVALUATION_REST_FACTOR if is_asked_for else REST_FACTOR
-            await asyncio.sleep(max(self.every_seconds, factor * (time.monotonic() - began)))
+            rested_seconds = self._rests.rested_seconds
+            computed_seconds = time.monotonic() - began - rested_seconds
+            await asyncio.sleep(max(self.every_seconds, factor * computed_seconds - rested_seconds))
 
     def _say(self, problem: str) -> None:
         if problem != self.problem:
@@ -142,7 +149,8 @@ class Previewer:
             load(model, snapshot.tensors())
         finally:
             snapshot.release()
-        text, figures = preview(recipe, model, self._shared(info.epoch))
+        with self._rests.of(model):
+            text, figures = preview(recipe, model, self._shared(info.epoch))
         return Preview(epoch=info.epoch, at=info.saved_at, text=text[:LONGEST_PREVIEW], figures=figures)
 
     def _open(self, manifest: Manifest) -> Recipe[Any]:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 from statelab import MIB, Keeping, StateLab, model, same, state_lab
 
 from potluck.sim.memorycarrier import Conditions
@@ -131,7 +132,7 @@ async def test_who_leaves_waits_for_a_newcomer_that_is_being_given_the_state() -
         set_line(lab, ada, lin, seconds=2.0)
         loading = asyncio.create_task(lin.keeper.fetch(timeout_seconds=TIMEOUT_SECONDS))
         await asyncio.sleep(1.0)
-        assert await ada.keeper.hand_over(timeout_seconds=10.0), "it comes, if slowly"
+        assert await ada.keeper.hand_over(timeout_seconds=10.0, most_seconds=30.0), "it comes, if slowly"
         with await loading as fetched:
             assert fetched.epoch == 1
 
@@ -211,3 +212,36 @@ async def test_who_leaves_saves_what_was_not_due(tmp_path: Path) -> None:
         assert trainer.keeper.backups.epochs() == [1]
         await lab.leave(trainer)
         assert trainer.keeper.backups.epochs() == [3, 1]
+
+
+@pytest.mark.parametrize(("load_seconds", "has_failed"), [(20.0, True), (600.0, False)])
+@in_virtual_time
+async def test_a_load_in_which_nothing_comes_fails_when_the_run_says(load_seconds: float, has_failed: bool) -> None:
+    async with state_lab() as lab:
+        aux = await lab.join("aux", role="aux")
+        ada = await lab.join("Ada", coordinates=False)
+        set_line(lab, ada, aux, seconds=1e5)
+        async with following(lab, aux, num_training=1) as follower:
+            follower.load_seconds = load_seconds
+            lab.commit(1, ada)
+            await ada.publish(model(1, 2), 1)
+            await asyncio.sleep(100.0)
+            assert (follower.counts["failed"] > 0) == has_failed
+            assert aux.keeper.kept_epoch is None
+
+
+@in_virtual_time
+async def test_who_was_told_to_leave_takes_no_longer_though_the_state_is_being_fetched() -> None:
+    async with state_lab() as lab:
+        ada = await lab.join("Ada", coordinates=False)
+        lab.commit(1, ada)
+        await ada.publish(model(1, 16), 1)
+        lin = await lab.join("Lin", coordinates=False)
+        set_line(lab, ada, lin, seconds=2.0)
+        loading = asyncio.create_task(lin.keeper.fetch(timeout_seconds=TIMEOUT_SECONDS))
+        await asyncio.sleep(1.0)
+        began = lab.run.clock.monotonic()
+        assert not await ada.keeper.hand_over(timeout_seconds=1.0, most_seconds=2.0), "it takes 16 s"
+        assert lab.run.clock.monotonic() - began < 3.0
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)

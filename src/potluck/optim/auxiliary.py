@@ -107,6 +107,10 @@ class AuxiliaryPeer:
         """The newest epoch whose state this peer keeps for others."""
         return self._keeper.kept_epoch
 
+    def wait_for_states(self, seconds: float) -> None:
+        """Give up loading a state when nothing of it comes for so long."""
+        self._follower.load_seconds = seconds
+
     async def until_after(self, epoch: int) -> None:
         """Wait until an epoch after this one is committed."""
         while not await self.collaboration.progress.until_committed(epoch, HELP_SECONDS):
@@ -133,6 +137,7 @@ class AuxiliaryOptimizer(torch.optim.Optimizer):
         self.config = config
         self.collaboration = join_collaboration(run, config)
         self._peer = run.call(AuxiliaryPeer.start(self.collaboration, config.state))
+        self._peer.wait_for_states(config.load_state_timeout_seconds)
         run.attach(self._peer.close)
         self.param_groups = []
         self.state = defaultdict(dict)

@@ -22,7 +22,8 @@ from potluck.state.returning import Returning
 
 logger = logging.getLogger(__name__)
 
-HAND_OVER_SECONDS = 10.0  # for an aux peer to fetch what only a leaving trainer has
+HAND_OVER_SECONDS = 10.0  # for an aux peer to begin to fetch what only a leaving trainer has
+MOST_HAND_OVER_SECONDS = 30.0  # while it fetches it; for a peer that was told to leave, what is left of its time
 
 Source = StateSource | Literal["keepers"] | None
 """Where states come from: the run's keepers, somewhere else, or nowhere (then who falls behind has to stop)."""
@@ -138,7 +139,10 @@ def source_of_states(
         session = run.peer.session
         await returning.close()
         if not (run.is_interrupted or session.ended.done()) and session.hub.is_connected:
-            await keeper.hand_over(timeout_seconds=run.seconds_to_leave(HAND_OVER_SECONDS))
+            await keeper.hand_over(
+                timeout_seconds=run.seconds_to_leave(HAND_OVER_SECONDS),
+                most_seconds=run.seconds_to_leave(MOST_HAND_OVER_SECONDS),
+            )
         await keeper.close()
 
     run.attach(leave)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from potluck.errors import PotluckError, StoppedError
 from potluck.faultpoints import reach
-from potluck.optim.keptstates import HAND_OVER_SECONDS
+from potluck.optim.keptstates import HAND_OVER_SECONDS, MOST_HAND_OVER_SECONDS
 from potluck.optim.methods.outer import OuterOptimizer
 from potluck.optim.methods.transform import Transform
 from potluck.optim.modelstate import ModelState
@@ -416,10 +416,12 @@ class PathTrainer:
         if self._run.is_interrupted or session.ended.done() or not session.hub.is_connected:
             return
         seconds = self._run.seconds_to_leave(HAND_OVER_SECONDS)
+        most = self._run.seconds_to_leave(MOST_HAND_OVER_SECONDS)
         keepers = [part.collaboration.keeper for part in self.modules.values() if part.epoch]
 
         async def all_at_once() -> None:
-            await asyncio.gather(*(keeper.hand_over(timeout_seconds=seconds) for keeper in keepers if keeper))
+            leaving = (k.hand_over(timeout_seconds=seconds, most_seconds=most) for k in keepers if k)
+            await asyncio.gather(*leaving)
 
         self._run.call(all_at_once())
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_SECONDS = 1.0
 DOWN_SECONDS = 3.0  # without a state of the present epoch: each epoch is without one for a moment
-FETCH_SECONDS = 600.0  # without anything coming
+LOAD_SECONDS = 600.0  # without anything coming, unless a run says otherwise
 PAUSE_FACTOR = 9  # a fetch that took a second is followed by nine without
 # … but by no more than this: on a slow line the fetch took long, and took little from the rounds (link/line.py). The
 # next one may come over a faster line, and the death of all trainers should cost no more than the interval of backups.
@@ -52,6 +52,8 @@ class Follower:
     ) -> None:
         """`num_training` tells how many trainers are at the present epoch, as far as the coordinator knows."""
         self.counts: Counter[str] = Counter()
+        self.load_seconds = LOAD_SECONDS
+        """A fetch in which nothing comes for so long has failed."""
         self._keeper = keeper
         self._averager = averager
         self._roster = roster
@@ -79,7 +81,7 @@ class Follower:
         while True:
             if self._is_run_down():
                 await tasks.end(self._fetching)  # nobody will give it any more
-                await self._take(self._keeper.resume(timeout_seconds=FETCH_SECONDS))
+                await self._take(self._keeper.resume(timeout_seconds=self.load_seconds))
             elif (epoch := self._wanted()) is not None and (self._fetching is None or self._fetching.done()):
                 self._fetching = asyncio.create_task(self._fetch(epoch), name="state: following, fetch")
             await asyncio.sleep(LOOK_EVERY_SECONDS)
@@ -97,7 +99,7 @@ class Follower:
 
     async def _compare_and_fetch(self, at_least_epoch: int) -> FetchedState:
         await self._keeper.look_for_damage()
-        return await self._keeper.fetch(at_least_epoch=at_least_epoch, timeout_seconds=FETCH_SECONDS)
+        return await self._keeper.fetch(at_least_epoch=at_least_epoch, timeout_seconds=self.load_seconds)
 
     async def _take(self, coming: Coroutine[Any, Any, FetchedState | None], *, is_due: bool = True) -> float | None:
         """For how long it was given a state; None: it got none. One that is due is saved at once."""

@@ -19,15 +19,21 @@ from potluck.state.shelf import Shelf
 logger = logging.getLogger(__name__)
 
 HEARD_SECONDS = 0.5  # until it is known who else is leaving
-GIVING_FACTOR = 3  # so many times as long it waits while its state is being fetched
 
 
 async def hand_over(
-    session: GroupSession, directory: StateDirectory, shelf: Shelf, num_given: Callable[[], int], timeout_seconds: float
+    session: GroupSession,
+    directory: StateDirectory,
+    shelf: Shelf,
+    num_given: Callable[[], int],
+    *,
+    timeout_seconds: float,
+    most_seconds: float,
 ) -> bool:
     """Wait until somebody who stays has the newest state that this peer holds, or trains on; False: not in time.
 
-    `num_given` counts the chunks that were given to others.
+    `num_given` counts the chunks that were given to others. It waits `most_seconds` at most, and no longer than
+    `timeout_seconds` while nobody fetches the state.
     """
     newest = shelf.newest()
     if newest is None or not newest.epoch or not session.hub.is_connected or not _staying(session, directory):
@@ -45,7 +51,7 @@ async def hand_over(
             return True
         if num_given() != given:
             given, moved_at = num_given(), now
-        is_late = now - moved_at >= timeout_seconds or now - began >= GIVING_FACTOR * timeout_seconds
+        is_late = now - moved_at >= timeout_seconds or now - began >= most_seconds
         if is_late or not staying:  # all leave: nobody will come for it
             logger.warning(
                 "nobody has taken over the state of epoch %d within %.1f s: if nobody else comes with it, the run goes "

@@ -231,16 +231,22 @@ class StateKeeper:
         self._appraiser.came(held)
         self._comparison.compare()
 
-    async def hand_over(self, *, timeout_seconds: float) -> bool:
+    async def hand_over(self, *, timeout_seconds: float, most_seconds: float | None = None) -> bool:
         """Before leaving: wait until somebody who stays has the newest state, or trains on; False: not in time.
 
-        Then it is saved here, if this peer may write: the run goes on from it when this peer comes back.
+        While somebody fetches it, it waits for `most_seconds`. If nobody has it then, it is saved here, if this peer
+        may write: the run goes on from it when this peer comes back.
         """
         await self._publisher.until_idle()
         if self.kept_epoch is not None and self.kept_epoch == self._handed_over:
             return True
         is_safe = await hand_over(
-            self._session, self.directory, self.shelf, lambda: self._serving.counts["chunks"], timeout_seconds
+            self._session,
+            self.directory,
+            self.shelf,
+            lambda: self._serving.counts["chunks"],
+            timeout_seconds=timeout_seconds,
+            most_seconds=timeout_seconds if most_seconds is None else most_seconds,
         )
         self._handed_over = self.kept_epoch if is_safe else None
         if not is_safe and self.archive.keep_last_copy():

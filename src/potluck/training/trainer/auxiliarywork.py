@@ -105,8 +105,10 @@ class AuxiliaryWork:
             await board.close()
             group.close()
             raise
+        if manifest is not None:
+            helper.wait_for_states(manifest.patience.load_seconds)
+        board.listen(lambda newest: _follow(helper, newest))
         collaboration = helper.collaboration
-        board.listen(lambda newest: collaboration.coordinate_by(coordinating(newest)))
         names = [name for name in peer.session.card.groups if name != MAIN]
         work = cls([group], board, helper, CoordinatorDesks(group, collaboration, lambda: board.manifest))
         try:
@@ -131,6 +133,12 @@ class AuxiliaryWork:
         await self.board.close()
         for group in self._groups:
             group.close()
+
+
+def _follow(helper: AuxiliaryPeer, manifest: Manifest) -> None:
+    """Have it coordinate, and wait for states, as the manifest says."""
+    helper.collaboration.coordinate_by(coordinating(manifest))
+    helper.wait_for_states(manifest.patience.load_seconds)
 
 
 async def _host_paths(

@@ -638,3 +638,22 @@ async def test_a_trainer_leaves_its_line_to_the_round_for_part_of_the_time_and_r
     assert 7.0 <= await seconds_from("trainer", round_seconds=60.0) <= 10.0
     assert 4.0 <= await seconds_from("trainer", round_seconds=0.0) <= 5.0
     assert 4.4 <= await seconds_from("trainer", round_seconds=1.0) <= 6.0  # the last rest ends with the round
+
+
+@pytest.mark.parametrize("is_in_round", [False, True])
+@in_virtual_time
+async def test_a_trainer_rests_while_it_gives_a_state_in_a_round_and_only_then(is_in_round: bool) -> None:
+    async with state_lab() as lab:
+        ada = await lab.join("Ada", coordinates=False)
+        lab.commit(1, ada)
+        await ada.publish(model(1, 16), 1)
+        lin = await lab.join("Lin", coordinates=False)
+        line = Conditions(bytes_per_second=4 * MIB)
+        lab.run.network.set_conditions(line, kind="direct", sender=ada.id, receiver=lin.id)
+        ada.epochs.is_in_round = is_in_round
+        began = lab.run.clock.monotonic()
+        with await lin.keeper.fetch(timeout_seconds=TIMEOUT_SECONDS) as fetched:
+            assert fetched.epoch == 1
+        seconds = lab.run.clock.monotonic() - began
+        assert ("serve_rests" in ada.keeper.statistics()) == is_in_round
+        assert (seconds > 6.0) == is_in_round, "16 MiB take 4 s, and in a round nearly twice as long"

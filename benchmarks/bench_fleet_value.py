@@ -1,6 +1,7 @@
 """Steps to learn four tasks with four policies: with a pooled value network, and with own critics alone.
 
-    scripts/bench fleet_value [--json] [--seeds 5] [--minutes 40] [--cap 150000] [--no-sb3]
+    scripts/bench fleet_value [--json] [--seeds 5] [--minutes 40] [--cap 150000]
+        [--ways pooled,own,own-more,sb3] [--groups related,unrelated]
 
 Related tasks are variants of CartPole; unrelated ones are CartPole, Acrobot, Pendulum and a heavy CartPole. The laptops
 are MLP, wide, ReLU and GRU (examples/four_laptops). All have the same PPO and the same first weights:
@@ -8,13 +9,14 @@ are MLP, wide, ReLU and GRU (examples/four_laptops). All have the same PPO and t
     pooled    own critics with 6 passes over each fragment, and a learner with 16
     own       own critics with 6 passes, as many as the policy: PPO as it is known
     own-more  own critics with 16 passes (related tasks only): is it the pooling, or the passes?
+    sb3       Stable-Baselines3's PPO with the same settings and its own MLP (installed on first use)
 
-A task is learnt when 20 fresh episodes, tried every 1,024 steps, have the
-threshold as their mean return; not reached counts as the cap. The learner is in the same process, so that a seed gives
-the same figures each time; it publishes once for each fragment of all laptops.
+A task is learnt when 20 fresh episodes, tried every 1,024 steps, have the threshold as their mean return; not reached
+counts as the cap. The learner is in the same process, so that a seed gives the same figures each time; it publishes
+once for each fragment of all laptops.
 
-Stable-Baselines3's PPO stands beside it with the same settings and its own MLP. When the minutes are over, what has not
-ended is left out, and the report says how many seeds there were.
+`--ways sb3 --groups related --seeds 1` measures SB3 alone. When the minutes are over, what has not ended is left out,
+and the report says how many seeds there were.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from harness import ROOT, environment_with, parser, report, run_baseline, say
 
 EXAMPLE = ROOT / "examples" / "four_laptops"
 SB3 = "stable-baselines3==2.9.2"
+WAYS = ("pooled", "own", "own-more", "sb3")
 EVALUATE_EVERY = 1024
 EPISODES = 20
 MORE_PASSES = 16
@@ -112,19 +115,18 @@ def measure(options: Any) -> dict[str, Any]:
     sys.path.insert(0, str(EXAMPLE))
     from environments import RELATED, UNRELATED
 
-    groups = {"related": RELATED, "unrelated": UNRELATED}
-    ways = [("pooled", *groups), ("own", *groups), ("own-more", "related")]
+    chosen = options.groups.split(",")
+    groups = {group: tasks for group, tasks in {"related": RELATED, "unrelated": UNRELATED}.items() if group in chosen}
+    ways = [way for way in WAYS if way in options.ways.split(",")]
     jobs = [
-        Job(way, groups[group], group, seed, options.cap)
+        Job(way, tasks, group, seed, options.cap)
         for seed in range(options.seeds)
-        for way, *where in ways
-        for group in where
+        for way in ways
+        for group, tasks in groups.items()
+        if (way, group) != ("own-more", "unrelated")
     ]
-    sb3 = "" if options.no_sb3 else str(environment_with("sb3", [SB3]))
-    if sb3:
-        jobs += [
-            Job("sb3", groups[group], group, seed, options.cap) for seed in range(options.seeds) for group in groups
-        ]
+    jobs.sort(key=lambda job: job.way == "sb3")
+    sb3 = str(environment_with("sb3", [SB3])) if "sb3" in ways else ""
     results: dict[Job, list[int]] = {}
     ends = time.monotonic() + 60 * options.minutes
     pool = ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn"))
@@ -159,7 +161,7 @@ def summary(done: dict[tuple[str, str], list[list[int]]], groups: dict[str, tupl
     """Means over seeds, by task; ratios of the means over tasks and seeds."""
     figures: dict[str, Any] = {}
     for group, tasks in groups.items():
-        rows = {way: done[group, way] for way in ("pooled", "own", "own-more", "sb3") if (group, way) in done}
+        rows = {way: done[group, way] for way in WAYS if (group, way) in done}
         for way, row in rows.items():
             by_task = {
                 task: round(statistics.mean(column)) for task, column in zip(tasks, zip(*row, strict=True), strict=True)
@@ -177,7 +179,7 @@ def summary(done: dict[tuple[str, str], list[list[int]]], groups: dict[str, tupl
                 for number in range(len(tasks))
             )
             figures[f"{group}_worst_task_ratio"] = round(worst, 3)
-        figures[f"{group}_seeds"] = len(rows.get("own", []))
+        figures[f"{group}_seeds"] = {way: len(row) for way, row in rows.items()}
         figures[f"{group}_all"] = rows
     return figures
 
@@ -188,7 +190,8 @@ def main() -> None:
     arguments.add_argument("--minutes", type=float, default=40.0, help="what has not ended after these is left out")
     arguments.add_argument("--cap", type=int, default=150_000, help="steps of each laptop at most")
     arguments.add_argument("--workers", type=int, default=2, help="processes at a time")
-    arguments.add_argument("--no-sb3", action="store_true", help="leave Stable-Baselines3 out")
+    arguments.add_argument("--ways", default=",".join(WAYS), help="what is measured, with commas")
+    arguments.add_argument("--groups", default="related,unrelated", help="which tasks, with commas")
     options = arguments.parse_args()
     report(measure(options), as_json=options.json, title="fleet_value: steps to the threshold")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import ssl
 import struct
@@ -11,6 +12,7 @@ from typing import Any
 
 import websockets.asyncio.client
 import websockets.asyncio.server
+import websockets.exceptions
 from queueload import serve, tls
 
 PUT, TAKE, DONE = b"p", b"t", b"d"
@@ -78,9 +80,10 @@ class WebSocketQueue:
         await self._websocket.recv()
 
     async def _read(self) -> None:
-        async for message in self._websocket:
-            assert isinstance(message, bytes)
-            self._waiting.pop(message).set_result(None)
+        with contextlib.suppress(websockets.exceptions.ConnectionClosed):  # the benchmark's end
+            async for message in self._websocket:
+                assert isinstance(message, bytes)
+                self._waiting.pop(message).set_result(None)
 
 
 async def main() -> None:

@@ -85,6 +85,12 @@ def test_a_job_is_stopped_and_started_and_its_machine_taken_back(kitchen: Kitche
     kitchen.up(job("hopper", "bert"))
     kitchen.until_started("bert", "hopper")
     poll_until_sync(lambda: kitchen.jobs()["hopper"]["metrics"].get("reward", 0) > 0, PATIENCE_SECONDS, "figures")
+    top = kitchen.terminal.start("fleet", "top", *kitchen.place, "--every", "0.5", "--json", name="top")
+    seen = json.loads(top.wait_for_line(r'^\{"machines".*"hopper".*', PATIENCE_SECONDS).string)
+    assert [row["name"] for row in seen["machines"]] == ["bert"]
+    assert [(row["job"], row["state"]) for row in seen["jobs"]] == [("hopper", "running")]
+    top.send_signal(signal.SIGINT)
+    assert top.wait(PATIENCE_SECONDS) == 0
     copied = kitchen.terminal.folder / "copied"
     kitchen.run("cp", "hopper:checkpoints", copied)
     assert (copied / "checkpoints" / "model.bin").read_text() == "weights"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from potluck.errors import ConfigurationError, HubUnavailableError, PermissionDe
 from potluck.fleet import queue as queues
 from potluck.fleet.queue import Item
 from potluck.fleet.sync import AsyncFleet
+from potluck.hub.nats.connection import NatsConnection
 from potluck.testing.polling import poll_until
 
 
@@ -252,12 +254,22 @@ async def test_a_banned_worker_is_cut_off(house: GuardHouse) -> None:
     assert (await host.list_queues())[0].items == 1
 
 
-async def test_a_queue_that_was_made_after_the_connection_can_be_used_at_once(house: GuardHouse) -> None:
+async def test_a_queue_that_was_made_after_the_connection_can_be_used_at_once(
+    house: GuardHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fleet = await organiser(house)
     await add(house, "later")
+    connect_now = NatsConnection.connect
+    connected: list[NatsConnection] = []
+
+    async def connect(*arguments: Any, **named: Any) -> NatsConnection:
+        connected.append(await connect_now(*arguments, **named))
+        return connected[-1]
+
+    monkeypatch.setattr(NatsConnection, "connect", connect)
     assert [depth.definition.name for depth in await fleet.list_queues()] == [
         "later"
     ]  # that it was seen is no right yet
-    await fleet.queue("later").put("item")
-    [item] = await fleet.queue("later").take(1, wait_seconds=PATIENCE_SECONDS)
-    assert item.value == "item"
+    await asyncio.gather(*(fleet.queue("later").put("item") for _ in range(20)))
+    assert len(connected) == 1, "one connection for all who asked for it at the same time"
+    assert [item.value for item in await take_all(fleet, "later", 20)] == ["item"] * 20

@@ -144,9 +144,11 @@ class FleetMember:
         """One queue or topic that this member may use so; the error says what is missing."""
         check_queue_name(name)
         if name not in self._usable:
-            await self.list_queues()
-            if name in self._depths:
-                await self._reopen()  # it was made after this connection
+            async with self._opening:  # of many that ask for it at once, one finds it for all
+                if name not in self._usable:
+                    await self.list_queues()
+                    if name in self._depths:
+                        await self._reopen()  # it was made after this connection
         depth = self._depths.get(name)
         if depth is None:
             known = ", ".join(sorted(self._depths)) or "none"
@@ -251,16 +253,15 @@ class FleetMember:
 
     async def _reopen(self) -> None:
         """A new connection, with the rights of now; the one before is closed when nobody uses it any more."""
-        async with self._opening:
-            hub = await self._connect(
-                "queue", on_connected=self._came_back, on_refused=self._refused, why_refused=self._why_refused
-            )
-            before, self._hub = self._hub, hub
-            self._usable = {depth.definition.name for depth in await self.list_queues()}
-            for listening in list(self._listeners):
-                await listening.begin(hub)
-            if before is not None:
-                await before.close()
+        hub = await self._connect(
+            "queue", on_connected=self._came_back, on_refused=self._refused, why_refused=self._why_refused
+        )
+        before, self._hub = self._hub, hub
+        self._usable = {depth.definition.name for depth in await self.list_queues()}
+        for listening in list(self._listeners):
+            await listening.begin(hub)
+        if before is not None:
+            await before.close()
 
     def _came_back(self) -> None:
         for listening in list(self._listeners):

@@ -13,6 +13,7 @@ What is computed and held:
     blocks.py       a model as blocks: cut, ties, seeded dropout
     blueprint.py    the model before it has values; any of its blocks with values
     compute.py      one stage on one server: forward, backward, the sum of gradients
+    computethread.py   where a peer computes: in its one thread, or on the event loop what is short
     unitstate.py    one unit: parameters and their optimizer       holding.py   all that a peer holds, or loads
     cuts.py         the whole state on a disk, unit by unit        tensorfile.py   in safetensors files
     profiling.py    what each block costs on this machine

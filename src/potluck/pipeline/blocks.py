@@ -173,11 +173,23 @@ def seed_of(*parts: int) -> int:
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Draw from this seed here, and as before afterwards."""
-    devices = [device] if device is not None and device.type != "cpu" else []
-    with _DRAWING, torch.random.fork_rng(devices=devices, device_type=device.type if devices and device else "cuda"):
-        torch.manual_seed(seed)
-        yield
+    """Draw from this seed here, and as before afterwards.
+
+    On the processor its own generator is seeded alone: `torch.manual_seed` visits each kind of accelerator that torch
+    knows, which takes longer than a small block.
+    """
+    with _DRAWING:
+        if device is not None and device.type != "cpu":
+            with torch.random.fork_rng(devices=[device], device_type=device.type):
+                torch.manual_seed(seed)
+                yield
+            return
+        before = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(before)
 
 
 def run_blocks(blocks: Mapping[int, nn.Module], numbers: Iterable[int], state: State, seed: tuple[int, ...]) -> State:

@@ -21,6 +21,8 @@ Recompute = Literal["auto", "always", "never"]
 Key = tuple[int, int]
 """(attempt, micro-batch)."""
 
+MAX_SHAPES = 1024  # of inputs, whose graph's size is remembered
+
 
 @dataclass
 class _Kept:
@@ -50,6 +52,7 @@ class StageCompute:
     valid_from: int = 0
     """The first attempt of which sums count in this step."""
     num_recomputed: int = 0
+    _graph_bytes: dict[tuple[torch.Size, ...], int] = field(default_factory=dict)  # by shapes of the inputs
     _kept: dict[Key, _Kept] = field(default_factory=dict)
     _added: dict[int, float] = field(default_factory=dict)  # micro-batch -> its loss
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -91,15 +94,8 @@ class StageCompute:
     def forward(self, step: int, key: Key, inputs: State) -> State | None:
         """The tensors for the next stage; None where the attempt is over. At the last stage: the loss."""
         keeps = self.recompute == "never" or self.is_last or (self.recompute == "auto" and self._has_room())
-        graph_bytes = 0
-
-        def count(tensor: Tensor) -> Tensor:
-            nonlocal graph_bytes
-            graph_bytes += tensor.nbytes
-            return tensor
-
-        with torch.set_grad_enabled(keeps), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            outputs = self._run(step, key[1], inputs)
+        with torch.set_grad_enabled(keeps):
+            outputs, graph_bytes = self._run_and_count(step, key[1], inputs)
         if not keeps:  # which of them have a gradient is known without computing it
             needs = any(tensor.requires_grad for tensor in inputs) or bool(self.parameters)
             outputs = tuple(
@@ -162,6 +158,28 @@ class StageCompute:
 
     def _run(self, step: int, micro: int, inputs: State) -> State:
         return run_blocks(self.blocks, self.stages[self.stage], inputs, (self.run_seed, step, micro))
+
+    def _run_and_count(self, step: int, micro: int, inputs: State) -> tuple[State, int]:
+        """The outputs, and what their graph takes: counted once for each shape of inputs, since a hook for each
+        tensor costs more than a small block.
+        """
+        shapes = tuple(tensor.shape for tensor in inputs)
+        known = self._graph_bytes.get(shapes)
+        if known is not None or not torch.is_grad_enabled():
+            return self._run(step, micro, inputs), known or 0
+        graph_bytes = 0
+
+        def count(tensor: Tensor) -> Tensor:
+            nonlocal graph_bytes
+            graph_bytes += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            outputs = self._run(step, micro, inputs)
+        if len(self._graph_bytes) >= MAX_SHAPES:
+            self._graph_bytes.clear()
+        self._graph_bytes[shapes] = graph_bytes
+        return outputs, graph_bytes
 
     def _has_room(self) -> bool:
         kept = list(self._kept.values())

@@ -11,15 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from potluck.pipeline.blocks import unit_parameters
 from potluck.pipeline.blueprint import Blueprint, place_parameter, tied_names
+from potluck.pipeline.computethread import ComputeThread
 from potluck.pipeline.messages import CommitNotice
 from potluck.pipeline.unitstate import Optimizing, UnitState
 
@@ -56,18 +55,14 @@ class Holding:
         self._units: dict[int, _Held] = {}
         self.life = 0
         self.step = 0
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="potluck-stage")
+        self.thread = ComputeThread()
         self.changing = asyncio.Lock()
         """Held while units are added, stepped or copied."""
         self.on_standing: Callable[[], None] = lambda: None
 
     async def close(self) -> None:
         """End the thread. Idempotent."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    async def in_thread(self, work: Callable[[], Any]) -> Any:
-        """Have the peer's one compute thread do this."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        self.thread.close()
 
     # What is held
 
@@ -83,7 +78,7 @@ class Holding:
             kept = set(self.blueprint.units_in(wanted))
             self._units = {unit: held for unit, held in self._units.items() if unit in kept}
             if missing := wanted - self.blocks.keys():
-                made = await self.in_thread(lambda: self.blueprint.make(missing, self.device))
+                made = await self.thread.run(lambda: self.blueprint.make(missing, self.device))
                 self._add(made, 0 if from_seed else None)
             self.step = max(self.step, step) if self._units else step
         self.on_standing()
@@ -173,7 +168,7 @@ class Holding:
                     state.apply(average, notice.factor, notice.step)
 
             if steps:
-                await self.in_thread(apply)
+                await self.thread.run(apply)
             self.step = notice.step + 1
             return True
 
@@ -194,7 +189,7 @@ class Holding:
                     if heard.is_applied:
                         held.state.apply(heard.average, heard.factor, number)
 
-            await self.in_thread(load)
+            await self.thread.run(load)
             held.heard.clear()
             held.stands_at = self.step
         self.on_standing()

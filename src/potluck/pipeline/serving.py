@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ from potluck.pipeline.wire import check_codec, decode_tensors, encode_gradients,
 from potluck.pipeline.witnessing import Witness
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 RATE_SAMPLES, RATE_SECONDS = 32, 2.0  # of work behind a measured rate
 FIRST, SECOND = 0, 1  # backward frees memory and lets others go on: it comes before forward
@@ -230,6 +232,7 @@ class StageServer:
         """Be ready for the stages that the conductor counts on us for, as far as their blocks stand here."""
         if begin.starts != self._starts:
             self._starts, self._computes, self._pushers = begin.starts, {}, {}
+            self._holding.thread.forget()
         blueprint, blocks = self._holding.blueprint, self._holding.blocks
         stages = Layout(blueprint.num_blocks, begin.starts).stages
         served = [stage for stage, names in enumerate(begin.servers) if self._self_id in names]
@@ -307,9 +310,11 @@ class StageServer:
             if not self._is_current(message.step, message.attempt):
                 pass
             elif message.evaluates:
-                outputs = await self._holding.in_thread(lambda: compute.look(message.step, message.id, inputs))
+                outputs = await self._holding.thread.run(lambda: compute.look(message.step, message.id, inputs))
             else:
-                outputs = await self._in_thread(lambda: compute.forward(message.step, key, inputs))
+                outputs = await self._computed(
+                    ("forward", message.stage), lambda: compute.forward(message.step, key, inputs)
+                )
                 self.num_computed += 1
         finally:
             if not done.done():
@@ -392,8 +397,9 @@ class StageServer:
             return
         reach("pipeline.backward", step=step, stage=compute.stage, micro=micro)
         weight = float(passing.samples)
-        found = await self._in_thread(
-            lambda: compute.backward(step, (attempt, micro), gradients, weight=weight, adds=passing.adds, loss=loss)
+        found = await self._computed(
+            ("backward", compute.stage),
+            lambda: compute.backward(step, (attempt, micro), gradients, weight=weight, adds=passing.adds, loss=loss),
         )
         if found is None:
             return
@@ -456,15 +462,15 @@ class StageServer:
                     reason = f"{type(error).__name__}: {error}"
                     self._spawn(self._tell_lost(self._begun.step, self._begun.attempt, "", reason))
 
-    async def _in_thread(self, work: Callable[[], Any]) -> Any:
-        def timed() -> Any:
+    async def _computed(self, kind: tuple[str, int], work: Callable[[], R]) -> R:
+        def timed() -> R:
             started = time.perf_counter()
             try:
                 return work()
             finally:
                 self.busy_seconds += time.perf_counter() - started
 
-        return await self._holding.in_thread(timed)
+        return await self._holding.thread.run_often(kind, timed)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

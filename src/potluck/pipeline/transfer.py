@@ -119,7 +119,7 @@ class UnitServer:
                 specs, whole = pack(state.tensors())
                 return Copy(life, -1, specs, whole, digest_of(whole), 0.0)
 
-            copy: Copy = await self._holding.in_thread(work)
+            copy: Copy = await self._holding.thread.run(work)
             copy.step, copy.used_at = at, self._clock.monotonic()
             copies = self._copies.setdefault(unit, [])
             copies.append(copy)

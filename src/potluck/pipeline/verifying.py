@@ -182,7 +182,7 @@ class Verifier:
                 errors.sum = max((_sum_error(computes, key, claim) for key, claim in claims.items()), default=None)
             return "", errors
 
-        note, errors = await self._holding.in_thread(work)
+        note, errors = await self._holding.thread.run(work)
         self._must_be_current(order)
         self.num_checked += not note
         return Checked(

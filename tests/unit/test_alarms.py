@@ -88,6 +88,18 @@ def test_a_pause_is_no_standstill_and_neither_is_what_has_not_begun() -> None:
     assert scene.kinds(after=31.0) == ["standstill"]
 
 
+def test_time_in_which_nobody_trained_is_no_standstill() -> None:
+    scene = Scene()
+    assert scene.kinds(after=85.0) == []
+    scene.tell("Ada")
+    assert scene.kinds(after=30.0) == []
+    assert scene.kinds(after=31.0) == ["standstill"]
+    scene.tell("Ada", "left")
+    scene.now += 1e3
+    scene.tell("Ada")
+    assert scene.kinds() == []
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite(loss: float) -> None:
     scene = Scene("Ada")

@@ -239,6 +239,12 @@ def test_peers_of_the_same_name_are_told_apart_in_the_network() -> None:
     assert [node["name"] for node in drawn["series"][0]["data"]] == ["Ada (UA1)", "Ada (UB2)", "Lin"]
 
 
+def test_members_of_the_same_name_are_told_apart_in_a_round() -> None:
+    members = (RoundMember(peer="UA1", name="Ada", seconds=1.0), RoundMember(peer="UB2", name="Ada", seconds=2.0))
+    drawn = charts.member_seconds(RoundRecord(epoch=1, committed_at=0.0, seconds=1.0, members=members))
+    assert drawn["yAxis"]["data"] == ["Ada (UA1)", "Ada (UB2)"]
+
+
 def test_a_round_that_failed_is_told_with_phase_reason_and_members() -> None:
     from potluck.monitor.dashboard.pages.rounds import failure_of, title_of_failure
 

@@ -147,6 +147,7 @@ def test_whoever_coordinates_plans_as_the_manifest_says() -> None:
     found = manifest(exchange=ExchangeSettings(aggregator="median", reducers="trusted"))
     gather = coordinating(found).gather
     assert (gather.aggregator.name, gather.trusted_reducers) == ("median", True)
+    assert gather.batch_weight == found.newest.training.target_batch_size  # type: ignore[union-attr]
     assert OptimizerConfig(target_batch_size=8, gather=gathering(found)).coordinator().gather == gather
     for asynchronous in (False, True):
         assert DiLoCoConfig(asynchronous=asynchronous, gather=gathering(found)).coordinator().gather == gather

@@ -193,6 +193,18 @@ def test_the_monitor_shows_a_line_of_figures_and_a_row_for_each_peer(target: int
     assert table[-1].strip() == "! no epoch for 99 s"
 
 
+def test_the_monitor_tells_two_of_the_same_name_apart() -> None:
+    rows = [
+        PeerRow(peer, "Ada", "trainer", "local", "alive", "full", 7, 4, 8.0, 2.5, None, None) for peer in ("U1", "U2")
+    ]
+    overview = Overview("bakery", 7, 40, 0, 8.0, 2.5, 12.0, None, 2, 2, 0, "host")
+    paper = Console(width=300, color_system=None)
+    with paper.capture() as captured:
+        paper.print(picture(overview, rows, []))
+    assert "Ada (U1)" in captured.get()
+    assert "Ada (U2)" in captured.get()
+
+
 def test_a_run_that_is_not_here_is_told_with_those_that_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -202,6 +214,12 @@ def test_a_run_that_is_not_here_is_told_with_those_that_are(tmp_path: Path, monk
         hosted_run("", None)
     write_record(bakery, HostRecord(run="bakery", servers=(), ca_pem="", link=""))
     with pytest.raises(ConfigurationError, match="This machine hosts bakery: name it with --run"):
+        hosted_run("brewery", None)
+    assert hosted_run("", None)[1].run == "bakery", "the only one"
+    dairy = bakery.with_name("dairy")
+    dairy.mkdir()
+    write_record(dairy, HostRecord(run="dairy", servers=(), ca_pem="", link=""))
+    with pytest.raises(ConfigurationError, match="This machine hosts bakery, dairy: name it with --run"):
         hosted_run("", None)
 
 

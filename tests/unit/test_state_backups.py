@@ -22,7 +22,7 @@ from test_state_snapshot import bits, some_tensor
 
 from potluck.errors import BackupError, ConfigurationError
 from potluck.hub.server.diskspace import DiskSpace
-from potluck.state.backupfile import read_info
+from potluck.state.backupfile import BackupInfo, read_info
 from potluck.state.backups import SPARE_BYTES, BackupConfig, Backups, superfluous
 from potluck.state.chunkpool import ChunkPool
 from potluck.state.inventory import ITEM_BYTES
@@ -402,6 +402,27 @@ def test_restoring_while_another_saves_and_clears_away(tmp_path: Path) -> None:
     assert found
     assert None not in found
     assert found.count(1) < len(found)
+
+
+def test_a_backup_that_is_cleared_away_while_it_is_read_is_not_called_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = backups(tmp_path)
+    for epoch in (1, 2):
+        there.save(state(epoch), epoch=epoch)
+    read = Backups.read
+
+    def clearing(self: Backups, info: BackupInfo) -> Snapshot:
+        if info.epoch == 2:
+            info.record_path.unlink()
+            info.tensors_path.unlink()
+        return read(self, info)
+
+    monkeypatch.setattr(Backups, "read", clearing)
+    restored = there.restore()
+    assert restored is not None
+    assert restored.info.epoch == 1
+    assert there.counts["broken"] == 0
 
 
 def test_the_fault_point_says_when_a_backup_is_there(tmp_path: Path) -> None:

@@ -241,6 +241,24 @@ async def test_settings_count_from_an_epoch_that_all_hear_of(run_manifest: Manif
             await helm.change({"optimizer.name": "sgd"}, by="Ada")
 
 
+async def test_an_end_that_lies_behind_is_refused(run_manifest: Manifest) -> None:
+    async with helm_of(run_manifest) as (helm, _guard, _signer):
+        with pytest.raises(ConfigurationError, match="end_epoch=5 lies behind: the change counts from epoch 6 on"):
+            await helm.change({"end_epoch": "5"}, by="Ada")
+        assert (await helm.change({"end_epoch": "6"}, by="Ada")).is_over(6)
+
+
+async def test_a_run_that_is_over_goes_on_when_its_end_is_changed(run_manifest: Manifest) -> None:
+    done = run_manifest.amended(lambda entry: with_values(entry, {"end_epoch": 4}), from_epoch=0, epoch=0)
+    async with helm_of(done) as (helm, _guard, _signer):
+        assert not (await helm.change({"end_epoch": "0"}, by="Ada")).is_over(4)
+    said = Settings(end_epoch=4)
+    wanted = manifest(Settings(end_epoch=9))
+    again = taken_over(manifest(said, written=(said,)), wanted, epoch=4, by="", at=0.0)
+    assert again is not None
+    assert not again.is_over(4), "with another end in run.toml too: no epoch would come by which it could count"
+
+
 async def test_of_two_organisers_the_second_changes_what_the_first_made(
     run_manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

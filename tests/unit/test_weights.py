@@ -65,6 +65,15 @@ def test_who_was_there_before_is_not_cut_because_newcomers_have_just_begun() -> 
     assert counted(book, **claims) == claims | {"n4": CAP * 900.0}
 
 
+def test_in_the_first_epoch_who_made_its_batch_is_not_cut_beside_who_has_just_begun() -> None:
+    claims = {"fast": 300.0, "new": 1.0, "liar": 1e9}
+    first = WeightBook().counted(claims, cap=CAP, exempt=(), batch=256.0)
+    assert first == {"fast": 300.0, "new": 1.0, "liar": CAP * 150.5}
+    assert WeightBook().counted({"new": 1.0, "liar": 1e9}, cap=CAP, exempt=(), batch=256.0)["liar"] == 512.0
+    later = book_after(1, fast=300.0, new=1.0).counted({"new": 2.0, "liar": 1e9}, cap=CAP, exempt=(), batch=256.0)
+    assert later["liar"] == CAP * 2.0, "from then on the others are known"
+
+
 def test_one_short_epoch_of_the_others_does_not_cut_anybody() -> None:
     book = book_after(5, a=64.0, b=64.0, c=64.0)
     assert counted(book, a=1.0, b=1.0, c=512.0)["c"] == 512.0

@@ -77,17 +77,28 @@ def backups_of_run(run: str, folder: Path | None) -> tuple[Path, str]:
 def hosted_run(run: str, folder: Path | None) -> tuple[Path, HostRecord]:
     """The folder and record of a run that this machine hosts; ConfigurationError when it hosts none of that name.
 
-    Without a name it is the run whose run.toml is in the present folder, or the one that `potluck host` names itself.
+    Without a name it is the run whose run.toml is in the present folder, or the only one that is hosted here.
     """
-    run = run or run_of_this_folder() or DEFAULT_RUN
+    run = run or run_of_this_folder() or (_only_one() if folder is None else "") or DEFAULT_RUN
     where = run_folder(check_run_name(run), folder)
     record = read_record(where)
     if record is None:
-        here = sorted(each.parent.name for each in where.parent.glob(f"*/{HOST_FILE}")) if folder is None else []
+        here = _hosted(where.parent) if folder is None else []
         other = f"This machine hosts {', '.join(here)}: name it with --run. Or " if here else ""
         start = f"start one with `potluck host --run {run}`, or name its folder with --folder"
         raise ConfigurationError(f"no run is hosted in {where}{'. ' if here else ': '}{other}{start}")
     return where, record
+
+
+def _hosted(runs: Path) -> list[str]:
+    """The names of the runs that this machine hosts."""
+    return sorted(each.parent.name for each in runs.glob(f"*/{HOST_FILE}"))
+
+
+def _only_one() -> str:
+    """The run that this machine hosts; empty where there are several, or none."""
+    here = _hosted(run_folder(DEFAULT_RUN, None).parent)
+    return here[0] if len(here) == 1 else ""
 
 
 @contextmanager

@@ -158,6 +158,8 @@ def picture(
     from rich.table import Table
     from rich.text import Text
 
+    from potluck.training.books.history import shown_names
+
     filled = f"{overview.samples} of {overview.target}" if overview.target else str(overview.samples)
     facts = [
         ("epoch", str(overview.epoch)),
@@ -177,8 +179,10 @@ def picture(
     )
     columns = [each for each in COLUMNS if width is None or width >= NEEDED_CHARACTERS.get(each, 0)]
     table = Table(*columns)
+    called = shown_names((row.peer for row in rows), {row.peer: row.name for row in rows})
     for row in rows:
-        name = Text(row.name, style="bold" if row.coordinates else "")  # other people's words: never read as markup
+        # Other people's words: never read as markup.
+        name = Text(called[row.peer], style="bold" if row.coordinates else "")
         cells: tuple[RenderableType, ...] = (
             name,
             row.role,

@@ -32,6 +32,8 @@ async def check_the_way(peer: Peer, as_json: bool) -> None:
     from potluck.run.runcheck import look_around
 
     async for check in look_around(peer):
+        if peer.is_closed:
+            return  # what was measured while it left says nothing
         _tell(check, as_json)
 
 

@@ -19,6 +19,7 @@ from potluck.monitor.cutalarm import CutAlarm
 from potluck.round.plan.messages import Commit, CommittedMember
 from potluck.run.hostnews import FRESH_SECONDS, HostNews
 from potluck.state.announcement import Kept
+from potluck.training.books.history import shown_names
 
 Kind = Literal[
     "standstill",
@@ -149,6 +150,8 @@ class Alarms:
             self._names.clear()  # those who are still there say theirs again
         self._names[presence.peer] = presence.card.name[:LONGEST_NAME] or presence.peer[:12]
         if known is None or known.presence.card.session != presence.card.session:
+            if presence.card.role == "trainer" and not self._alive("trainer"):
+                self._moved_at = now  # nobody could train before
             self._peers[presence.peer] = _Peer(presence)
         else:
             known.presence = presence
@@ -309,7 +312,7 @@ class Alarms:
         reasons = {peer: why for _, commit in self._commits for peer, why in commit.left_out.items()}
         died = Counter(peer for at, peer in self._deaths if now - at <= DEATH_SECONDS)
         for peer in sorted(left_out.keys() | died.keys()):
-            name = self._names.get(peer, peer[:12])
+            name = self._called(peer)
             if left_out[peer] >= self.config.dropped_epochs:
                 last = f"{left_out[peer]} of the last {len(self._commits)} epochs"
                 text = f"{name} was left out of {last} (last: {reasons[peer]})"
@@ -353,7 +356,7 @@ class Alarms:
             last = members[-1]
             if len(members) < self.config.dropped_epochs and all(m.claimed < FAR_MORE * m.weight for m in members):
                 continue
-            name = self._names.get(peer, peer[:12])
+            name = self._called(peer)
             text = (
                 f"{name} claims {last.claimed:,.0f} samples for an epoch, and {last.weight:,.0f} count: more than the "
                 "others' speed makes plausible. Where others have only just begun, this passes. If it stays and it "
@@ -392,9 +395,12 @@ class Alarms:
         return median(gaps) if gaps else None
 
     def _listed(self, peers: Sequence[str]) -> str:
-        names = [self._names.get(peer, peer[:12]) for peer in peers]
+        names = [self._called(peer) for peer in peers]
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         return ", ".join(names[:NAMED]) + more
+
+    def _called(self, peer: str) -> str:
+        return shown_names(self._names.keys() | {peer}, self._names)[peer]
 
 
 def _is_trusted(presence: Presence) -> bool:

@@ -106,6 +106,12 @@ class Watcher:
         return manifest is not None and manifest.at(self.view.epoch).paused
 
     @property
+    def is_over(self) -> bool:
+        """Whether the run has come to its end."""
+        manifest = self.board.manifest
+        return manifest is not None and manifest.is_over(self.view.epoch)
+
+    @property
     def pause(self) -> Change | None:
         """The order by which the run is paused, if it is, and the order is among the last."""
         manifest = self.board.manifest
@@ -114,7 +120,7 @@ class Watcher:
     def alarms(self) -> list[Alarm]:
         """What is wrong with the run now. Ask every few seconds: how long something lasts counts."""
         now = self._session.clock.monotonic()
-        return self._alarms.look(now, is_paused=self.is_paused, coordinator=self.view.coordinator)
+        return self._alarms.look(now, is_paused=self.is_paused or self.is_over, coordinator=self.view.coordinator)
 
     def _roster_changed(self, event: RosterEvent) -> None:
         self._peer_changed(event.presence)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from potluck.errors import ConfigurationError
 from potluck.hub.subjects import MAIN, check_group_name
@@ -124,7 +124,8 @@ class OptimizerConfig:
 
     def coordinator(self) -> CoordinatorConfig:
         """How rounds are started where this peer coordinates."""
-        return CoordinatorConfig(gather=self.gather, trigger=Quorum(grace_seconds=self.matchmaking_seconds))
+        gather = replace(self.gather, batch_weight=self.gather.batch_weight or float(self.target_batch_size))
+        return CoordinatorConfig(gather=gather, trigger=Quorum(grace_seconds=self.matchmaking_seconds))
 
 
 def check_target(samples: int) -> int:

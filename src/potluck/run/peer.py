@@ -225,6 +225,11 @@ class Peer:
             await self.close()
             raise
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it leaves, or has left."""
+        return self._closed
+
     async def close(self) -> None:
         """Leave the run and release everything. Idempotent."""
         if self._closed:

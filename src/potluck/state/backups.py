@@ -263,6 +263,8 @@ class Backups:
         return info
 
     def _say_broken(self, epoch: int, error: BackupError) -> None:
+        if not record_path(self.folder, epoch).exists():
+            return  # cleared away while it was looked at
         self.counts["broken"] += 1
         self.last_error = str(error)
         logger.warning("the backup of epoch %d cannot be used, the one before it is tried: %s", epoch, error)

@@ -185,7 +185,8 @@ def member_seconds(record: RoundRecord, most: int = 24) -> Options:
     }
     options = chart([bar], from_zero=True, legend=False)
     options["xAxis"] = {**_axis("value"), "name": ""}
-    options["yAxis"] = {**_axis("category"), "data": [member.name for member in slowest]}
+    called = shown_names([member.peer for member in slowest], {member.peer: member.name for member in slowest})
+    options["yAxis"] = {**_axis("category"), "data": [called[member.peer] for member in slowest]}
     options["yAxis"]["axisLabel"] = {"color": GREY, "width": 110, "overflow": "truncate"}
     options["tooltip"] = _tooltip("item")
     return options

@@ -49,6 +49,9 @@ class GatherConfig:
     """Nobody's weight counts for more than so many times what others usually give, but of trusted peers; None: as all
     say. Robust aggregators do not look at weights; the books do."""
 
+    batch_weight: float = 0.0
+    """What all together give to an epoch, where a run has such a number: a bound in its first epoch (weights.py)."""
+
     most_weight: float = math.inf
     """No peer's weight counts for more, trusted ones included: where a run knows how much one can have (paths/)."""
 
@@ -168,6 +171,7 @@ class Gathering:
             {candidate.peer: candidate.ready.weight for candidate in found if candidate.sends},
             cap=self.config.weight_cap,
             exempt={candidate.peer for candidate in found if candidate.presence.trusted},
+            batch=self.config.batch_weight,
         )
         most = self.config.most_weight
         return [replace(candidate, weight=min(counted.get(candidate.peer, 0.0), most)) for candidate in found]

@@ -6,7 +6,9 @@ A weight is the number of samples that a sender says it has; nobody can recount 
 
 What somebody *usually* gives is the moving mean of what counted of it in the epochs that it took part in, as commits
 say: so every peer that may coordinate has the same book, and one epoch that was cut short changes little. Newcomers are
-measured against those who were there before; only where there are none, against each other.
+measured against those who were there before; only where there are none, against each other. In a run's very first
+epoch that says little, for somebody may have begun a moment ago: there a claim also counts up to twice the batch that
+all are to make together, where the run has one.
 
 The *allowance* is for runs whose shards are on lease. How many shards a peer has taken per second, against the others,
 says how fast it is; over time no more counts than twice that, and twice the median of all
@@ -31,6 +33,7 @@ from potluck.round.plan.messages import Commit
 DEFAULT_CAP = 16.0  # honest peers of speed 1 : 10 are not cut
 NEWEST = 0.2  # the weight of the newest epoch in what somebody usually gives
 KEPT_PEERS = 512
+FIRST_BATCHES = 2.0  # who made an epoch alone has its batch, and what it added while others were waited for
 
 
 def check_cap(cap: float | None) -> None:
@@ -62,17 +65,20 @@ class WeightBook:
         while len(self._usual) > KEPT_PEERS:
             del self._usual[next(iter(self._usual))]
 
-    def counted(self, claims: Mapping[str, float], *, cap: float | None, exempt: Collection[str]) -> dict[str, float]:
-        """How much of each claim counts; `exempt` peers are believed."""
+    def counted(
+        self, claims: Mapping[str, float], *, cap: float | None, exempt: Collection[str], batch: float = 0.0
+    ) -> dict[str, float]:
+        """How much of each claim counts; `exempt` peers are believed. `batch` is an epoch's samples of all; 0: open."""
         if cap is None:
             return dict(claims)
         typical = self._typical(claims)
+        least = 0.0 if self._usual else FIRST_BATCHES * batch
 
         def limit(peer: str) -> float:
             others_give = typical(peer)
             if others_give is None:
                 return math.inf  # nobody to measure it by
-            return others_give * max(cap - self._spent.get(peer, 0.0), 1.0)
+            return max(others_give * max(cap - self._spent.get(peer, 0.0), 1.0), least)
 
         return {peer: claim if peer in exempt else min(claim, limit(peer)) for peer, claim in claims.items()}
 

@@ -30,8 +30,11 @@ def full_name(name: str, settings: Settings) -> str:
     if found:
         raise ConfigurationError(f"{name!r} may be any of {', '.join(found)}: write it in full")
     near = difflib.get_close_matches(name, [*known, *(each.rpartition(".")[2] for each in known)], 1)
-    hint = f"did you mean {near[0]}? `potluck run show` lists them" if near else f"there are {', '.join(known)}"
-    raise ConfigurationError(f"there is no setting {name!r}: {hint}")
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigurationError(
+        f"there is no setting {name!r} that may change while the run trains: {hint}`potluck run show` lists those "
+        "that may"
+    )
 
 
 def with_values(settings: Settings, values: Mapping[str, Value]) -> Settings:

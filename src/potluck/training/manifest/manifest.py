@@ -53,6 +53,7 @@ Options = dict[str, Value]
 ModelOptions = dict[str, Value | dict[str, Value | list[Value]] | list[Value]]  # a model library's own config, say
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # of torch.manual_seed
 
+NOTICE_EPOCHS = 2  # settings count from so many epochs later: by then everybody has heard of them
 MAX_OPTIONS = 256  # of a model, of its data
 MAX_SETTINGS = 256
 MAX_HISTORY = 64  # changes that are told; the oldest go first
@@ -145,6 +146,14 @@ class Manifest(Message, frozen=True, kw_only=True):
     def at(self, epoch: int) -> Settings:
         """What counts for the step that makes the epoch after `epoch`."""
         return counting_at(self.settings, epoch)
+
+    def is_over(self, epoch: int) -> bool:
+        """Whether a run at this epoch has come to its end."""
+        return 0 < self.at(epoch).end_epoch <= epoch
+
+    def soonest_change(self, epoch: int) -> int:
+        """From which epoch on settings may change in a run at this one; one that is over gets to no later epoch."""
+        return epoch if self.is_over(epoch) else epoch + NOTICE_EPOCHS
 
     def amended(
         self, change: Callable[[Settings], Settings], *, from_epoch: int, epoch: int, turns: Iterable[int] = ()

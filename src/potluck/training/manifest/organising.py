@@ -19,7 +19,7 @@ from potluck.hub.address import HubAddress
 from potluck.hub.keys import HubKeys
 from potluck.training.manifest.changes import Value, described, differences, with_values
 from potluck.training.manifest.manifest import Manifest, Settings, counting_at
-from potluck.training.manifest.steering import NOTICE_EPOCHS, steering
+from potluck.training.manifest.steering import steering
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def taken_over(present: Manifest, wanted: Manifest, *, epoch: int, by: str, at: 
         )
     renewed = msgspec.structs.replace(present, protocol=wanted.protocol, recipe=wanted.recipe)  # with Potluck itself
     said = present.written or (present.newest,)
-    starts = epoch + NOTICE_EPOCHS
+    starts = present.soonest_change(epoch)
     turns = sorted({starts, *(e.from_epoch for e in (*said, *wanted.settings) if e.from_epoch > starts)})
 
     def news(epoch: int) -> dict[str, Value]:

@@ -31,8 +31,7 @@ async def last_epoch(session: Session, manifest: Manifest) -> int | None:
         return None
     finally:
         await lineage.close()
-    end = manifest.at(lineage.epoch).end_epoch
-    return lineage.epoch if end and lineage.epoch >= end else None
+    return lineage.epoch if manifest.is_over(lineage.epoch) else None
 
 
 def _check_protocol(manifest: Manifest) -> None:

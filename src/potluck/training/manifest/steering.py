@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 20
 RETRY_SECONDS = 0.5
-NOTICE_EPOCHS = 2  # settings count from so many epochs later: by then everybody has heard of them
 
 Revision = Callable[[Manifest | None, int], Manifest | None]
 """From the manifest that stands there, and the run's epoch, to the next one; None or the same: nothing to do."""
@@ -117,13 +116,14 @@ class Steering:
         def next_one(present: Manifest | None, epoch: int) -> Manifest | None:
             manifest = self._existing(present)
             named = {full_name(name, manifest.newest): value for name, value in values.items()}
-            soonest = epoch + NOTICE_EPOCHS
+            soonest = manifest.soonest_change(epoch)
             if from_epoch is not None and from_epoch < soonest:
                 raise ConfigurationError(
                     f"the run is at epoch {epoch}, and not everybody would hear of a change at {from_epoch} in time: "
                     f"name epoch {soonest} or a later one, or none"
                 )
             starts = soonest if from_epoch is None else from_epoch
+            _check_end(manifest, named, starts)
             amended = manifest.amended(lambda entry: with_values(entry, named), from_epoch=starts, epoch=epoch)
             if all(with_values(entry, named) == entry for entry in _counting(manifest, starts)):
                 return None
@@ -244,6 +244,17 @@ async def steering(address: HubAddress, keys: HubKeys, run: str) -> AsyncIterato
         yield Steering(hub, run, Signer(keys.organiser_seed))
     finally:
         await hub.close()
+
+
+def _check_end(manifest: Manifest, values: Mapping[str, Value], starts: int) -> None:
+    """ConfigurationError where the end would lie behind: what was typed for a number of further epochs ends the run."""
+    if "end_epoch" in values:
+        end = with_values(manifest.at(starts), {"end_epoch": values["end_epoch"]}).end_epoch
+        if 0 < end < starts:
+            raise ConfigurationError(
+                f"end_epoch={end} lies behind: the change counts from epoch {starts} on. To end the run then, say "
+                f"end_epoch={starts}; to have all wait, `potluck run pause`"
+            )
 
 
 def _counting(manifest: Manifest, from_epoch: int) -> list[Settings]:

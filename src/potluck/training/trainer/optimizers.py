@@ -140,10 +140,13 @@ def transform_of(manifest: Manifest) -> Transform | None:
 
 def gathering(manifest: Manifest) -> GatherConfig:
     """How rounds of this run are planned, by any coordinator."""
+    training = manifest.newest.training
+    batch = training.target_batch_size if isinstance(training, manifests.SyncSettings) else 0
     return GatherConfig(
         aggregator=manifest.exchange.aggregating(),
         trusted_reducers=manifest.exchange.reducers == "trusted",
         weight_cap=manifest.exchange.weight_cap or None,
+        batch_weight=float(batch),
         least_bytes_per_second=manifest.patience.slowest_line,
         least_round_seconds=min(LEAST_ROUND_SECONDS, 60.0 * manifest.patience.most_round_minutes),
         most_round_seconds=60.0 * manifest.patience.most_round_minutes,

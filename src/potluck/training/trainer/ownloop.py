@@ -309,8 +309,7 @@ class HostedRun:
 
     def is_over(self, epoch: int) -> bool:
         """Whether the run has reached its end."""
-        end = self.manifest.at(epoch).end_epoch
-        return bool(end and epoch >= end)
+        return self.manifest.is_over(epoch)
 
     def keep_up(self, optimizer: ProgramOptimizer) -> bool:
         """Before each step: wait while the run is paused, then set what counts at this epoch; False: it is over."""

@@ -56,14 +56,18 @@ class AuxiliaryPeer:
         peer: RoundPeer,
         *,
         coordinator: CoordinatorConfig | None = None,
+        codecs: CodecChoice | None = None,
         num_threads: int | None = None,
         state: StateConfig | None = None,
     ) -> Self:
-        """Help with whatever this peer's run does; the peer must have joined as aux."""
+        """Help with whatever this peer's run does; the peer must have joined as aux.
+
+        `codecs` are those of the trainers, for helpers that read averages: plans say all that others need.
+        """
         collaboration = Collaboration(
             peer,
             target=None,
-            codecs=CodecChoice(),
+            codecs=codecs or CodecChoice(),
             coordinator=coordinator or CoordinatorConfig(trigger=ByMost(OTHERWISE)),
             num_threads=num_threads,
         )
@@ -106,6 +110,11 @@ class AuxiliaryPeer:
     def kept_epoch(self) -> int | None:
         """The newest epoch whose state this peer keeps for others."""
         return self._keeper.kept_epoch
+
+    @property
+    def keeper(self) -> StateKeeper:
+        """Of the group's states."""
+        return self._keeper
 
     async def until_after(self, epoch: int) -> None:
         """Wait until an epoch after this one is committed."""

@@ -61,6 +61,7 @@ class ModuleHeir:
         self._averager.listen(self._factors.committed)
         if (head := self._averager.lineage.head) is not None:
             self._factors.committed(head)
+        self._tried = ("", "")  # from which state to which averages: twice would come to the same
         self._watching = asyncio.create_task(self._watch(), name=f"paths: heir of {group.name}")
 
     @classmethod
@@ -107,13 +108,15 @@ class ModuleHeir:
     async def _inherit(self, head: Commit) -> None:
         keeper = self.helper.keeper
         held = next((each for each in reversed(list(keeper.shelf)) if self._leads_to(each, head)), None)
-        if held is None:
+        if held is None or self._tried == (held.snapshot.digest, head.digest):
             return
+        base = held.snapshot.digest
         loop = await self._loop_at(held)
         for epoch in range(held.epoch + 1, head.epoch + 1):
             offer = loop.blank(epoch)
             await self._averager.hear_late(offer.tensors, epoch=epoch)
             await self._averager.work(lambda o=offer, e=epoch: loop.accept(o, epoch=e, alone=False))  # type: ignore[misc]
+        self._tried = base, head.digest
         if not are_finite(loop.shared.values()):
             return  # trainers find that out for themselves, and go back
         tensors = loop.tensors()  # nobody changes them any more: a worker copies them

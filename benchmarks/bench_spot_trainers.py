@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--replay", action="store_true", help="replay a trace instead")
     parser.add_argument("--trace", type=Path, help="a log of preemptions; else one is generated")
     parser.add_argument("--compress", type=float, default=60.0, help="so many times as fast")
-    parser.add_argument("--loss", type=float, default=4.4, help="that is to be reached")
+    parser.add_argument("--loss", type=float, default=3.3, help="that is to be reached")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each way, at most")
     parser.add_argument("--churn", type=float, default=240.0, help="preemptions an hour")
     parser.add_argument("--only", choices=list(WAYS))

@@ -1,12 +1,16 @@
-"""The spot runner with real trainers on shaped lines, through a trace of preemptions: by `potluck spot up` itself.
+"""The spot runner with real trainers on shaped lines: time to a loss, or a trace of preemptions; by `potluck spot up`.
 
-    scripts/bench spot_trainers --trace g4dn-spot.csv --compress 60       # as root: it builds network namespaces
+    scripts/bench spot_trainers                                   # as root: it builds network namespaces
+    scripts/bench spot_trainers --replay --trace g4dn-spot.csv --compress 60
 
-Four workers on lines of 20, 10, 10 and 5 Mbit/s and an aux peer train a small model. The trace takes workers away
-without notice, and the runner brings them back. Each second every machine is looked at: it must be the only one of its
-slot, run in its slot's network, and have its slot's line; what is wrong in two looks counts, since a machine that is
-being taken away loses its line first. In the end the runner is killed, and `potluck spot down` has to find and remove
-everything. Prints JSON.
+*Time to a loss*, one way after the other: four workers on equal lines, on lines of 20, 10, 10 and 5 Mbit/s (as fast
+together), the same without an aux peer, and with preemptions. Seconds count from the first epoch, so starting does not;
+the loss is the median of what workers last said.
+
+*Replay*: the tiers and an aux peer again. The trace takes workers away without notice, and the runner brings them back.
+Each second every machine is looked at: it must be the only one of its slot, run in its slot's network, and have its
+slot's line; what is wrong in two looks counts, since a machine that is being taken away loses its line first. In the
+end the runner is killed, and `potluck spot down` has to find and remove everything.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,6 +39,7 @@ POTLUCK = (sys.executable, "-m", "potluck.cli")
 BANDWIDTH, NUM_WORKERS, NUM_AUX = "1x20,2x10,1x5", 4, 1
 LOOK_SECONDS = 1.0
 AFTER_SECONDS = 10.0
+START_SECONDS = 40.0  # for the first epoch, beside the time of the way
 RUN_FILE = """\
 name = "spot"
 recipe = "stdlib-lm"
@@ -46,6 +52,8 @@ context = 32
 algorithm = "sync"
 target_batch_size = 256
 matchmaking_seconds = 2.0
+[optimizer]
+learning_rate = 3e-3
 """
 
 
@@ -69,6 +77,19 @@ class Experiment:
             "POTLUCK_DATA": str(folder / "files"),
             "OMP_NUM_THREADS": "1",
         }
+
+    def losses(self) -> tuple[int, list[float]]:
+        """The newest epoch, and what each machine that is there said last."""
+        epoch, losses = 0, []
+        for path in self.machines.glob("*/machine.json"):
+            output = path.with_name("output.log")
+            if not output.exists() or not self._is_alive(json.loads(path.read_text())):
+                continue
+            said = [line for line in output.read_text(errors="replace").splitlines() if '"progress"' in line]
+            if said and (last := json.loads(said[-1])).get("loss") is not None:
+                epoch = max(epoch, last["epoch"])
+                losses.append(last["loss"])
+        return epoch, losses
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         """A potluck command; its output goes to a file."""
@@ -148,25 +169,88 @@ def _pids(namespace: str) -> list[int]:
         return []
 
 
+EQUAL = "4x11"
+WAYS: dict[str, tuple[str, ...]] = {
+    "equal lines": ("--aux", "1", "--bandwidth", EQUAL),
+    "tiers": ("--aux", "1", "--bandwidth", BANDWIDTH),
+    "tiers, no aux peer": ("--aux", "0", "--bandwidth", BANDWIDTH),
+    "tiers, preempted": ("--aux", "1", "--bandwidth", BANDWIDTH, "--churn"),
+}
+
+
+def time_to_loss(options: tuple[str, ...], target: float, seconds: float, churn: float) -> dict[str, Any]:
+    """Train one way until the loss is there, or so long."""
+    if options[-1] == "--churn":
+        options = (*options, str(churn))
+    with tempfile.TemporaryDirectory(prefix="potluck-spot-") as scratch:
+        experiment = Experiment(Path(scratch))
+        (Path(scratch) / "run.toml").write_text(RUN_FILE)
+        up = experiment.start(
+            "spot", "up", scratch, "--workers", str(NUM_WORKERS), *options, "--experiment", experiment.name, "--json"
+        )
+        asked = time.monotonic()
+        began, first, epoch, reached = None, 0, 0, None
+        losses: list[float] = []
+        try:
+            while up.poll() is None and time.monotonic() - (began or asked + START_SECONDS) < seconds:
+                epoch, losses = experiment.losses() if experiment.machines.exists() else (0, [])
+                if began is None and epoch and len(losses) == NUM_WORKERS:
+                    began, first = time.monotonic(), epoch
+                if began is not None and losses and statistics.median(losses) <= target:
+                    reached = time.monotonic() - began
+                    break
+                time.sleep(LOOK_SECONDS / 2)
+            lasted = time.monotonic() - began if began is not None else 0.0
+        finally:
+            up.send_signal(signal.SIGKILL)
+            up.wait()
+            experiment.ask("spot", "down")
+        return {
+            "seconds_to_start": round(began - asked, 1) if began is not None else None,
+            "seconds_to_loss": round(reached, 1) if reached is not None else None,
+            "epochs_per_second": round((epoch - first) / lasted, 2) if lasted else 0.0,
+            "loss": round(statistics.median(losses), 3) if losses else None,
+            "epoch": epoch,
+            "left_after_down": experiment.left(),
+        }
+
+
 def main() -> None:
-    """Replay it once."""
+    """Time each way, or replay a trace once."""
     parser = harness.parser(__doc__, repeats=None)
+    parser.add_argument("--replay", action="store_true", help="replay a trace instead")
     parser.add_argument("--trace", type=Path, help="a log of preemptions; else one is generated")
     parser.add_argument("--compress", type=float, default=60.0, help="so many times as fast")
+    parser.add_argument("--loss", type=float, default=3.3, help="that is to be reached")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each way, at most")
+    parser.add_argument("--churn", type=float, default=240.0, help="preemptions an hour")
+    parser.add_argument("--only", choices=list(WAYS))
     arguments = parser.parse_args()
     if (reason := namespaces.lab_available()) is not None:
         raise SystemExit(reason)
+    if arguments.replay:
+        print(json.dumps(replay(arguments.trace, arguments.compress)))
+        return
+    found: dict[str, Any] = {"loss": arguments.loss}
+    for name, options in WAYS.items():
+        if arguments.only in (None, name):
+            found[name] = time_to_loss(options, arguments.loss, arguments.seconds, arguments.churn)
+            harness.say(f"{name}: {found[name]}")
+    harness.report(found, as_json=arguments.json, title="spot_trainers")
+
+
+def replay(trace: Path | None, compress: float) -> dict[str, Any]:
+    """Once, with counts of what went wrong."""
     with tempfile.TemporaryDirectory(prefix="potluck-spot-") as scratch:
         experiment = Experiment(Path(scratch))
-        trace = arguments.trace
         if trace is None:
             trace = Path(scratch) / "trace.csv"
             made = generate(PreemptionConfig(num_machines=6, bursts_per_hour=20.0), hours=2.0, seed=7)
             trace.write_text("".join(f"{change.seconds * 1000:.0f},{change.kind},{change.node}\n" for change in made))
-        changes = compressed(parse_trace(trace.read_text()), arguments.compress)
+        changes = compressed(parse_trace(trace.read_text()), compress)
         (Path(scratch) / "run.toml").write_text(RUN_FILE)
         wanted = ("--workers", str(NUM_WORKERS), "--aux", str(NUM_AUX), "--bandwidth", BANDWIDTH)
-        market = ("--trace", str(trace), "--compress", str(arguments.compress), "--experiment", experiment.name)
+        market = ("--trace", str(trace), "--compress", str(compress), "--experiment", experiment.name)
         up = experiment.start("spot", "up", scratch, *wanted, *market, "--json")
         try:
             while not experiment.machines.exists() and up.poll() is None:
@@ -186,7 +270,7 @@ def main() -> None:
         counts = experiment.counts
         answer = {
             "events": len(changes),
-            "compressed_by": arguments.compress,
+            "compressed_by": compress,
             "runner_lived": is_up,
             "seconds": round(time.monotonic() - began, 1),
             **trained,
@@ -202,7 +286,7 @@ def main() -> None:
         }
         if not is_up:
             print(said[-3000:], file=sys.stderr)
-    print(json.dumps(answer))
+    return answer
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from browser import Visit, open_browser
 from commandline import PATIENCE_SECONDS, Terminal, events, until_event
 from organiser import LONG_SECONDS, ONE_THREAD
@@ -38,6 +39,7 @@ levels = [2, 2]
 route_prefix = 16
 inner_steps = 12
 batch_size = 8
+stop_after = 1000
 
 [training]
 algorithm = "diloco"
@@ -234,6 +236,10 @@ def check_use(grove: Grove, folder: Path) -> None:
     file = folder / "path.safetensors"
     grove.ask("export", "--path", "1,0", "--to", file)
     assert "words.weight" in load_file(file)
+    grove.ask("export", "--path", "1,0", "--best", "--to", folder / "best.safetensors")
+    best, last = load_file(folder / "best.safetensors"), load_file(file)
+    assert best.keys() == last.keys()
+    assert any(not torch.equal(best[name], last[name]) for name in last), "it has trained on since it was judged"
     grove.ask("export", "--all", "--to", folder / "all")
     assert json.loads((folder / "all" / "paths.json").read_text())["levels"] == [2, 2]
     assert json.loads((folder / "all" / "routing.json").read_text())["kind"] == "discriminative"

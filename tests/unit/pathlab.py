@@ -16,6 +16,7 @@ from potluck.optim.optimizer import Optimizer
 from potluck.paths.cutting import cut
 from potluck.paths.features import bag_of_tokens, prefixes_of
 from potluck.paths.grid import Grid
+from potluck.paths.moduleheir import ModuleMethod
 from potluck.paths.modulepart import ModuleConfig, coordinating_module
 from potluck.paths.pathhost import PathHost
 from potluck.paths.pathkeeping import PathKeeper
@@ -85,7 +86,8 @@ class PathLab:
                 coordinating=lambda name: coordinating_module(
                     GatherConfig(), len(self.grid.paths_through(name)), 1, self.grace_seconds
                 ),
-                state=StateConfig(folder=folder, keep="always", **state),
+                method=ModuleMethod(codecs=self.codecs),
+                state=StateConfig(**{"folder": folder, "keep": "always", **state}),
                 end=lambda: self.end,
             )
 

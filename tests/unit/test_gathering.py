@@ -166,6 +166,17 @@ def test_a_lone_client_reduces_for_itself() -> None:
     assert {part.reducer for part in plan.parts} == {0}
 
 
+@pytest.mark.parametrize("is_held_twice", [False, True])
+def test_what_one_peer_alone_contributes_goes_to_one_helper_if_so_wished(is_held_twice: bool) -> None:
+    room = Room(is_held_twice=is_held_twice)
+    room.add("A")
+    room.add("B", card={"role": "aux"}, sends=False, layout="")
+    room.add("C", card={"role": "aux"}, sends=False, layout="")
+    assert [member.peer for member in room.plan().members] == (["A", "B"] if is_held_twice else ["A"])
+    room.add("D")
+    assert len(room.plan().members) == 4
+
+
 def test_when_all_are_clients_the_error_says_what_to_do() -> None:
     room = Room()
     room.add("A", card={"addresses": ()})

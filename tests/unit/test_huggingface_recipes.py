@@ -219,6 +219,11 @@ def check_streaming(folder: Path) -> None:
             for text in made._texts(made.data.parsed()[0], shard, held_out=out)
         ]
         assert sorted(found) == sorted(text for number in range(3) for text in sentences(100, number))
+    (folder / "pairs").mkdir()
+    (folder / "pairs" / "train.jsonl").write_text(json.dumps({"text": {"en": "bread"}}) + "\n")
+    made = recipe_of(manifest_in(folder, f'dataset = "{folder / "pairs"}"\nstreaming = true'), folder)
+    with pytest.raises(ConfigurationError, match=r"column='text': in .*pairs it is a dict, not a text"):
+        list(made._texts(made.data.parsed()[0], 0, held_out=None))
 
 
 def test_masked_tokens_are_what_is_guessed(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from potluck.paths.sharding import Shards, routed
 from potluck.paths.weighing import step_factor
 from potluck.round.codecs import CodecChoice
 from potluck.state.backups import BackupConfig, Backups, backup_folder
+from potluck.state.keeper import StateKeeper
 from potluck.testing.languages import languages, word_losses
 from potluck.testing.polling import poll_until_sync
 
@@ -316,6 +317,61 @@ def test_who_comes_after_lost_changes_does_not_wait_for_them(monkeypatch: pytest
         heir.train(stop)
         assert heir.counts.phases == 3
         assert heir.modules["shared"].epoch == 1, "its three changes travelled together"
+
+
+def test_an_outer_step_survives_the_only_trainer_that_had_a_change_for_it() -> None:
+    with train_lab() as lab:
+        paths = PathLab(lab, (2,), shared=("embedding",))
+        paths.end = 1
+        paths.open_host(keep="never")  # it has averages, and no states
+        alice, stop = paths.add_trainer("alice")
+        bob, _ = paths.add_trainer("bob")
+        bob._part("shared")
+        alice.train(stop)
+        assert alice.counts.phases == 2
+        made = {name: value.clone() for name, value in alice.modules["shared"].loop.shared.items()}
+        lab.kill(lab.runs[1])
+        part = bob.modules["shared"]
+
+        def is_there() -> bool:
+            part.poll()
+            return part.epoch == part.run_epoch == alice.modules["shared"].epoch > 0
+
+        poll_until_sync(is_there, PATIENCE_SECONDS, "bob to take the steps of the dead one")
+        assert all(torch.equal(value, made[name]) for name, value in part.loop.shared.items())
+        assert part.driver.statistics()["heard_late"] == part.epoch
+        assert not part.is_awaited
+
+
+def test_an_outer_step_survives_the_only_trainer_of_its_module() -> None:
+    with train_lab() as lab:
+        paths = PathLab(lab, (2,), shared=("embedding",))
+        paths.end = 1
+        paths.open_host()
+        assert paths.host is not None
+        heir = paths.host.heirs["shared"]
+        alice, _ = paths.add_trainer("alice")
+        part = alice._part("shared")
+        helper = heir.helper
+        poll_until_sync(lambda: helper.keeper.directory.verdict(0) is not None, PATIENCE_SECONDS, "epoch 0")
+        lab.runs[0].call(take_first_state(helper.keeper))
+        for epoch in range(1, 4):  # made by alice alone, and she dies before anybody has their states
+            part.driver._recovery._source = None
+            part.loop.add(Change({n: torch.full_like(p, 0.1 * epoch) for n, p in part.loop.shared.items()}, 1.0, 2.0))
+            part.driver.begin_round(delay_step=False)
+            assert part.driver.land()
+        made = {name: value.clone() for name, value in part.loop.shared.items()}
+        lab.kill(lab.runs[1])
+        poll_until_sync(lambda: helper.kept_epoch == 3, PATIENCE_SECONDS, "the host to take the steps")
+        assert heir.counts["steps"] == 3
+        bob, _ = paths.add_trainer("bob")
+        found = bob._part("shared")
+        assert found.epoch == 3
+        assert all(torch.equal(value, made[name]) for name, value in found.loop.shared.items())
+
+
+async def take_first_state(keeper: StateKeeper) -> None:
+    (await keeper.fetch(epoch=0, timeout_seconds=PATIENCE_SECONDS)).release()
 
 
 def test_a_path_stops_when_its_validation_loss_does_not_fall() -> None:

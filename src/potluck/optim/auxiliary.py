@@ -56,14 +56,18 @@ class AuxiliaryPeer:
         peer: RoundPeer,
         *,
         coordinator: CoordinatorConfig | None = None,
+        codecs: CodecChoice | None = None,
         num_threads: int | None = None,
         state: StateConfig | None = None,
     ) -> Self:
-        """Help with whatever this peer's run does; the peer must have joined as aux."""
+        """Help with whatever this peer's run does; the peer must have joined as aux.
+
+        `codecs` are those of the trainers, for helpers that read averages: plans say all that others need.
+        """
         collaboration = Collaboration(
             peer,
             target=None,
-            codecs=CodecChoice(),
+            codecs=codecs or CodecChoice(),
             coordinator=coordinator or CoordinatorConfig(trigger=ByMost(OTHERWISE)),
             num_threads=num_threads,
         )
@@ -110,6 +114,11 @@ class AuxiliaryPeer:
     def wait_for_states(self, seconds: float) -> None:
         """Give up loading a state when nothing of it comes for so long."""
         self._follower.load_seconds = seconds
+
+    @property
+    def keeper(self) -> StateKeeper:
+        """Of the group's states."""
+        return self._keeper
 
     async def until_after(self, epoch: int) -> None:
         """Wait until an epoch after this one is committed."""

@@ -317,6 +317,15 @@ class Driver:
             self.land()
         self._recovery.catch_up()
 
+    @property
+    def can_hear_missed(self) -> bool:
+        """Whether this peer lacks epochs that it needs no state for: somebody should have the averages of each."""
+        return self.is_behind and self._recovery.can_hear_missed
+
+    def hear_missed(self) -> bool:
+        """Take the steps that the others have taken, if no round is under way; whether this peer is where they are."""
+        return self._pending is None and self._recovery.hear_missed()
+
     def mend(self) -> bool:
         """Repair this peer's state if it is not that of the others, unless a round is under way; whether it was."""
         return self._pending is None and self._recovery.mend()

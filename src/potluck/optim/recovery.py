@@ -132,9 +132,7 @@ class Recovery:
 
     def catch_up(self) -> None:
         """Stand where the run does, if it is further than this peer. What becomes of work done is up to the method."""
-        self.hear_out()
-        self._hear_missed()
-        if self._averager.epoch > self.epoch:
+        if not self.hear_missed():
             self._fetch_newest()
 
     def _fetch_newest(self) -> None:
@@ -152,6 +150,24 @@ class Recovery:
             self.counts["caught_up"] += 1
             self._take_up(snapshot, listener)
         self.keep()
+
+    @property
+    def can_hear_missed(self) -> bool:
+        """Whether this peer lacks epochs, and somebody who is there should have the averages of each."""
+        missed = range(self.epoch + 1, self._averager.epoch + 1)
+        if not 0 < len(missed) <= MOST_MISSED_EPOCHS or not self._is_of_one_line():
+            return False
+
+        async def look() -> bool:
+            return all(map(self._averager.can_hear_late, missed))
+
+        return self._run.call(look())
+
+    def hear_missed(self) -> bool:
+        """Stand where the run does, by the averages of the epochs that this peer lacks; False: some are missing."""
+        self.hear_out()
+        self._hear_missed()
+        return self._averager.epoch <= self.epoch
 
     def _hear_missed(self) -> None:
         """Take the steps that the others have taken, as far as somebody has the averages of each."""

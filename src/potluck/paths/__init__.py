@@ -14,7 +14,9 @@ other paths are averaged: each module is a group of the run, with an outer step 
     router.py        from features to paths: k-means, or discriminative
     sharding.py      documents by path, with tokens per path and a part for validation; the routing file
     moduleloop.py    the outer step of a module, out of the changes of its paths
+    stepfactors.py   by what a round's mean is multiplied, by its commit
     modulepart.py    one peer's part in the group of a module
+    moduleheir.py    an aux peer that takes a module's steps where no trainer is left who could
     pathstate.py     what belongs to a path and survives its peer: inner optimizer, early stopping
     pathkeeping.py   … kept by others, and fetched from them
     pathfeed.py      batches of a path's documents

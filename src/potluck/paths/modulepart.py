@@ -12,17 +12,16 @@ from potluck.optim.keptstates import source_of_states
 from potluck.optim.methods.quorum import AdaptiveGrace
 from potluck.paths.moduleloop import ModuleLoop
 from potluck.paths.phasequorum import PhaseQuorum
-from potluck.paths.weighing import MOST_WEIGHT, Alpha, step_factor
+from potluck.paths.stepfactors import StepFactors
+from potluck.paths.weighing import MOST_WEIGHT, Alpha
 from potluck.round.codecs import CodecChoice
 from potluck.round.coordinator.coordinator import CoordinatorConfig
 from potluck.round.coordinator.gathering import GatherConfig
-from potluck.round.plan.messages import Commit
 from potluck.run.joined import Joined
 from potluck.state.config import StateConfig
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED_COMMITS = 256
 RETRY_SECONDS = 0.5  # after a round that came to nothing
 
 
@@ -59,7 +58,9 @@ def coordinating_module(
     """How the rounds of a module are started, by any coordinator."""
     grace = AdaptiveGrace(least_seconds=min(0.5, grace_seconds), most_seconds=grace_seconds)
     trigger = PhaseQuorum(num_paths=num_paths, min_phases=min(min_phases, num_paths), grace=grace)
-    return CoordinatorConfig(gather=replace(gather, weight_cap=None, most_weight=MOST_WEIGHT), trigger=trigger)
+    # An epoch of a module that several paths share must not die with the one peer that had a change for it.
+    gather = replace(gather, weight_cap=None, most_weight=MOST_WEIGHT, is_held_twice=num_paths > 1)
+    return CoordinatorConfig(gather=gather, trigger=trigger)
 
 
 class ModuleDriver(Driver):
@@ -95,15 +96,15 @@ class ModulePart:
         """Whether what waits is to go into the next round, rather than to wait for more."""
         self.num_steps = 0
         """Outer steps that hold something of this peer's."""
-        self._config = config
         self._run = run
-        self._commits: dict[int, tuple[float, float]] = {}  # phases and weight of each epoch
         self._not_before = 0.0
-        loop.factor = self._factor
+        self._hear_at = 0.0
+        factors = StepFactors(config.num_paths, config.alpha)
+        loop.factor = factors.of
         self.collaboration = join_collaboration(run, config, loop.transform.codec)
-        self.collaboration.averager.listen(self._committed)
+        self.collaboration.averager.listen(factors.committed)
         if (head := self.collaboration.averager.lineage.head) is not None:
-            self._committed(head)
+            factors.committed(head)
         states = source_of_states(run, self.collaboration, "keepers", config.state)
         self.driver = ModuleDriver(run, loop, self.collaboration, config.driver, states)
         self.driver.begin()
@@ -128,8 +129,10 @@ class ModulePart:
         landed = False
         if self.driver.is_busy:
             landed = self._land()
+        elif self._is_orphaned:
+            self.hear_missed()
         if self.wants_round and not self.driver.is_busy and time.monotonic() >= self._not_before:
-            if self.is_awaited:
+            if self.is_awaited and not self.hear_missed():
                 self._not_before = time.monotonic() + RETRY_SECONDS
                 return landed
             self.wants_round = False
@@ -162,18 +165,30 @@ class ModulePart:
 
         return not self._run.call(is_offered())
 
+    def hear_missed(self) -> bool:
+        """Take the steps that this peer's copy lacks, by averages: whoever holds those gives them at any time.
+
+        Whether it is where the run is.
+        """
+        now = time.monotonic()
+        if self.driver.is_busy or now < self._hear_at or not self.driver.can_hear_missed:
+            return False
+        self._hear_at = now + RETRY_SECONDS
+        return self.driver.hear_missed()
+
+    @property
+    def _is_orphaned(self) -> bool:
+        """Whether this peer's copy is older than the newest epoch, and no trainer that is there has taken its step.
+
+        So nobody would make its state, though aux peers have the averages. This peer can.
+        """
+        head = self.collaboration.averager.lineage.head
+        if head is None or head.epoch <= self.epoch:
+            return False
+        holders = map(self._run.peer.session.roster.get, head.holders)
+        return not any(holder is not None and holder.card.role == "trainer" for holder in holders)
+
     def catch_up(self) -> None:
         """Take over the newest state, where this peer's copy is older."""
         if not self.driver.is_busy and self.driver.is_behind:
             self.driver.catch_up()
-
-    def _committed(self, commit: Commit) -> None:
-        given = [member for member in commit.members if member.weight > 0]
-        self._commits[commit.epoch] = (sum(m.phases for m in given), sum(m.weight for m in given))
-        while len(self._commits) > REMEMBERED_COMMITS:
-            self._commits.pop(next(iter(self._commits)))
-
-    def _factor(self, epoch: int) -> float:
-        phases, weight = self._commits.get(epoch, (float(self._config.num_paths), 0.0))
-        config = self._config
-        return step_factor(phases=phases, round_weight=weight, num_paths=config.num_paths, kind=config.alpha)

@@ -16,6 +16,7 @@ from typing import Self
 from potluck.errors import PotluckError
 from potluck.optim.auxiliary import AuxiliaryPeer
 from potluck.paths.grid import Grid
+from potluck.paths.moduleheir import ModuleHeir, ModuleMethod
 from potluck.paths.pathkeeping import PathKeeper
 from potluck.paths.phasedesk import PhaseDesk
 from potluck.peer.lease import Lease
@@ -39,9 +40,14 @@ class PathHost:
         self._peer = peer
         self.desk = desk
         self.keeper = keeper
-        self.helpers: dict[str, AuxiliaryPeer] = {}
+        self.heirs: dict[str, ModuleHeir] = {}
         self._groups: list[Group] = []
         self._main: Group | None = None  # until it is left, where this peer has a disk
+
+    @property
+    def helpers(self) -> dict[str, AuxiliaryPeer]:
+        """By module."""
+        return {name: heir.helper for name, heir in self.heirs.items()}
 
     @classmethod
     async def start(
@@ -53,9 +59,13 @@ class PathHost:
         *,
         coordinating: Callable[[str], CoordinatorConfig],
         state: StateConfig,
+        method: ModuleMethod | None = None,
         end: Callable[[], int] = lambda: 0,
     ) -> Self:
-        """`coordinating` says how the rounds of a module are started; `end` after how many phases a path is done."""
+        """`coordinating` says how the rounds of a module are started; `end` after how many phases a path is done.
+
+        `method` is that of the trainers.
+        """
         keeper = PathKeeper(main, grid, states_folder(state.folder))
         host = cls(peer, PhaseDesk(main, lease, grid, end), keeper)
         try:
@@ -63,7 +73,13 @@ class PathHost:
                 group = Group(peer, name)
                 host._groups.append(group)
                 await group.enter()
-                host.helpers[name] = await AuxiliaryPeer.of(group, coordinator=coordinating(name), state=state)
+                host.heirs[name] = await ModuleHeir.of(
+                    group,
+                    method or ModuleMethod(),
+                    len(grid.paths_through(name)),
+                    coordinator=coordinating(name),
+                    state=state,
+                )
         except BaseException:
             await host.close()
             raise
@@ -77,8 +93,8 @@ class PathHost:
         if main is not None:
             await self._take_last_states(main)
         await self.keeper.close()
-        for helper in self.helpers.values():
-            await helper.close()
+        for heir in self.heirs.values():
+            await heir.close()
         for group in self._groups:
             group.close()
 

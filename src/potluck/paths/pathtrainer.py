@@ -342,8 +342,9 @@ class PathTrainer:
             lease = taken.lease
             assert lease is not None, "it was looked at"
             names = self.grid.modules_of(self.grid.paths[lease.path])
-            for name in names:
-                self._part(name)
+            for part in map(self._part, names):
+                if part.is_awaited:
+                    part.hear_missed()
             self._look_after_rounds()
             if time.monotonic() > deadline or all(self._is_there(name, taken) for name in names):
                 for name in names:

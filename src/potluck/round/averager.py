@@ -201,6 +201,10 @@ class Averager:
         """
         await self._participation.hear_late(self._bind(tensors), epoch)
 
+    def can_hear_late(self, epoch: int) -> bool:
+        """Whether somebody who is there should have the averages of an epoch that is committed."""
+        return self._participation.can_hear_late(epoch)
+
     async def tell_late(self, epoch: int, weight: float) -> None:
         """Say that this peer would be ready now for an epoch that was made without it."""
         await self._participation.tell_late(epoch, weight)

@@ -85,6 +85,13 @@ def _text_of(line: bytes, column: str, path: Path, start: int) -> str:
         ) from error
 
 
+def _text_in(row: dict[str, Any], column: str, source: str) -> str:
+    try:
+        return _as_text(row[column])
+    except TypeError as error:
+        raise ConfigurationError(f"column={column!r}: in {source} {error}. Name a column with texts") from error
+
+
 def _as_text(value: Any) -> str:
     if value is None:
         return ""
@@ -105,10 +112,7 @@ def _line_number(path: Path, start: int) -> int:
 
 def _parquet_rows(path: Path, column: str, shard: int, num_shards: int) -> Iterator[str]:
     for row in parquet_range(path, [column], shard, num_shards):
-        try:
-            yield _as_text(row[column])
-        except TypeError as error:
-            raise ConfigurationError(f"column={column!r}: in {path.name} {error}. Name a column with texts") from error
+        yield _text_in(row, column, path.name)
 
 
 def parquet_range(path: Path, columns: Sequence[str], shard: int, num_shards: int) -> Iterator[dict[str, Any]]:
@@ -152,7 +156,7 @@ def dataset_rows(
     for row in part:
         if column not in row:
             raise ConfigurationError(f"column={column!r}: {name} has the columns {', '.join(row)}")
-        yield _as_text(row[column])
+        yield _text_in(row, column, name)
 
 
 def shuffled(rows: Iterable[T], buffer: int, generator: torch.Generator) -> Iterator[T]:

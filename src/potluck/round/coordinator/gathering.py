@@ -55,6 +55,10 @@ class GatherConfig:
     most_weight: float = math.inf
     """No peer's weight counts for more, trusted ones included: where a run knows how much one can have (paths/)."""
 
+    is_held_twice: bool = False
+    """Whether what one peer alone contributes goes to a helper too, so that no epoch dies with its only holder. Without
+    it a lone peer takes its own values, and sends nothing."""
+
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     """How parts are cut."""
 
@@ -188,8 +192,7 @@ class Gathering:
         candidates = [candidate for candidate in candidates if candidate.peer not in barred]
         layout, runs = _common_layout(candidates)
         if sum(candidate.sends for candidate in candidates) == 1:
-            # Nothing is to be averaged, and helpers have no use for the values: sending them may take minutes.
-            candidates = [c for c in candidates if c.ready.layout or c.presence.card.role == "trainer"]
+            candidates = self._around_one(candidates)
         taken: list[Candidate] = []
         for candidate in candidates:
             if candidate.ready.layout not in ("", layout):
@@ -221,6 +224,12 @@ class Gathering:
             is_measured=any(member.upload_bytes_per_second for member in members),
             chunk_seconds=self._chunk_seconds(plan, members, {part.reducer for part in parts}),
         )
+
+    def _around_one(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Who takes part where there is nothing to average: sending the values may take minutes."""
+        others = [c for c in candidates if c.ready.layout or c.presence.card.role == "trainer"]
+        helpers = [c for c in candidates if c not in others] if self.config.is_held_twice and len(others) == 1 else []
+        return others + helpers[:1]
 
     def _members(self, candidates: list[Candidate]) -> list[MemberCapacity]:
         able = [candidate for candidate in candidates if self._may_reduce(candidate)]

@@ -102,6 +102,13 @@ class LateAverages:
 
     # For this peer
 
+    def can_fetch(self, epoch: int) -> bool:
+        """Whether somebody who is there should have the averages of an epoch."""
+        commit = self._commits.get(epoch)
+        if commit is None or commit.restored is not None or len(commit.members) < 2:
+            return False
+        return self._own(commit) is not None or bool(self._holders(commit))
+
     async def fetch(self, epoch: int, tensors: FlatTensors) -> None:
         """Write the averages of a past epoch into these tensors; StateUnavailableError if nobody gives them."""
         commit = self._commits.get(epoch)
@@ -110,6 +117,9 @@ class LateAverages:
         if commit.layout != tensors.layout.digest:
             raise StateUnavailableError(f"the averages of epoch {epoch} are of other tensors than this peer has")
         grid = ChunkGrid(runs=commit.runs, chunk_bytes=commit.chunk_bytes)
+        if (own := self._own(commit)) is not None:
+            await own.averages.write(tensors, self._workers)
+            return
         for holder in self._holders(commit):
             try:
                 averages = await self._fetch_from(holder, commit, grid)
@@ -121,6 +131,10 @@ class LateAverages:
             self.counts["late_averages"] += 1
             return
         raise StateUnavailableError(f"nobody gave this peer the averages of epoch {epoch}")
+
+    def _own(self, commit: Commit) -> _Kept | None:
+        kept = self._kept.get(commit.epoch)
+        return kept if kept is not None and kept.digest == commit.digest else None
 
     def _holders(self, commit: Commit) -> list[str]:
         """The peers to ask: aux peers first, which have nothing else to do, then those with fast lines."""

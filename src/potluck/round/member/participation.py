@@ -199,6 +199,10 @@ class Participation:
         """The averages of an epoch that was committed without this peer; StateUnavailableError if nobody has them."""
         await self._late.fetch(epoch, tensors)
 
+    def can_hear_late(self, epoch: int) -> bool:
+        """Whether somebody who is there should have the averages of a past epoch."""
+        return self._late.can_fetch(epoch)
+
     async def tell_late(self, epoch: int, weight: float) -> None:
         """Say that this peer would be ready for an epoch now that others have made: so it is seen how late it is."""
         session = self._session.card.session
@@ -241,25 +245,14 @@ class Participation:
         )
         if round_work.key != commit.key or round_work.digest != commit.digest:
             return self._result(wish, commit, round_work, seconds, "it lacked averages when the epoch was committed")
-        alone = wish.ready.sends and self._is_alone(round_work.plan)
+        alone = len(round_work.plan.members) == 1  # it takes its own values, which were never encoded
         round_work.applying()
         if not alone and wish.tensors is not None:
             await round_work.averages.write(wish.tensors, self._workers)
-        if not self._is_made_alone(round_work.plan):
+        if not alone:
             self._late.keep(commit.epoch, commit.digest, round_work.averages)
         seconds = replace(seconds, applying=self._clock.monotonic() - now)
         return replace(self._result(wish, commit, round_work, seconds, ""), alone=alone)
-
-    def _is_alone(self, plan: Plan) -> bool:
-        """Whether all other members only help: aux peers reduce, and hold no model."""
-        roster = self._session.roster
-        others = [roster.get(member.peer) for member in plan.members if member.peer != self._session.peer_id]
-        return all(other is not None and other.card.role == "aux" for other in others)
-
-    def _is_made_alone(self, plan: Plan) -> bool:
-        """Whether the one trainer in it took its own values in place of the averages."""
-        members = [self._session.roster.get(member.peer) for member in plan.members]
-        return sum(member is None or member.card.role == "trainer" for member in members) < 2
 
     def _result(
         self, wish: Intent, commit: Commit, round_work: RoundWork | None, seconds: PhaseSeconds, reason: str

@@ -14,6 +14,7 @@ from potluck.optim import compiler
 from potluck.optim.cores import share_cores
 from potluck.optim.driver import DriverConfig
 from potluck.paths.cutting import cut_for
+from potluck.paths.moduleheir import ModuleMethod
 from potluck.paths.modulepart import ModuleConfig, coordinating_module
 from potluck.paths.pathhost import PathHost
 from potluck.paths.pathkeeping import PathKeeper
@@ -88,6 +89,12 @@ async def host_paths(
         paths_of(manifest).grid(),
         coordinating=coordinating_paths(manifest),
         state=state,
+        method=ModuleMethod(
+            outer=lambda: outer_of(manifest),
+            transform=lambda: transform_of(manifest),
+            codecs=codecs_of(manifest),
+            alpha=paths_of(manifest).alpha,
+        ),
         end=lambda: newest().newest.end_epoch,
     )
 

@@ -1,7 +1,8 @@
-"""Run an experiment's tiny profile as people would: `potluck host`, and peers with `potluck join`, each with a home of
-its own. Ends with the run, and says what was learned.
+"""Run tiny profiles of experiments as people would: `potluck host`, and peers with `potluck join`, each with a home of
+its own. Each ends with its run, and says what was learned.
 
-    python experiments/tiny.py trecover --peers 2 --picture docs/images/experiment-trecover.png
+    python experiments/tiny.py trecover
+    python experiments/tiny.py all --pictures docs/images
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -28,6 +30,8 @@ HERE = Path(__file__).parent
 POTLUCK = (sys.executable, "-m", "potluck.cli")
 START_SECONDS = 600.0  # a host that trains a tokenizer on a busy machine
 LEAVE_SECONDS = 20.0
+LONGEST_SECONDS = 300.0  # that a profile should take on two cores with nothing else to do
+SITES = {"diloco-four-sites": (4, 2.0, 50.0)}  # peers, Mbit/s and milliseconds of their lines; else 2 peers, no lines
 BATCH_SIZES = {"swav": 32, "diloco-four-sites": 2}  # else 16; on a busy machine a search finds too small ones
 LOOKS = 6  # at what the model does, from the first epoch to the last
 
@@ -138,14 +142,17 @@ def ask(host: Command, *words: str | Path) -> Any:
 def run(
     name: str,
     *,
-    peers: int,
     scratch: Path,
+    peers: int = 0,
     end_epoch: int = 0,
     seconds: float = 600.0,
-    line_mbit: float = 0.0,
-    delay_ms: float = 0.0,
+    line_mbit: float | None = None,
+    delay_ms: float | None = None,
 ) -> dict[str, Any]:
     """The profile from its first epoch to its last; what it came to."""
+    own_peers, own_line, own_delay = SITES.get(name, (2, 0.0, 0.0))
+    peers, line_mbit = peers or own_peers, own_line if line_mbit is None else line_mbit
+    delay_ms = own_delay if delay_ms is None else delay_ms
     folder = scratch / name
     shutil.copytree(
         HERE / name, folder, ignore=shutil.ignore_patterns("__pycache__", "tokens", "*.parquet", "letters.txt")
@@ -162,17 +169,20 @@ def run(
     ends = tomllib.loads(file.read_text())["end_epoch"]
     if "tokenized = true" in file.read_text():
         subprocess.run([*POTLUCK, "tokenize", file], check=True)
-    began = time.monotonic()
+    began, used = time.monotonic(), processor_seconds()
     options = ("--batch-size", str(BATCH_SIZES.get(name, 16)))
     with (
         places(peers, line_mbit, delay_ms) as nodes,
         running(scratch, file, nodes, ends, options) as (host, looks, *trainers),
     ):
+        trainers[0].until("progress", seconds)
+        started = time.monotonic() - began
         trained = [trainer.until("trained", seconds) for trainer in trainers]
         link = host.until("ready", 1)["link"]
         took = time.monotonic() - began
         shown = ask(host, "visualize", link, "--once")
         previews = [each for each in looks.events() if each["event"] == "preview"]
+        worth = downstream(host, folder, scratch) if (folder / "downstream.py").exists() else {}
     curve = [
         (each["epoch"], each["loss"]) for each in trainers[0].events() if each["event"] == "progress" and each["steps"]
     ]
@@ -182,52 +192,80 @@ def run(
     ]
     return {
         "experiment": name,
+        "peers": peers,
         "seconds": round(took, 1),
+        "seconds_to_first_step": round(started, 1),
+        "processor_seconds": round(processor_seconds() - used, 1),
+        "load": [round(each, 1) for each in os.getloadavg()],
         "epoch": trained[0]["epoch"],
         "samples": shares,
         "evaluations": evaluations,
+        **worth,
         "text": shown["text"],
         "curve": curve,
     }
 
 
+def downstream(host: Command, folder: Path, scratch: Path) -> dict[str, Any]:
+    """What the run's checkpoint is worth for other tasks, beside the same model with new values."""
+    model = scratch / "model"
+    ask(host, "checkpoint", "export", model, "--folder", scratch / "hub", "--format", "hf")
+    argv = [sys.executable, folder / "downstream.py", model, "--tiny"]
+    found: dict[str, Any] = {}
+    for task in ("ner", "ncc"):
+        for name, options in ((task, []), (f"{task}_untrained", ["--untrained"])):
+            said = subprocess.run([*argv, "--task", task, *options], check=True, capture_output=True, text=True)
+            found[name] = json.loads(said.stdout.splitlines()[-1])["right"]
+    return {"downstream": found}
+
+
+def processor_seconds() -> float:
+    """What all commands that have ended have computed."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main() -> None:
-    """Run one."""
+    """Run one, or all."""
+    names = sorted(each.parent.name for each in HERE.glob("*/tiny.toml"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=sorted(each.parent.name for each in HERE.glob("*/tiny.toml")))
-    parser.add_argument("--peers", type=int, default=2)
+    parser.add_argument("name", choices=[*names, "all"])
+    parser.add_argument("--peers", type=int, default=0, help="unless given, 2; four sites have 4")
     parser.add_argument("--end-epoch", type=int, default=0, help="end earlier than the profile says")
     parser.add_argument("--seconds", type=float, default=600.0, help="give up after so long")
-    parser.add_argument("--line-mbit", type=float, default=0.0, help="a line of this speed for each peer, in the lab")
-    parser.add_argument("--delay-ms", type=float, default=0.0, help="… and such a delay each way")
-    parser.add_argument("--picture", type=Path, help="write the loss as a PNG")
-    parser.add_argument("--keep", type=Path, help="keep what the run leaves in this folder")
+    parser.add_argument("--line-mbit", type=float, help="a line of this speed for each peer, in the lab; 0: none")
+    parser.add_argument("--delay-ms", type=float, help="… and such a delay each way")
+    parser.add_argument("--pictures", type=Path, help="write the loss of each as a PNG into this folder")
+    parser.add_argument("--keep", type=Path, help="keep what the runs leave in this folder")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its processes end with it
-    scratch = arguments.keep or Path(tempfile.mkdtemp(prefix="potluck-experiment-"))
-    scratch.mkdir(parents=True, exist_ok=True)
-    try:
-        found = run(
-            arguments.name,
-            peers=arguments.peers,
-            end_epoch=arguments.end_epoch,
-            seconds=arguments.seconds,
-            scratch=scratch,
-            line_mbit=arguments.line_mbit,
-            delay_ms=arguments.delay_ms,
-        )
-    finally:
-        if arguments.keep is None:
-            shutil.rmtree(scratch, ignore_errors=True)
-    if arguments.picture is not None:
-        from potluck.monitor.lossplot import plot_loss
+    for name in names if arguments.name == "all" else [arguments.name]:
+        scratch = Path(tempfile.mkdtemp(prefix="potluck-experiment-")) if not arguments.keep else arguments.keep / name
+        scratch.mkdir(parents=True, exist_ok=True)
+        try:
+            found = run(
+                name,
+                scratch=scratch,
+                peers=arguments.peers,
+                end_epoch=arguments.end_epoch,
+                seconds=arguments.seconds,
+                line_mbit=arguments.line_mbit,
+                delay_ms=arguments.delay_ms,
+            )
+        finally:
+            if arguments.keep is None:
+                shutil.rmtree(scratch, ignore_errors=True)
+        text, curve = found.pop("text"), found.pop("curve")
+        if arguments.pictures is not None:
+            from potluck.monitor.lossplot import plot_loss
 
-        title = f"{found['experiment']}, tiny: training loss of one of {arguments.peers} peers"
-        arguments.picture.write_bytes(plot_loss(found["curve"], title=title))
-    text = found.pop("text")
-    found.pop("curve")
-    print(json.dumps(found))
-    print(text)
+            title = f"{name}, tiny: training loss of one of {found['peers']} peers"
+            (arguments.pictures / f"experiment-{name.removeprefix('diloco-')}.png").write_bytes(
+                plot_loss(curve, title=title)
+            )
+        late = f", more than the {LONGEST_SECONDS:.0f} s meant for it" if found["seconds"] > LONGEST_SECONDS else ""
+        print(json.dumps(found))
+        print(f"{text}\n\n{name}: {found['seconds']:.0f} s{late}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ def test_the_first_seeds_guide_line_by_line(terminal: Terminal) -> None:
         end(process)
 
 
-def learned(name: str, tmp_path: Path, **options: float) -> list[dict]:
-    found = tiny.run(name, peers=int(options.pop("peers", 2)), scratch=tmp_path, seconds=1500.0, **options)
+def learned(name: str, tmp_path: Path) -> list[dict]:
+    found = tiny.run(name, scratch=tmp_path, seconds=1500.0)
     assert len(found["samples"]) >= 2
     assert all(share > 0 for share in found["samples"].values()), "every peer has given something"
     return found["evaluations"]
@@ -85,5 +85,5 @@ def test_masked_tokens_are_guessed_better(name: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("needs_lab")
 @pytest.mark.timeout(1800)
 def test_four_sites_on_shaped_lines(tmp_path: Path) -> None:
-    seen = learned("diloco-four-sites", tmp_path, peers=4, line_mbit=2.0, delay_ms=50.0)
+    seen = learned("diloco-four-sites", tmp_path)
     assert seen[-1]["evaluation_loss"] < seen[0]["evaluation_loss"]

@@ -70,8 +70,12 @@ def test_a_run_is_started_and_joined_as_the_readme_says(
     assert host.wait(PATIENCE_SECONDS) == 0, host.output()
 
 
+def test_the_readme_is_one_screen() -> None:
+    assert len(README.splitlines()) <= 60
+
+
 def test_the_tree_names_what_is_there() -> None:
-    [tree] = re.findall(r"```\n(src/potluck/.*?)```", README, re.DOTALL)
+    [tree] = re.findall(r"```\n(src/potluck/.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
     packages = set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
     source = ROOT / "src" / "potluck"
     assert packages == {path.parent.name for path in source.glob("*/__init__.py")}

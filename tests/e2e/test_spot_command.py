@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from commandline import PATIENCE_SECONDS, Terminal, events, until_event
-from organiser import LONG_SECONDS, ONE_THREAD, Organiser
+from commandline import PATIENCE_SECONDS, POTLUCK, Terminal, events, until_event
+from organiser import LONG_SECONDS, ONE_THREAD, Organiser, end, until_epoch
 
 from potluck.testing import namespaces
 from potluck.testing.polling import poll_until_sync
@@ -84,3 +86,62 @@ def test_trainers_on_lines_of_their_tiers_through_a_preemption(terminal: Termina
     assert namespaces.existing(LINES) == []
     assert terminal.ask("spot", "status", *place) == []
     assert any("worker-0 is" in each["text"] for each in events(up) if each["event"] == "said")
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """AWS's metadata service, version 2: it wants a token, and has nothing to say until a notice is given."""
+
+    notice = threading.Event()
+
+    def do_PUT(self) -> None:
+        self._answer(200, b"token")
+
+    def do_GET(self) -> None:
+        assert self.headers["X-aws-ec2-metadata-token"] == "token"
+        is_given = self.notice.is_set()
+        action = b'{"action": "terminate", "time": "2026-11-18T02:30:00Z"}' if is_given else b""
+        self._answer(200 if is_given else 404, action)
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def metadata() -> Iterator[ThreadingHTTPServer]:
+    Metadata.notice.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.timeout(400)
+def test_a_trainer_with_two_minutes_notice_hands_in_its_work_and_leaves(
+    terminal: Terminal, metadata: ThreadingHTTPServer
+) -> None:
+    """As on a spot machine: `spot watch` around `join`. What it has given counts, and the run goes on without it."""
+    organiser = Organiser(terminal)
+    host, link = organiser.host()
+    stays = organiser.join(link, "stays")
+    url = f"http://127.0.0.1:{metadata.server_address[1]}"
+    watch = ("spot", "watch", "--metadata-url", url, "--poll-seconds", "0.2", "--", *POTLUCK)
+    goes = organiser.join(link, "goes", program=(*POTLUCK, *watch))
+    until_epoch(goes, 2)
+    Metadata.notice.set()
+    assert goes.wait(PATIENCE_SECONDS) == 0, goes.output()
+    assert "terminate at 2026-11-18T02:30:00Z: the peer hands in its work and leaves" in goes.output()
+    assert "Traceback" not in goes.output()
+    left = until_event(goes, "trained")
+    assert left["given"] > 0
+    until_epoch(stays, left["epoch"] + 2)
+    for process in (stays, host):
+        end(process)

@@ -5,7 +5,9 @@ The whole profiles, with the real commands, are tests/e2e/test_experiment_profil
 
 from __future__ import annotations
 
+import json
 import math
+import runpy
 import shutil
 import subprocess
 import sys
@@ -94,6 +96,39 @@ def test_two_peers_train_its_tiny_profile_for_two_epochs(name: str, tmp_path: Pa
 def opened_with_data(recipe, manifest):
     recipe.data = data_of(recipe, manifest.settings[0].data)
     return recipe
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """sahajBERT's tiny model as an export of a run that has not begun, and the labelled sentences beside it."""
+    folder = shutil.copytree(EXPERIMENTS / "sahajbert", tmp_path_factory.mktemp("downstream") / "sahajbert")
+    subprocess.run([sys.executable, folder / "make_data.py", folder], check=True)
+    for texts in (folder / "texts").glob("*.jsonl"):
+        texts.write_text("".join(texts.read_text().splitlines(keepends=True)[:400]))
+    found = read_run_file(folder / "tiny.toml")
+    manifest = manifest_of(found, folder)
+    opened = open_recipe(manifest.recipe, manifest.model, folder / found.recipe, folder_files(folder))
+    recipe = opened_with_data(opened, manifest)
+    assert isinstance(recipe, LanguageModel)
+    recipe.export(recipe.model(), folder / "model")
+    return folder
+
+
+@pytest.mark.parametrize(("task", "chance"), [("ner", 0.4), ("ncc", 0.3)])
+def test_a_checkpoint_is_tried_on_both_downstream_tasks(
+    task: str,
+    chance: float,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On our labelled sentences: what is learned is better than the commonest answer."""
+    words = [str(checkpoint / "model"), "--task", task, "--tiny"]
+    monkeypatch.setattr(sys, "argv", ["downstream.py", *words])
+    runpy.run_path(str(checkpoint / "downstream.py"), run_name="__main__")
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["task"] == task
+    assert found["right"] > chance + 0.2, found
 
 
 @pytest.fixture(scope="module")

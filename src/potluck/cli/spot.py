@@ -14,6 +14,7 @@ import typer
 if TYPE_CHECKING:
     from potluck.spot.preemption import Change
     from potluck.spot.provider import Provider
+    from potluck.spot.supervision import SupervisionConfig
     from potluck.spot.tiers import Slot
     from potluck.testing.slotlines import SlotLines
 
@@ -33,6 +34,7 @@ HOST_START_SECONDS = 120.0
 LOCAL_INTERVAL_SECONDS = 1.0
 LOCAL_SHORT_LIFE_SECONDS = 20.0
 HOST_FILE = "host.json"
+SPOT_PRICES = "at the spot prices now; aux peers are bought at the full price, which is higher"
 
 
 @app.command("up")
@@ -117,7 +119,7 @@ def up(
             await _supervise(machines, Supervision(wanted, config), provider, experiment, stop, as_json)
 
     if dry_run:
-        _say_plan(wanted, provider, experiment, region, endpoint_url, config.kinds + config.aux_kinds, as_json)
+        _say_plan(wanted, config, _provider(provider, experiment, region, endpoint_url), as_json)
         return
     console.run(console.until_interrupted(work))
     _say(as_json, f"The machines go on. `potluck spot down --provider {provider} --experiment {experiment}` ends them.")
@@ -131,7 +133,7 @@ def status(
     endpoint_url: EndpointUrl = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show the machines of an experiment.
+    """Show the machines of an experiment, and what they cost now.
 
     Example: [bold]potluck spot status --provider aws --experiment albert[/bold]
     """
@@ -139,12 +141,20 @@ def status(
 
     from potluck.cli import console
 
-    machines = _provider(provider, experiment, region, endpoint_url).machines()
+    there = _provider(provider, experiment, region, endpoint_url)
+    machines = sorted(there.machines(), key=lambda each: each.slot)
+    prices = there.prices(sorted({each.kind for each in machines})) if machines else {}
     if as_json:
-        console.print_json(msgspec.to_builtins(machines))
+        console.print_json(
+            [msgspec.to_builtins(each) | {"dollars_per_hour": prices.get(each.kind)} for each in machines]
+        )
         return
-    rows = [{"slot": each.slot, "machine": each.id, "kind": each.kind, "state": each.state} for each in machines]
-    console.show_table(sorted(rows, key=lambda row: row["slot"]), empty=f"{experiment} has no machine.")
+    console.show_table(
+        [{"slot": each.slot, "machine": each.id, "kind": each.kind, "state": each.state} for each in machines],
+        empty=f"{experiment} has no machine.",
+    )
+    if dollars := sum(prices.get(each.kind, 0.0) for each in machines if each.state != "ending"):
+        _say(False, f"About {dollars:.2f} $/h {SPOT_PRICES}.")
 
 
 @app.command("down")
@@ -359,28 +369,39 @@ async def _supervise(
     await runner.run(stop)
 
 
-def _say_plan(
-    wanted: Sequence[Slot],
-    provider: ProviderName,
-    experiment: str,
-    region: str,
-    endpoint: str,
-    kinds: Any,
-    as_json: bool,
-) -> None:
+def _say_plan(wanted: Sequence[Slot], config: SupervisionConfig, provider: Provider, as_json: bool) -> None:
+    """Which machine each slot would get at the prices now."""
     from potluck.cli import console
 
-    prices = _provider(provider, experiment, region, endpoint).prices(kinds)
-    lines = {slot.name: slot.bandwidth_mbit for slot in wanted}
-    dollars = sum(
-        min((prices[kind] for kind in kinds if kind in prices), default=0.0) for slot in wanted if slot.role == "worker"
-    )
+    prices = provider.prices(config.kinds + config.aux_kinds)
+    rows: list[dict[str, Any]] = []
+    for slot in wanted:
+        kind = config.affordable(slot, prices)
+        rows.append(
+            {
+                "slot": slot.name,
+                "line_mbit": slot.bandwidth_mbit,
+                "kind": kind,
+                "dollars_per_hour": None if kind is None else prices.get(kind),
+            }
+        )
+    dollars = sum(row["dollars_per_hour"] or 0.0 for row in rows)
     if as_json:
-        console.print_json({"slots": lines, "prices": prices, "workers_dollars_per_hour": dollars})
+        console.print_json({"slots": rows, "prices": prices, "dollars_per_hour": dollars})
         return
-    rows = [{"slot": name, "line": "unlimited" if mbit is None else f"{mbit:g} Mbit/s"} for name, mbit in lines.items()]
-    console.show_table(rows, empty="")
-    _say(False, f"Workers cost about {dollars:.2f} $/h at the prices now. Nothing was started.")
+    console.show_table(
+        [
+            {
+                "slot": row["slot"],
+                "line": "unlimited" if row["line_mbit"] is None else f"{row['line_mbit']:g} Mbit/s",
+                "machine": row["kind"] or f"none for {config.max_price:g} $/h or less",
+                "$/h": "" if row["dollars_per_hour"] is None else f"{row['dollars_per_hour']:.3f}",
+            }
+            for row in rows
+        ],
+        empty="",
+    )
+    _say(False, f"About {dollars:.2f} $/h {SPOT_PRICES}. Nothing was started.")
 
 
 def _say_link(link: str, lines: SlotLines | None, as_json: bool) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from potluck.errors import ConfigurationError, PotluckError, RetryableError
+from potluck.errors import ConfigurationError, RetryableError
 from potluck.spot.provider import Machine, NoCapacityError, ThrottledError
 from potluck.spot.tiers import Slot
 
@@ -37,6 +37,7 @@ NO_CAPACITY = {
     "VcpuLimitExceeded",
 }
 THROTTLED = {"RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException"}
+FORGOTTEN = "InvalidInstanceID.NotFound"
 STATES: dict[str, Literal["starting", "running", "ending"]] = {
     "pending": "starting",
     "running": "running",
@@ -133,10 +134,21 @@ class AwsProvider:
         return Machine(id=instance["InstanceId"], slot=slot.name, kind=kind, state="starting", started_at=time.time())
 
     def end(self, ids: Sequence[str]) -> None:
-        """Terminate machines."""
-        with _explained():
-            for first in range(0, len(ids), MAX_IDS_PER_CALL):
-                self._ec2.terminate_instances(InstanceIds=list(ids[first : first + MAX_IDS_PER_CALL]))
+        """Terminate machines. AWS refuses a whole call if it has forgotten one of them, so then each has its own."""
+        from botocore.exceptions import ClientError
+
+        for first in range(0, len(ids), MAX_IDS_PER_CALL):
+            some = list(ids[first : first + MAX_IDS_PER_CALL])
+            try:
+                with _explained():
+                    self._ec2.terminate_instances(InstanceIds=some)
+            except ConfigurationError as error:
+                cause = error.__cause__
+                if not isinstance(cause, ClientError) or cause.response["Error"]["Code"] != FORGOTTEN:
+                    raise
+                if len(some) > 1:
+                    for each in some:
+                        self.end([each])
 
     def prices(self, kinds: Sequence[str]) -> dict[str, float]:
         """Return the spot price of each kind now, in its cheapest zone."""
@@ -216,7 +228,7 @@ def _explained() -> Iterator[None]:
             raise ThrottledError(f"AWS wants fewer requests ({code})") from error
         if code.startswith(("Invalid", "Unauthorized", "AuthFailure", "AccessDenied", "OptInRequired")):
             raise ConfigurationError(f"AWS refuses this ({code}): {message}") from error
-        raise PotluckError(f"AWS answered with {code}: {message}") from error
+        raise RetryableError(f"AWS answered with {code}: {message}") from error
     except NoCredentialsError as error:
         raise ConfigurationError("there are no AWS credentials: `aws configure` sets them up") from error
     except BotoCoreError as error:

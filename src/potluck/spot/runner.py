@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from potluck.errors import RetryableError
+from potluck.errors import PotluckError, RetryableError
 from potluck.spot.provider import Machine, NoCapacityError, Provider
 from potluck.spot.supervision import End, Rest, Standing, Start, Supervision, standing
 
@@ -52,16 +52,23 @@ class Runner:
         self._kinds = tuple(dict.fromkeys(config.kinds + config.aux_kinds))
         self._last: Standing | None = None
         self._last_at: float | None = None
+        self._too_dear: list[str] = []
         self.dollars = 0.0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Look and mend again and again; an error of the provider makes it wait longer, and never ends it."""
+        """Look and mend again and again; an error of the provider makes it wait longer, and never ends it.
+
+        Only what is wrong from the start is raised: a mistake in the options. Later the same error has another cause,
+        as when the credentials expire, and the machines are better watched again than left alone.
+        """
         pause = self._interval
         while not stop.is_set():
             try:
                 await self.turn()
                 pause = self._interval
-            except RetryableError as error:
+            except PotluckError as error:
+                if self._last is None and not isinstance(error, RetryableError):
+                    raise
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
                 self._say(f"{error}; next try in {pause:.0f} s")
             try:
@@ -87,6 +94,7 @@ class Runner:
                 )
             if isinstance(action, Start) and (started := await self._start(action)) is not None:
                 machines.append(started)
+        self._tell_too_dear(prices)
         return self._tell(machines, prices)
 
     async def _start(self, start: Start) -> Machine | None:
@@ -100,6 +108,15 @@ class Runner:
         line = f", {start.slot.bandwidth_mbit:g} Mbit/s" if start.slot.bandwidth_mbit is not None else ""
         self._say(f"{start.slot.name} is {machine.id} ({start.kind}{line})")
         return machine
+
+    def _tell_too_dear(self, prices: dict[str, float]) -> None:
+        """Say it when slots cannot be filled at the price allowed, and when they can again."""
+        config = self._supervision.config
+        too_dear = [slot.name for slot in self._supervision.slots if config.affordable(slot, prices) is None]
+        if too_dear != self._too_dear:
+            names = ", ".join(too_dear) or "none"
+            self._say(f"slots that no machine is cheap enough for ({config.max_price:g} $/h at most): {names}")
+        self._too_dear = too_dear
 
     def _tell(self, machines: list[Machine], prices: dict[str, float]) -> Standing:
         now = time.time()

@@ -42,6 +42,14 @@ class SupervisionConfig:
         """Return the kinds of machines for a slot."""
         return self.aux_kinds if slot.role == "aux" and self.aux_kinds else self.kinds
 
+    def affordable(self, slot: Slot, prices: dict[str, float], first: int = 0) -> str | None:
+        """Return the first kind for a slot, from `first` on, that is not too dear; None where all are."""
+        kinds = self.of(slot)
+        in_turn = (kinds[(first + offset) % len(kinds)] for offset in range(len(kinds)))
+        return next(
+            (kind for kind in in_turn if self.max_price is None or prices.get(kind, 0.0) <= self.max_price), None
+        )
+
     def __post_init__(self) -> None:
         if not self.kinds:
             raise ConfigurationError("name at least one kind of machine")
@@ -124,7 +132,7 @@ class Supervision:
                 continue
             if (lived_seconds := self._short_life(place, now)) is not None:
                 actions.append(Rest(slot=slot, lived_seconds=lived_seconds, seconds=self._rest(place, now)))
-            kind = self._affordable(slot, prices)
+            kind = self.config.affordable(slot, prices, place.next_kind)
             if now < place.rests_until or kind is None or num_starts >= self.config.starts_at_once:
                 continue
             num_starts += 1
@@ -161,14 +169,6 @@ class Supervision:
         place.num_failed += 1
         place.rests_until = now + wait
         return wait
-
-    def _affordable(self, slot: Slot, prices: dict[str, float]) -> str | None:
-        place, kinds = self._places[slot.name], self.config.of(slot)
-        for offset in range(len(kinds)):
-            kind = kinds[(place.next_kind + offset) % len(kinds)]
-            if self.config.max_price is None or prices.get(kind, 0.0) <= self.config.max_price:
-                return kind
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,9 +137,9 @@ async def _watch(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> 
 
 
 def _serve_parcels(host: Host) -> None:
-    """Hand to a fleet's machines what `potluck fleet up` has put onto the shelf."""
+    """Hand to a fleet's machines what `potluck fleet up` has put into its parcels."""
     from potluck.fleet.jobs.control import FOLDER
-    from potluck.fleet.jobs.shelf import Shelf
+    from potluck.fleet.jobs.parcels import ParcelFolder
 
     assert host.peer is not None
     roster = host.peer.session.roster
@@ -148,7 +148,7 @@ def _serve_parcels(host: Host) -> None:
         presence = roster.get(peer)
         return presence is not None and presence.card.role == "machine"
 
-    Shelf(host.config.hub.folder / FOLDER).serve(host.peer.links, is_machine)
+    ParcelFolder(host.config.hub.folder / FOLDER).serve(host.peer.links, is_machine)
 
 
 async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) -> None:

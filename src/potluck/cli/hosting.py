@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from potluck.cli.dashboardchild import DashboardOptions
     from potluck.monitor.alarms import Alarm, Kind
     from potluck.monitor.previews import Previewer
+    from potluck.peer.session import Session
     from potluck.run.host import Host, HostConfig
-    from potluck.run.peer import Peer
     from potluck.state.backupfile import BackupInfo
     from potluck.state.config import StateConfig
     from potluck.training.books.history import Preview
@@ -178,7 +178,7 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
         check_data(helper.board, recipe)
     is_staged = helper.board.manifest is not None and helper.board.manifest.pipeline is not None
     alarms = asyncio.create_task(
-        tell_alarms(host.peer, as_json, but=("standstill",) if is_staged else ()), name="alarms"
+        tell_alarms(host.peer.session, as_json, but=("standstill",) if is_staged else ()), name="alarms"
     )
     alarms.add_done_callback(lambda task: tasks.log_failures([task]))  # at once: a host may go on for months
     parts.push_async_callback(tasks.end, alarms)
@@ -291,12 +291,12 @@ def state_config(host: Host, backups: Backing) -> StateConfig:
     return StateConfig(folder=host.config.hub.folder / "states", backups=config, upload_to=backups.upload_to or None)
 
 
-async def tell_alarms(peer: Peer, as_json: bool, *, but: tuple[str, ...] = ()) -> None:
+async def tell_alarms(session: Session, as_json: bool, *, but: tuple[str, ...] = ()) -> None:
     """Say what is wrong with the run, when it begins and when it is over."""
     from potluck.cli import console
     from potluck.monitor.watcher import Watcher
 
-    watcher = await Watcher.started(peer.session)
+    watcher = await Watcher.started(session)
     told: dict[tuple[Kind, str], Alarm] = {}
     try:
         while True:

@@ -30,7 +30,7 @@ from potluck.fleet.jobs.control import FOLDER, FleetControl, fleet_control
 from potluck.fleet.jobs.desired import Desired
 from potluck.fleet.jobs.fleetfile import FleetFile, parse
 from potluck.fleet.jobs.job import Allowance, Job, Restart
-from potluck.fleet.jobs.shelf import FetchParcel, Shelf
+from potluck.fleet.jobs.parcels import FetchParcel, ParcelFolder
 from potluck.hub.access.member import Scopes
 from potluck.hub.access.organise import Organiser
 from potluck.hub.connection import Entry
@@ -165,7 +165,7 @@ async def until_state(control: FleetControl, *states: str) -> Any:
 async def test_a_member_cannot_order_jobs_or_look_into_them(tmp_path: Path) -> None:
     (tmp_path / "greeting").write_text("hello")
     async with open_run(tmp_path / "run") as house, machine(house, tmp_path / "anna") as agent:
-        Shelf(house.folder / FOLDER).serve(house.own_peer.links, lambda peer: peer == agent.peer_id)
+        ParcelFolder(house.folder / FOLDER).serve(house.own_peer.links, lambda peer: peer == agent.peer_id)
         async with fleet_control(house.folder, house.host.record) as control:
             await control.up(
                 plan(

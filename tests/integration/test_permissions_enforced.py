@@ -36,7 +36,6 @@ def foreign_subjects(me: str, *, coordinates: bool) -> list[str]:
         SUBJECTS.relay(me, OTHER),
         SUBJECTS.relay(OTHER, OTHER),
         SUBJECTS.plan(OTHER),
-        SUBJECTS.commit(OTHER),
         SUBJECTS.news(OTHER, "loss"),
         f"_INBOX.{OTHER}.x",
         f"_INBOX.{me}.lobby",
@@ -68,7 +67,7 @@ def foreign_subjects(me: str, *, coordinates: bool) -> list[str]:
             subjects.append(SUBJECTS.read(me, store.name))
         subjects.append(SUBJECTS.read(OTHER, store.name))
     if not coordinates:
-        subjects += [SUBJECTS.plan(me), SUBJECTS.commit(me)]
+        subjects += [SUBJECTS.plan(me)]
     return subjects
 
 
@@ -345,12 +344,12 @@ async def test_what_a_member_may_do_works(house: GuardHouse):
     ann = await house.newcomer(coordinates=True)
     main = await ann.join()
     heard: list[str] = []
-    for interest in (SUBJECTS.beacon("*"), SUBJECTS.plan("*"), SUBJECTS.commit("*")):
+    for interest in (SUBJECTS.beacon("*"), SUBJECTS.plan("*")):
         await main.subscribe(interest, lambda delivery: heard.append(delivery.subject))
-    spoken = [SUBJECTS.beacon(ann.peer), SUBJECTS.plan(ann.peer), SUBJECTS.commit(ann.peer)]
+    spoken = [SUBJECTS.beacon(ann.peer), SUBJECTS.plan(ann.peer)]
     for subject in spoken:
         await main.publish(subject, b"")
-    await poll_until(lambda: len(heard) == 3, PATIENCE_SECONDS, lambda: f"three messages, heard {heard}")
+    await poll_until(lambda: len(heard) == 2, PATIENCE_SECONDS, lambda: f"two messages, heard {heard}")
     with pytest.raises(PermissionDeniedError):  # packets have a connection of their own
         await main.subscribe(SUBJECTS.relay(ann.peer, "*"), lambda delivery: None)
     revision = await main.store("lease").put("coordinator", b"me", expected=0)

@@ -334,24 +334,24 @@ async def test_an_image_travels_as_a_parcel(box: Stage, engine: str, tmp_path: P
     from potluck.fleet.agent.runners.images import find_images
     from potluck.fleet.jobs.fleetfile import JobPlan
     from potluck.fleet.jobs.job import Parcel
-    from potluck.fleet.jobs.shelf import Shelf
+    from potluck.fleet.jobs.parcels import ParcelFolder
 
-    images, shelf = find_images(engine), Shelf(tmp_path / "host")
+    images, parcels = find_images(engine), ParcelFolder(tmp_path / "host")
     assert images is not None
-    name, parcel = images.image_for(JobPlan(name="walker", image=IMAGE), shelf)
+    name, parcel = images.image_for(JobPlan(name="walker", image=IMAGE), parcels)
     assert parcel is not None
-    assert images.image_for(JobPlan(name="walker", image=IMAGE), shelf) == (name, parcel)
-    assert images.image_for(JobPlan(name="walker", image="localhost/other:1"), shelf) == ("localhost/other:1", None)
+    assert images.image_for(JobPlan(name="walker", image=IMAGE), parcels) == (name, parcel)
+    assert images.image_for(JobPlan(name="walker", image="localhost/other:1"), parcels) == ("localhost/other:1", None)
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / "Dockerfile").write_text(f'FROM {IMAGE}\nENV MADE=here\nCMD ["sh", "-c", "echo $MADE"]\n')
-    built, built_parcel = images.image_for(JobPlan(name="built", build=tmp_path / "build"), shelf)
+    built, built_parcel = images.image_for(JobPlan(name="built", build=tmp_path / "build"), parcels)
     assert built_parcel is not None
     assert built_parcel != parcel
     fetched: list[str] = []
 
     async def fetch(wanted: Parcel, what: str) -> Path:
         fetched.append(what)
-        return shelf.path(wanted.digest)
+        return parcels.path(wanted.digest)
 
     job = box.job("", name="built", image=built, command=(), image_parcel=built_parcel)
     await box.runner.prepare(job, fetch)

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import weakref
 from statistics import median_low
 
 import numpy as np
@@ -430,11 +431,15 @@ def test_empty_chunks(name: str) -> None:
 
 def test_the_mean_holds_only_what_came_before_its_turn() -> None:
     accumulator = aggregator_for(AggregatorSpec()).begin(1, {"a": 1.0, "b": 1.0, "c": 1.0})
-    accumulator.add("a", torch.ones(1))
-    accumulator.add("c", torch.ones(1))
-    assert list(accumulator._early) == ["c"]  # type: ignore[attr-defined]
+    first, last = torch.ones(1), torch.ones(1)
+    first_is_held, last_is_held = weakref.ref(first), weakref.ref(last)
+    accumulator.add("a", first)
+    accumulator.add("c", last)
+    del first, last
+    assert first_is_held() is None
+    assert last_is_held() is not None
     accumulator.drop("b")
-    assert not accumulator._early  # type: ignore[attr-defined]
+    assert last_is_held() is None
 
 
 @every_aggregator

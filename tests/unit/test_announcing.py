@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 from gatheringroom import KEY, Room
@@ -24,31 +23,31 @@ AWAY = HubUnavailableError("the hub is away")
 
 
 class Desk:
-    """A announcer; what it publishes, commits and reaches is written down, and may fail."""
+    """An announcer with its session, lease and lineage; what it publishes and commits is written down, and may fail."""
 
     def __init__(self, *outcomes: Exception | None) -> None:
         self.said: list[tuple[str, bytes]] = []
         self.committed: list[Commit] = []
         self.tries_at: list[float] = []
         self.counts: Counter[str] = Counter()
-        self.lease = SimpleNamespace(token=KEY.token)
+        self.token = KEY.token  # of its lease
+        self.identity, self.peer_id, self.subjects, self.hub = IDENTITY, IDENTITY.peer_id, SUBJECTS, self
         self.is_away = False
         self.loses_lease = False  # at the first try
         self._outcomes = list(outcomes)
         self._clock = LoopClock()
-        session = SimpleNamespace(identity=IDENTITY, peer_id=IDENTITY.peer_id, subjects=SUBJECTS, hub=self)
-        self.announcer = Announcer(session, self.lease, SimpleNamespace(commit=self._commit), self.counts)  # type: ignore[arg-type]
+        self.announcer = Announcer(self, self, self, self.counts)  # type: ignore[arg-type]
 
     async def publish(self, subject: str, payload: bytes) -> None:
         if self.is_away:
             raise AWAY
         self.said.append((subject, payload))
 
-    async def _commit(self, commit: Commit, identity: Identity) -> None:
+    async def commit(self, commit: Commit, identity: Identity) -> None:
         assert identity is IDENTITY
         self.tries_at.append(self._clock.monotonic())
         if self.loses_lease:
-            self.lease.token = 0
+            self.token = 0
         outcome = self._outcomes.pop(0) if self._outcomes else None
         if outcome is not None:
             raise outcome

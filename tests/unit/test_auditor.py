@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ from gatheringroom import Room, presence
 
 from potluck.errors import DeadlineExceededError, PeerUnreachableError
 from potluck.hub.subjects import Subjects
+from potluck.link.dispatch import Incoming
 from potluck.peer.roster import Roster
 from potluck.round.audit import auditor as module
 from potluck.round.audit.auditcore import AuditConfig, AuditResult
@@ -21,6 +21,7 @@ from potluck.round.audit.disputes import UNPROVEN
 from potluck.round.audit.testimony import Holdings, HoldingsRequest
 from potluck.round.coordinator.director import OTHER_DIGEST, Director, DirectorTimeouts
 from potluck.round.plan.messages import Plan, Report
+from potluck.sim.inlineworkers import InlineWorkers
 from potluck.sim.virtualclock import VirtualClock
 from potluck.sim.virtualloop import in_virtual_time
 
@@ -29,7 +30,7 @@ MEMBERS = "ABCDE"
 
 
 class Hearing:
-    """An auditor, a round that is complete, and members of whom some answer."""
+    """An auditor, a round that is complete, and links to members of whom some answer."""
 
     def __init__(self) -> None:
         self.clock = VirtualClock()
@@ -46,28 +47,25 @@ class Hearing:
         plan = msgspec.structs.replace(room.plan(), deadline=self.clock.wall() + 100.0)
         assert plan.audit
         self.director = Director(plan, DirectorTimeouts(), self.clock.monotonic())
-        session = SimpleNamespace(
-            peer_id="host", roster=self.roster, now=self.clock.wall, subjects=Subjects("run"), clock=self.clock
-        )
-        links: Any = SimpleNamespace(request=self._request)
-        workers: Any = SimpleNamespace(run=self._work)
-        self.auditor = Auditor(links, session, workers, CONFIG, self.counts)  # type: ignore[arg-type]
+        self.peer_id, self.subjects = "host", Subjects("run")
+        self.auditor = Auditor(self, self, InlineWorkers(), CONFIG, self.counts)  # type: ignore[arg-type]
 
-    async def _request(self, peer: str, question: object, *, timeout_seconds: float, **_options: Any) -> Any:
+    def now(self) -> float:
+        """Of the hub."""
+        return self.clock.wall()
+
+    async def request(self, peer: str, question: object, *, timeout_seconds: float, **_options: Any) -> Any:
         self.timeouts.append(timeout_seconds)
         if isinstance(question, HoldingsRequest):
             self.inventoried.append(peer)
             if peer in self.hides:
                 self.clock.advance(timeout_seconds)
                 raise DeadlineExceededError(f"{peer} does not answer")
-            return SimpleNamespace(message=Holdings(), frames=[peer.encode()])
+            return Incoming(peer, Holdings(), [memoryview(peer.encode())])
         if peer in self.slow:
             await asyncio.sleep(timeout_seconds)
             raise DeadlineExceededError(f"{peer} does not answer")
         raise PeerUnreachableError(f"{peer} does not answer")
-
-    async def _work(self, work: Any) -> Any:
-        return work()
 
     def report(self, *peers: str, digest: str = "d") -> None:
         plan = self.director.plan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,8 +19,10 @@ from potluck.round.coordinator.adoption import Adoption
 from potluck.round.coordinator.convening import ADOPT_SECONDS, RETURN_SECONDS, Convener, NoPlan, Term, Wait
 from potluck.round.coordinator.gathering import GatherConfig, Proposal
 from potluck.round.coordinator.trigger import Quorum, Trigger
+from potluck.round.lineage import Lineage
 from potluck.round.plan.messages import Completed, RoundKey
 from potluck.round.plan.signing import sign_word
+from potluck.sim.memoryhub import MemoryHub
 from potluck.sim.virtualclock import VirtualClock
 
 FORMER = Identity.temporary()
@@ -29,27 +30,30 @@ GRACE_SECONDS = 1.0
 
 
 class Hall:
-    """A convener, and all that it looks at."""
+    """A convener, and all that it looks at: it stands for the session too."""
 
     def __init__(self, **gather: Any) -> None:
         self.clock = VirtualClock()
         self.roster = Roster()
         self.excluded: dict[str, str] = {}
-        self.lineage = SimpleNamespace(epoch=0, head=None)
-        self.lease = SimpleNamespace(view=LeaseView())
+        self.lineage = Lineage(MemoryHub("run").connect("HOST").store("lineage"), "run")
+        self.leases = LeaseView()
+        self.subjects = Subjects("run")
         self.counts: Counter[str] = Counter()
-        session = SimpleNamespace(clock=self.clock, roster=self.roster, now=self.clock.wall, subjects=Subjects("run"))
-        auditor = SimpleNamespace(barred=lambda _head: dict(self.excluded))
         self.convener = Convener(
-            session,  # type: ignore[arg-type]
-            self.lease,  # type: ignore[arg-type]
-            self.lineage,  # type: ignore[arg-type]
-            auditor,  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            self.leases,
+            self.lineage,
+            lambda _head: dict(self.excluded),
             GatherConfig(**gather),
             Quorum(grace_seconds=GRACE_SECONDS),
             self.counts,
         )
         self.term = Term(7, self.clock.monotonic())
+
+    def now(self) -> float:
+        """Of the hub."""
+        return self.clock.wall()
 
     def come(self, peer: str, **card: Any) -> None:
         self.roster.apply(presence(peer, **card))
@@ -86,7 +90,7 @@ def test_a_round_begins_when_all_trainers_are_ready() -> None:
 
 def test_the_plan_is_for_the_epoch_after_the_head_and_for_the_terms_attempt() -> None:
     hall = Hall()
-    hall.lineage.epoch = 4
+    hall.lineage.head = commit_of(4)
     hall.term.attempt = 3
     hall.is_ready("A", epoch=5)
     assert hall.step().plan.key == RoundKey(epoch=5, token=7, attempt=3)
@@ -177,7 +181,6 @@ def test_who_is_gone_or_was_ready_for_an_epoch_that_is_committed_is_ready_no_mor
     hall.clock.advance(GRACE_SECONDS)
     assert hall.members() == ["A"]
     hall.convener.committed(commit_of(1))
-    hall.lineage.epoch = 0  # else nobody is ready for the next one anyway
     assert hall.step() == Wait(None)
 
 
@@ -207,7 +210,7 @@ def test_who_was_lost_again_and_again_is_done_without_until_an_epoch_is_committe
     assert [member.peer for member in proposal.plan.members] == ["A", "C"]
     assert "attempts" in proposal.plan.left_out["B"]
     hall.convener.committed(commit_of(1))
-    hall.lineage.epoch = 1
+    hall.lineage.head = commit_of(1)
     hall.is_ready("A", "B", "C", epoch=2)
     assert hall.members() == ["A", "B", "C"]
 
@@ -237,12 +240,12 @@ def test_why_no_plan_is_possible_is_said_with_its_round() -> None:
 def completed(hall: Hall, *members: str, epoch: int = 1, digest: str = "d") -> Completed:
     """What a member says of a round of the coordinator before."""
     other = Hall()
-    other.lineage.epoch = epoch - 1
+    other.lineage.head = commit_of(epoch - 1) if epoch > 1 else None
     other.term.token = 6
     other.is_ready(*members, epoch=epoch, token=6)
     for member in members:
         other.roster.apply(presence(member, trusted=True))  # no audit
-    hall.lease.view.past_holders[6] = FORMER.peer_id
+    hall.leases.past_holders[6] = FORMER.peer_id
     plan = other.step().plan
     return Completed(coordinator=FORMER.peer_id, plan=sign_word(plan, FORMER, "run"), digest=digest)
 
@@ -280,7 +283,7 @@ def test_when_they_disagree_a_new_round_begins_after_that_time() -> None:
 def test_what_does_not_count_is_counted_and_a_round_begins_at_once() -> None:
     hall = Hall()
     said = completed(hall, "A")
-    hall.lease.view.past_holders.clear()
+    hall.leases.past_holders.clear()
     hall.is_ready("A", completed=said)
     assert hall.members() == ["A"]
     assert hall.counts["bad_claims"] == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,6 +13,7 @@ from gatheringroom import presence, ready
 
 from potluck.errors import RetryableError
 from potluck.hub.connection import Delivery
+from potluck.link.dispatch import Incoming
 from potluck.messages import encode
 from potluck.peer.identity import Identity
 from potluck.peer.lease import LeaseView
@@ -25,12 +25,39 @@ from potluck.round.coordinator.gathering import GatherConfig
 from potluck.round.lineage import Lineage
 from potluck.round.plan.messages import Abort, Plan, Report, Restoration, RoundKey, bitmap
 from potluck.round.plan.signing import read_word
+from potluck.sim.memoryconnection import MemoryConnection
 from potluck.sim.memoryhub import MemoryHub
 from potluck.sim.virtualloop import LoopClock, in_virtual_time
 
 IDENTITY = Identity.temporary()
 MOMENT_SECONDS = 0.05
 LONG_SECONDS = 3.0  # past any patience with silence
+
+
+class HeldLease:
+    """A lease that somebody else says who holds."""
+
+    def __init__(self) -> None:
+        self.token = 7
+        self.view = LeaseView()
+
+
+class HostSession:
+    """The session of a peer that coordinates, on a hub in memory."""
+
+    def __init__(self, hub: MemoryHub, connection: MemoryConnection, roster: Roster, clock: LoopClock) -> None:
+        self.hub, self.roster, self.clock, self.subjects = connection, roster, clock, hub.subjects
+        self.identity, self.peer_id = IDENTITY, IDENTITY.peer_id
+        self.changed: Callable[[str], None] = lambda _change: None
+
+    def now(self) -> float:
+        """Of the hub."""
+        return self.clock.wall()
+
+    def listen(self, listener: Callable[[str], None]) -> Callable[[], None]:
+        """To the hub's coming and going."""
+        self.changed = listener
+        return lambda: None
 
 
 class Chair:
@@ -42,30 +69,15 @@ class Chair:
         self.roster = Roster()
         self.words: list[Plan | Abort] = []
         self.reported: Callable[[Any], None] = lambda _incoming: None
-        self.hub_changed: Callable[[str], None] = lambda _change: None
-        self.lease = SimpleNamespace(token=7, view=LeaseView())
+        self.lease = HeldLease()
         self.others = self.hub.connect("OTHERS")
         connection = self.hub.connect(IDENTITY.peer_id)
-        self.session = SimpleNamespace(
-            hub=connection,
-            identity=IDENTITY,
-            peer_id=IDENTITY.peer_id,
-            subjects=self.hub.subjects,
-            roster=self.roster,
-            clock=self.clock,
-            now=self.clock.wall,
-            listen=self._listen,
-        )
+        self.session = HostSession(self.hub, connection, self.roster, self.clock)
         self.lineage = Lineage(connection.store("lineage"), "run", lambda commit: self.coordinator.committed(commit))
         config = CoordinatorConfig(gather=GatherConfig(**gather))
-        links = SimpleNamespace(handle=self._handle)
-        self.coordinator = Coordinator(links, self.session, self.lease, self.lineage, None, config)  # type: ignore[arg-type]
+        self.coordinator = Coordinator(self, self.session, self.lease, self.lineage, None, config)  # type: ignore[arg-type]
 
-    def _listen(self, listener: Callable[[str], None]) -> Callable[[], None]:
-        self.hub_changed = listener
-        return lambda: None
-
-    def _handle(self, _kind: type, handler: Callable[[Any], None]) -> None:
+    def handle(self, _kind: type, handler: Callable[[Any], None]) -> None:
         self.reported = handler
 
     def heard(self, delivery: Delivery) -> None:
@@ -98,7 +110,7 @@ class Chair:
         held = bitmap(range(plan.num_chunks)) if digest else b""
         for peer in peers:
             said = Report(key=plan.key, revision=plan.revision, held=held, digest=digest)
-            self.reported(SimpleNamespace(sender=peer, message=said))
+            self.reported(Incoming(peer, said, []))
 
     async def finish(self, *peers: str) -> None:
         self.report(*peers, digest="d")

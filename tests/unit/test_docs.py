@@ -67,3 +67,24 @@ def test_a_page_shows_what_there_is(page: Path) -> None:
         compile(block, str(page), "exec")
     for block in blocks(page, "toml"):
         tomllib.loads(block)
+
+
+LAYER = re.compile(r"^.* (\d+)  (\w+) +([\w/]+\.py) ", re.MULTILINE)
+
+
+def test_the_gradient_walks_through_ten_layers_that_there_are() -> None:
+    layers = LAYER.findall((ROOT / "docs/design/walk-gradient.md").read_text())
+    assert [int(number) for number, _, _ in layers] == list(range(11))
+    for _, name, path in layers:
+        assert re.search(rf"^class {name}\b", (ROOT / "src/potluck" / path).read_text(), re.MULTILINE), (name, path)
+
+
+@pytest.mark.parametrize("page", [*(ROOT / "docs/design").glob("*.md")], ids=lambda page: page.stem)
+def test_design_pages_name_files_that_there_are(page: Path) -> None:
+    named = set(re.findall(r"`((?:[a-z]+/)*\w+\.py)`", page.read_text()))
+    known = {
+        str(path.relative_to(ROOT))
+        for folder in ("src", "tests", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert {path for path in named if not any(f"/{each}".endswith(f"/{path}") for each in known)} == set()

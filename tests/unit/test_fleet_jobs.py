@@ -21,8 +21,8 @@ from potluck.fleet.jobs.desired import Desired
 from potluck.fleet.jobs.fleetfile import FleetFile, amount_of, parse
 from potluck.fleet.jobs.job import Allowance, Job, Limits, Mount, Restart
 from potluck.fleet.jobs.machine import MachineFacts
+from potluck.fleet.jobs.parcels import pack
 from potluck.fleet.jobs.placement import KnownMachine, place
-from potluck.fleet.jobs.shelf import pack
 from potluck.hub.keys import Signer, new_seed, public_key
 
 SEED = new_seed("user")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,8 +38,9 @@ class Station:
         self.is_away = False
         self.list_seconds = 0.0
         self.connection = Connection(id=ConnectionId("one", 1), peer=MALLORY, lane="main")
-        keeper: Any = SimpleNamespace(connections_of=lambda peer: [self.connection] if peer == MALLORY else [])
-        self.watch = FloodWatch(FloodCore(LIMITS, self.clock), self, keeper, self.registry, self.clock)  # type: ignore[arg-type]
+        connections = {MALLORY: [self.connection]}
+        core = FloodCore(LIMITS, self.clock)
+        self.watch = FloodWatch(core, self, lambda peer: connections.get(peer, []), self.registry, self.clock)  # type: ignore[arg-type]
 
     async def list_traffic(self, _lane: str) -> list[Traffic]:
         self.looks_at.append(self.clock.monotonic())

@@ -62,7 +62,7 @@ def test_the_size_is_looked_at_before_the_bytes() -> None:
         encode({"session": 1}),
         encode({"epoch": 1}),
         encode({"session": "s", "epoch": "many"}),
-        encode({"session": "s", "epoch": 2**64 - 1, "ready": 1}),
+        encode({"session": "s", "epoch": 2**64 - 1, "leaving": 1}),
         encode([]),
         encode(None),
         encode({"session": "s"})[:-1],
@@ -131,7 +131,7 @@ BEACONS = st.builds(
     epoch=st.integers(0, 2**63),
     samples=st.integers(0, 2**63),
     samples_per_second=st.floats(),
-    ready=st.booleans(),
+    leaving=st.booleans(),
 )
 
 

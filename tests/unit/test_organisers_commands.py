@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +14,14 @@ from typer.testing import CliRunner
 
 from potluck.cli import console, members, run
 from potluck.cli.demo import command, summary
+from potluck.cli.demo.promises import Promise
+from potluck.cli.demo.record import DemoRecord
 from potluck.cli.folders import asking_host, hosted_run
 from potluck.cli.main import app
 from potluck.cli.monitor import Screen, picture
 from potluck.errors import ConfigurationError, HubUnavailableError
+from potluck.hub.access.member import AccessRequest, Ban, Member, Scopes
+from potluck.hub.access.organise import MemberState
 from potluck.monitor.alarms import Alarm
 from potluck.monitor.view import Overview, PeerRow
 from potluck.recipes.reference import RecipeRef
@@ -85,7 +88,10 @@ def test_a_demo_in_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ok", [True, False])
 def test_a_broken_promise_is_an_exit_code(ok: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def perform(*_: Any, **__: Any) -> Any:
-        return SimpleNamespace(ok=ok)
+        promise = Promise(promise="it trains", kept=ok, found="")
+        return summary.DemoResult(
+            record=DemoRecord(), promises=[promise], preview=None, plot=tmp_path / "plot.png", seconds=1.0
+        )
 
     monkeypatch.setattr(command, "_perform", perform)
     monkeypatch.setattr(console, "run", asyncio.run)  # the fastest loop leaves a pipe in the process, for good
@@ -94,16 +100,20 @@ def test_a_broken_promise_is_an_exit_code(ok: bool, tmp_path: Path, monkeypatch:
     assert (result.exit_code, json.loads(result.output)) == (0 if ok else 1, {"ok": ok})
 
 
+ADA = Member(peer="UADA", person="guest:ada", scopes=Scopes(), name="Ada")
+LISTED: dict[str, Any] = {
+    "list_requests": AccessRequest(peer="UADA", person="guest:ada", role="trainer", name="Ada"),
+    "list_members": MemberState(member=ADA, state="alive", host="192.0.2.1"),
+    "list_bans": Ban(target="UADA"),
+}
+
+
 class Desk:
     """An organiser of a run that is nowhere."""
 
     def __getattr__(self, name: str) -> Any:
         async def answer(*_: Any) -> Any:
-            ada = {"peer": "UADA", "name": "Ada", "role": "trainer", "person": "guest:ada"}
-            someone = SimpleNamespace(
-                **ada, member=SimpleNamespace(**ada), target="UADA", host="192.0.2.1", asked_at=0.0, state="alive"
-            )
-            return [someone] if name.startswith("list_") else 2
+            return [LISTED[name]] if name in LISTED else 2
 
         return answer
 

@@ -52,10 +52,9 @@ def test_a_member_speaks_in_its_own_name_only():
     assert not may(main().publish, SUBJECTS.lobby(ME))
 
 
-def test_plans_commits_and_their_stores_are_for_coordinators():
+def test_plans_and_the_stores_of_commits_are_for_coordinators():
     subjects = [
         SUBJECTS.plan(ME),
-        SUBJECTS.commit(ME),
         SUBJECTS.write(ME, "lease", "coordinator"),
         SUBJECTS.write(ME, "lineage", "7"),
     ]
@@ -142,7 +141,6 @@ def test_what_a_member_hears():
     for subject in (
         SUBJECTS.beacon(OTHER),
         SUBJECTS.plan(OTHER),
-        SUBJECTS.commit(OTHER),
         SUBJECTS.news(OTHER, "loss.train"),
         f"_INBOX.{ME}.abc.1",
     ):

@@ -28,7 +28,16 @@ KEY = RoundKey(epoch=1, token=1, attempt=0)
 
 
 def tensors_of(seed: int, codec: str = "float16") -> FlatTensors:
-    values = {"w": torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed))}
+    return bound({"w": torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed))}, codec)
+
+
+def spoilt_at(position: int, value: float) -> FlatTensors:
+    values = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0))
+    values[position] = value
+    return bound({"w": values}, "float16")
+
+
+def bound(values: dict[str, torch.Tensor], codec: str) -> FlatTensors:
     return Layout.of(values, CodecChoice.everything(codec), "gradient").bind(values)
 
 
@@ -65,8 +74,7 @@ def test_weights_count() -> None:
 
 def test_our_own_values_that_are_not_finite_are_left_out_and_named() -> None:
     chunk = chunk_of("float16")
-    spoilt = tensors_of(0)
-    spoilt._tensors[0][7] = math.nan
+    spoilt = spoilt_at(7, math.nan)
     with pytest.raises(NotFiniteError):
         encode_values(chunk, spoilt)
     frame = encode_values(chunk, tensors_of(1))
@@ -85,8 +93,7 @@ def test_others_values_that_cannot_be_used_are_left_out_and_named() -> None:
 
 def test_where_nobodys_values_can_be_used_everybody_is_named() -> None:
     chunk = chunk_of("float16")
-    spoilt = tensors_of(0)
-    spoilt._tensors[0][0] = math.inf
+    spoilt = spoilt_at(0, math.inf)
     reduced = reduce_chunk(chunk, MEAN, {"b": bytes(3)}, {"a": 1.0, "b": 1.0}, Own(peer="a", tensors=spoilt))
     assert reduced.frame is None
     assert reduced.refused.keys() == {"a", "b"}

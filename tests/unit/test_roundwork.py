@@ -131,7 +131,7 @@ def test_how_far_contributions_may_be_ahead(monkeypatch: pytest.MonkeyPatch) -> 
             on_news=lambda: None,
             on_broken=lambda _error: None,
         )
-        return round_work._ahead_chunks()
+        return round_work.ahead_chunks()
 
     assert ahead(3, 40) == 40 // 2 // 2
     assert ahead(9, 160) == 160 // 2 // 8
@@ -142,7 +142,7 @@ def test_how_far_contributions_may_be_ahead(monkeypatch: pytest.MonkeyPatch) -> 
 @in_virtual_time
 async def test_who_sends_more_than_there_is_room_for_has_to_wait_and_all_of_it_is_used() -> None:
     desk = Desk(plan_for(3, 40))
-    room = desk.round_work._ahead_chunks()
+    room = desk.round_work.ahead_chunks()
     assert room == 10
     for chunk in range(40):
         desk.contribute(1, chunk, 1.0)  # whatever the limit

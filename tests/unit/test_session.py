@@ -118,11 +118,11 @@ async def test_a_beacon_each_second_with_what_is_new() -> None:
     session = house.session()
     await session.open()
     await asyncio.sleep(10)
-    session.update_beacon(epoch=7, ready=True)
+    session.update_beacon(epoch=7, leaving=True)
     await asyncio.sleep(2)
     assert 11 <= len(house.beacons) <= 13
     assert [beacon.epoch for beacon in house.beacons[:5]] == [0] * 5
-    assert (house.beacons[-1].epoch, house.beacons[-1].ready) == (7, True)
+    assert (house.beacons[-1].epoch, house.beacons[-1].leaving) == (7, True)
     assert session.statistics()["beacons"] == len(house.beacons)
     await session.close()
     before = len(house.beacons)

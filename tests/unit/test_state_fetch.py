@@ -157,7 +157,7 @@ async def test_a_lying_keeper_is_dropped_and_named(caplog: pytest.LogCaptureFixt
             await keeper.publish(model(1, 16), 1)
         held = liar.keeper.shelf.get(1)
         assert held is not None
-        for chunk in held.snapshot._chunks:
+        for chunk in held.snapshot.by_hash().values():
             chunk.data[7] ^= 1
         with await joiner.keeper.fetch(timeout_seconds=TIMEOUT_SECONDS) as fetched:
             assert same(fetched.tensors(), model(1, 16))
@@ -193,7 +193,7 @@ async def test_when_all_lie_the_fetch_fails_and_says_who() -> None:
         await liar.publish(model(1), 1)
         held = liar.keeper.shelf.get(1)
         assert held is not None
-        for chunk in held.snapshot._chunks:
+        for chunk in held.snapshot.by_hash().values():
             chunk.data[0] ^= 1
         with pytest.raises(StateUnavailableError):
             await joiner.keeper.fetch(timeout_seconds=20.0)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from potluck.round.plan.messages import Commit, Restoration, RoundKey
 from potluck.sim.memoryhub import MemoryHub
 from potluck.training.manifest import noticeboard, steering
 from potluck.training.manifest.changes import described, differences, full_name, values_of, with_values
+from potluck.training.manifest.earlier import EarlierState
 from potluck.training.manifest.manifest import (
     DiLoCoSettings,
     Manifest,
@@ -280,13 +281,12 @@ async def test_nothing_can_be_steered_without_a_manifest() -> None:
 
 async def test_orders_to_go_back_are_numbered(run_manifest: Manifest) -> None:
     async with helm_of(run_manifest) as (helm, _guard, _signer):
-        backup: Any = SimpleNamespace(epoch=2, digest=DIGEST)
+        state = EarlierState(epoch=2, digest=DIGEST, num_bytes=1, keepers=("Ada",))
         for number in (1, 2):
-            ordered = await helm.roll_back(backup, by="Ada")
+            ordered = await helm.roll_back(state, by="Ada")
             assert ordered.rollback == Rollback(number=number, to_epoch=2, digest=DIGEST, given_at_epoch=4)
-        backup.epoch = 9
         with pytest.raises(ConfigurationError, match="has not reached"):
-            await helm.roll_back(backup, by="Ada")
+            await helm.roll_back(dataclasses.replace(state, epoch=9), by="Ada")
 
 
 def test_an_order_is_pending_until_the_lineage_says_that_it_is_done(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -323,11 +322,17 @@ def test_whoever_is_stopped_while_it_catches_up_has_trained_nonetheless(monkeypa
         assert trainer.train(threading.Event()).steps == 0
 
 
+class AtEpochThree:
+    """An optimizer, as far as leaving looks at it."""
+
+    epoch = 3
+
+
 class Leaving:
     """A trainer with so many samples in hand, for `hand_in` to do something with."""
 
     unfinished_samples = 8
-    optimizer = SimpleNamespace(epoch=3)
+    optimizer = AtEpochThree()
     given = 32.0
 
     def __init__(self, handed_in: int | Exception) -> None:

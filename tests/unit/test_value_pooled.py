@@ -17,7 +17,24 @@ from potluck.errors import ConfigurationError
 from potluck.fleet.value.fragment import Fragment, Origin
 from potluck.fleet.value.learner import LearnerConfig, ValueLearner
 from potluck.fleet.value.pooled import PooledConfig, PooledValue
+from potluck.fleet.value.version import ValueVersion
 from potluck.fleet.value.ways import LocalWay
+
+
+class OpenWay(LocalWay):
+    """What was offered can be looked at, and the newest version be another than the learner's."""
+
+    def __init__(self) -> None:
+        super().__init__(ValueLearner())
+        self.offered: list[Fragment] = []
+        self.given: ValueVersion | None = None
+
+    def offer(self, fragment: Fragment) -> bool:
+        self.offered.append(fragment)
+        return super().offer(fragment)
+
+    def newest(self) -> ValueVersion | None:
+        return self.given or super().newest()
 
 
 def join(way: LocalWay, laptop: str = "ada", **config: float) -> PooledValue:
@@ -70,7 +87,7 @@ def test_a_silent_learner_costs_no_progress_and_is_named(caplog: pytest.LogCaptu
 
 
 def test_a_pooled_network_that_predicts_nonsense_is_not_used() -> None:
-    way = LocalWay(ValueLearner())
+    way = OpenWay()
     pooled = join(way, tolerance=1.1)
     for seed in range(20):
         pooled.advantages(walk(seed))
@@ -78,11 +95,11 @@ def test_a_pooled_network_that_predicts_nonsense_is_not_used() -> None:
     version = way.newest()
     assert version is not None
     head = f"heads.{pooled.origin.head}.linear.weight"
-    way._version = msgspec.structs.replace(version, state={**version.state, head: -5 * version.state[head]})
+    way.given = msgspec.structs.replace(version, state={**version.state, head: -5 * version.state[head]})
     pooled.advantages(walk(100))
     assert pooled.using == "own"
     assert "predicts worse" in pooled.why
-    way._version = msgspec.structs.replace(version, state={**version.state, head: np.zeros((3, 3))})
+    way.given = msgspec.structs.replace(version, state={**version.state, head: np.zeros((3, 3))})
     pooled.advantages(walk(101))
     assert pooled.using == "own"
     assert pooled.counts["unusable_versions"] == 1
@@ -100,13 +117,13 @@ def test_another_task_under_our_task_s_name_stops_nobody() -> None:
 
 
 def test_the_present_policy_s_log_probabilities_travel() -> None:
-    way = LocalWay(ValueLearner())
+    way = OpenWay()
     pooled = join(way)
     fragment = walk(1)
     pooled.advantages(fragment, share=False)
-    assert way._waiting == []
+    assert way.offered == []
     pooled.share(fragment, present_log_probs=torch.full((32, 4), -0.5))
-    [shared] = way._waiting
+    [shared] = way.offered
     np.testing.assert_array_equal(shared.behaviour_and_present()[1], np.full((32, 4), -0.5, np.float32))
     with pytest.raises(ConfigurationError, match="after `advantages` has seen it"):
         pooled.share(walk(2))

@@ -9,7 +9,6 @@ import json
 from collections import namedtuple
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -24,7 +23,6 @@ from potluck.clock import SystemClock
 from potluck.errors import ConfigurationError, HubUnavailableError, RoleRefusedError
 from potluck.hub.joinlink import JoinLink
 from potluck.hub.presence import Role
-from potluck.hub.subjects import Subjects
 from potluck.messages import PROTOCOL_VERSION
 from potluck.peer import machinecheck
 from potluck.peer.identity import Identity
@@ -64,7 +62,9 @@ def part(
     monkeypatch: pytest.MonkeyPatch, play: Play, *, hours: Any = None, roles: tuple[Role, ...] = ("trainer",)
 ) -> Part:
     monkeypatch.setattr(Part, "_as", lambda _self, role, stop: play(role, stop))
-    options: Any = SimpleNamespace(hours=hours)
+    options = TrainOptions()
+    if hours is not None:
+        monkeypatch.setattr(TrainOptions, "hours", hours)
     return Part(
         link=LINK,
         identity_path=None,
@@ -206,21 +206,21 @@ def test_a_recipe_that_this_machine_has_not(tmp_path: Path) -> None:
 async def test_what_a_trainer_names_is_looked_at_first(tmp_path: Path, recipe: str, device: str, says: str) -> None:
     file = tmp_path / "own.py"
     file.write_text(recipe)
-    options: Any = SimpleNamespace(recipe=file, device=device)
+    options = TrainOptions(recipe=file, device=device)
     with pytest.raises(ConfigurationError, match=says):
         await takingpart.check_choices(options)
 
 
 @in_virtual_time
 async def test_a_run_that_has_ended() -> None:
-    session: Any = SimpleNamespace(hub=MemoryHub("test").connect("ada"), subjects=Subjects("test"))
+    hub = MemoryHub("test").connect("ada")
     endless = Manifest(run="test", recipe=DIGITS)
     ending = Manifest(run="test", recipe=DIGITS, settings=(Settings(end_epoch=1),))
     coordinator = Identity.temporary()
-    lineage = Lineage(session.hub.store("lineage"), "test")
+    lineage = Lineage(hub.store("lineage"), "test")
     await lineage.start()
     await lineage.open_term(1)
-    assert await last_epoch(session, ending) is None
+    assert await last_epoch(hub.store("lineage"), ending) is None
     only = Commit(
         epoch=1,
         key=RoundKey(epoch=1, token=1, attempt=0),
@@ -232,10 +232,10 @@ async def test_a_run_that_has_ended() -> None:
         layout="l",
     )
     await lineage.commit(only, coordinator)
-    assert await last_epoch(session, ending) == 1
-    assert await last_epoch(session, endless) is None
+    assert await last_epoch(hub.store("lineage"), ending) == 1
+    assert await last_epoch(hub.store("lineage"), endless) is None
     await lineage.close()
-    await session.hub.close()
+    await hub.close()
 
 
 async def test_who_leaves_while_the_state_is_loaded_is_let_go(

@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,8 +159,7 @@ async def test_groups_are_seen_when_there_is_more_than_one() -> None:
 @in_virtual_time
 async def test_a_host_says_when_something_goes_wrong_and_when_it_is_over(capsys: pytest.CaptureFixture[str]) -> None:
     scene = Scene()
-    peer: Any = SimpleNamespace(session=scene.session)
-    telling = asyncio.create_task(hosting.tell_alarms(peer, as_json=True))
+    telling = asyncio.create_task(hosting.tell_alarms(scene.session, as_json=True))
     for loss in (2.0, math.nan, math.nan, 2.0):
         await scene.say(loss=loss)
         await asyncio.sleep(hosting.ALARMS_EVERY_SECONDS)

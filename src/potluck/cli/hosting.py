@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from potluck.cli.dashboardchild import DashboardOptions
     from potluck.monitor.alarms import Alarm, Kind
     from potluck.monitor.previews import Previewer
+    from potluck.peer.session import Session
     from potluck.run.host import Host, HostConfig
-    from potluck.run.peer import Peer
     from potluck.state.backupfile import BackupInfo
     from potluck.state.config import StateConfig
     from potluck.training.books.history import Preview
@@ -137,9 +137,9 @@ async def _watch(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> 
 
 
 def _serve_parcels(host: Host) -> None:
-    """Hand to a fleet's machines what `potluck fleet up` has put onto the shelf."""
+    """Hand to a fleet's machines what `potluck fleet up` has put into its parcels."""
     from potluck.fleet.jobs.control import FOLDER
-    from potluck.fleet.jobs.shelf import Shelf
+    from potluck.fleet.jobs.parcels import ParcelFolder
 
     assert host.peer is not None
     roster = host.peer.session.roster
@@ -148,7 +148,7 @@ def _serve_parcels(host: Host) -> None:
         presence = roster.get(peer)
         return presence is not None and presence.card.role == "machine"
 
-    Shelf(host.config.hub.folder / FOLDER).serve(host.peer.links, is_machine)
+    ParcelFolder(host.config.hub.folder / FOLDER).serve(host.peer.links, is_machine)
 
 
 async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) -> None:
@@ -178,7 +178,7 @@ async def _help(host: Host, work: Work, parts: AsyncExitStack, as_json: bool) ->
         check_data(helper.board, recipe)
     is_staged = helper.board.manifest is not None and helper.board.manifest.pipeline is not None
     alarms = asyncio.create_task(
-        tell_alarms(host.peer, as_json, but=("standstill",) if is_staged else ()), name="alarms"
+        tell_alarms(host.peer.session, as_json, but=("standstill",) if is_staged else ()), name="alarms"
     )
     alarms.add_done_callback(lambda task: tasks.log_failures([task]))  # at once: a host may go on for months
     parts.push_async_callback(tasks.end, alarms)
@@ -291,12 +291,12 @@ def state_config(host: Host, backups: Backing) -> StateConfig:
     return StateConfig(folder=host.config.hub.folder / "states", backups=config, upload_to=backups.upload_to or None)
 
 
-async def tell_alarms(peer: Peer, as_json: bool, *, but: tuple[str, ...] = ()) -> None:
+async def tell_alarms(session: Session, as_json: bool, *, but: tuple[str, ...] = ()) -> None:
     """Say what is wrong with the run, when it begins and when it is over."""
     from potluck.cli import console
     from potluck.monitor.watcher import Watcher
 
-    watcher = await Watcher.started(peer.session)
+    watcher = await Watcher.started(session)
     told: dict[tuple[Kind, str], Alarm] = {}
     try:
         while True:

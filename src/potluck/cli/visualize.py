@@ -48,7 +48,7 @@ def visualize(
     console.set_up_logging(verbose)
 
     async def watch(peer: Peer, stop: asyncio.Event) -> None:
-        await console.unless_stopped(unless_ended(peer, _watch(peer, recipe, every, once, as_json)), stop)
+        await console.unless_stopped(unless_ended(peer.session.ended, _watch(peer, recipe, every, once, as_json)), stop)
 
     observe(parse_link(link, "potluck visualize"), "visualizer", identity_path, as_json, watch)
 
@@ -76,14 +76,14 @@ async def _watch(peer: Peer, recipe_file: Path | None, every: int, once: bool, a
         await board.close()
 
 
-async def unless_ended(peer: Peer, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work; if our membership ends first, raise why."""
+async def unless_ended(ended: asyncio.Future[None], work: Coroutine[Any, Any, None]) -> None:
+    """Do the work; if our membership has `ended` first, raise why."""
     from potluck import tasks
 
     task = asyncio.create_task(work)
     try:
-        await asyncio.wait({task, peer.session.ended}, return_when=asyncio.FIRST_COMPLETED)
-        (task if task.done() else peer.session.ended).result()
+        await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+        (task if task.done() else ended).result()
     finally:
         if not task.done():
             await tasks.end(task)

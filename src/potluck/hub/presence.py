@@ -58,7 +58,6 @@ class Beacon(Message, frozen=True, kw_only=True):
     samples_per_second: float = 0.0
     steps_per_second: float = 0.0  # of its own optimizer, where it takes several between two rounds; 0: it does not say
     counted_at: float = 0.0  # hub time at which it had these samples; 0: it does not say
-    ready: bool = False  # wants to take part in the next round
     target: int = 0  # how many samples make an epoch, as this peer was told; 0: it does not say
     leaving: bool = False  # it computes no more, and waits for the next epoch to hand in what it has done
     loss: float | None = None  # of its latest batches, smoothed; shown, never trusted

@@ -12,7 +12,7 @@ hub enforces that (permissions.py), so a receiver reads the sender off the subje
     p.RUN.write.PEER.STORE.…  request to the guard by a coordinator: a write of a key of a store
     p.RUN.organise.PEER.VERB  request to the guard by an organiser: invite, approve, ban, …
     p.RUN.relay.TO.FROM       link packets that find no direct way
-    p.RUN.plan.PEER           a coordinator's plans;  p.RUN.commit.PEER  its commits
+    p.RUN.plan.PEER           a coordinator's plans
     p.RUN.news.PEER.TOPIC     whatever else a member tells all others
     p.RUN.g.GROUP.…           plan.PEER, beacon.PEER and news.PEER.TOPIC of a group other than `main`
     p.RUN.kv.STORE.KEY        the guard's writes to a store;  p.RUN.changed.STORE.KEY  its changes, told by the hub
@@ -102,9 +102,6 @@ class Subjects:
 
     def plan(self, peer: str) -> str:
         return f"{self._group_root}.plan.{peer}"
-
-    def commit(self, peer: str) -> str:
-        return f"{self._group_root}.commit.{peer}"
 
     def news(self, peer: str, topic: str) -> str:
         return f"{self._group_root}.news.{peer}.{topic}"

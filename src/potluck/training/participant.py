@@ -191,7 +191,7 @@ class Participant:
         self._tell(Prepared("manifest"))
         self._prepare(manifest)
         check_ready(manifest, self._recipe_file)
-        if (epoch := run.call(last_epoch(run.peer.session, manifest))) is not None:
+        if (epoch := run.call(last_epoch(run.peer.session.store("lineage"), manifest))) is not None:
             self._tell(RunIsOver(epoch))
             return None
         if manifest.pipeline is not None:

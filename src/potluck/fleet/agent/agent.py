@@ -31,8 +31,8 @@ from potluck.fleet.jobs import desired as documents
 from potluck.fleet.jobs.desired import Desired
 from potluck.fleet.jobs.job import Allowance, Job, Parcel
 from potluck.fleet.jobs.machine import ASK_TOPIC, TOPIC, MachineReport
+from potluck.fleet.jobs.parcels import ParcelFolder
 from potluck.fleet.jobs.sealing import unseal
-from potluck.fleet.jobs.shelf import Shelf
 from potluck.hub.connection import Delivery, Entry
 from potluck.hub.joinlink import JoinLink, fetch_address
 from potluck.messages import encode
@@ -87,7 +87,7 @@ class Agent:
         self._runners = runners
         self._jobs = config.folder / JOBS
         self._jobs.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._shelf = Shelf(config.folder)
+        self._parcels = ParcelFolder(config.folder)
         self._peer: Peer | None = None
         self._wake, self._report_wanted = asyncio.Event(), asyncio.Event()
         self._works: dict[str, asyncio.Task[None]] = {}
@@ -326,13 +326,13 @@ class Agent:
         await self._runners[job.kind].prepare(job, lambda parcel, what: self._parcel(job, parcel, what))
 
     async def _parcel(self, job: Job, parcel: Parcel, what: str) -> Path:
-        if self._shelf.has(parcel):
-            return self._shelf.path(parcel.digest)
+        if self._parcels.has(parcel):
+            return self._parcels.path(parcel.digest)
         self._preparing[job.name] = f"fetches {what} ({parcel.num_bytes / 1e6:.1f} MB)"
         self._report_wanted.set()
         if self._peer is None or not self.desired.shelf:
             raise RetryableError(f"it waits for the hub, from which it gets {what}")
-        return await self._shelf.fetch(parcel, self._peer.links, self.desired.shelf)
+        return await self._parcels.fetch(parcel, self._peer.links, self.desired.shelf)
 
     def _environment(self, job: Job, folder: JobFolder) -> dict[str, str]:
         own = "/potluck" if job.image else str(folder.own)

@@ -18,7 +18,7 @@ from potluck.errors import PotluckError
 from potluck.fleet.agent.jobfolder import JobFolder
 from potluck.fleet.agent.runners.runner import Runner
 from potluck.fleet.jobs.job import NAME
-from potluck.fleet.jobs.shelf import ITEM_BYTES, ITEM_SECONDS, send_file
+from potluck.fleet.jobs.parcels import ITEM_BYTES, ITEM_SECONDS, send_file
 from potluck.hub.keys import Signer, verify
 from potluck.link.links import Links, Stream
 from potluck.messages import Message

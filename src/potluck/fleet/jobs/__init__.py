@@ -4,7 +4,7 @@ fleetfile.py   fleet.toml, read and checked
 job.py         a job on a machine, and what the machine's owner allows
 placement.py   which machine a job goes to
 sealing.py     secrets that only one machine can open
-shelf.py       files and images by digest, which machines fetch over links
+parcels.py     files and images by digest, which machines fetch over links
 desired.py     all jobs in one document, signed by an organiser
 machine.py     what a machine reports: what it has, how its jobs are
 control.py     the organiser's side: up, down, restart, logs

@@ -32,8 +32,8 @@ from potluck.fleet.jobs.fleetfile import FleetFile, JobPlan
 from potluck.fleet.jobs.job import Job, Parcel
 from potluck.fleet.jobs.machine import ASK_TOPIC, MAX_REPORT_BYTES, TOPIC, JobReport, MachineReport
 from potluck.fleet.jobs.machinelinks import MachineLinks
+from potluck.fleet.jobs.parcels import ParcelFolder, pack
 from potluck.fleet.jobs.placement import KnownMachine, place
-from potluck.fleet.jobs.shelf import Shelf, pack
 from potluck.fleet.member import FleetMember
 from potluck.hub.access.member import Scopes
 from potluck.hub.access.organise import Done, Organiser
@@ -111,7 +111,7 @@ class FleetControl:
         self._organiser = Organiser(hub, self._subjects, keys.organiser_public)
         self._folder = folder
         self._links = MachineLinks(self._organiser, address, record.run, self._signer)
-        self.shelf = Shelf(folder / FOLDER)
+        self.parcels = ParcelFolder(folder / FOLDER)
 
     async def close(self) -> None:
         """Leave. Idempotent."""
@@ -233,7 +233,7 @@ class FleetControl:
         before = await self.desired()
         await self.revise(lambda present: present.with_jobs(()))
         await self._revoke({job.invite for job in before.jobs})
-        self.shelf.keep_only(set())
+        self.parcels.keep_only(set())
         return [job.name for job in before.jobs]
 
     async def up(
@@ -260,7 +260,7 @@ class FleetControl:
             lambda present: msgspec.structs.replace(present.with_jobs(jobs), shelf=shelf if jobs else present.shelf)
         )
         await self._revoke({job.invite for job in before.jobs} - {job.invite for job in newest.jobs})
-        self.shelf.keep_only({parcel.digest for job in newest.jobs for parcel in parcels_of(job)})
+        self.parcels.keep_only({parcel.digest for job in newest.jobs for parcel in parcels_of(job)})
         return changes
 
     async def _settled(
@@ -287,13 +287,13 @@ class FleetControl:
     def _draft(self, plan: JobPlan, machine: str, folder: Path, images: ImageMaker | None) -> Job:
         files = None
         if plan.files:
-            draft = self.shelf.draft()
+            draft = self.parcels.draft()
             pack([(name, folder / name) for name in plan.files], draft)
-            files = self.shelf.add(draft)
+            files = self.parcels.add(draft)
         image, image_parcel = plan.image, None
         if plan.is_container:
             if images is not None:
-                image, image_parcel = images.image_for(plan, self.shelf)
+                image, image_parcel = images.image_for(plan, self.parcels)
             elif plan.build is not None:
                 raise ConfigurationError(
                     f"{plan.name} is built from {plan.build}, and there is no container engine here: start Docker or "
@@ -389,13 +389,13 @@ class FleetControl:
     async def copy(self, name: str, path: str, target: Path) -> list[str]:
         """Bring a file or folder of a job's working folder here; the names of what came."""
         job = (await self.desired()).job(name)
-        return await self._links.copy(job, path, target, self.shelf)
+        return await self._links.copy(job, path, target, self.parcels)
 
 
 class ImageMaker(Protocol):
     """Finds or builds images where `potluck fleet up` runs."""
 
-    def image_for(self, plan: JobPlan, shelf: Shelf) -> tuple[str, Parcel | None]:
+    def image_for(self, plan: JobPlan, parcels: ParcelFolder) -> tuple[str, Parcel | None]:
         """The image's name, and the image itself where it is here."""
         ...
 
@@ -413,7 +413,7 @@ def read_report(data: bytes) -> MachineReport:
 
 
 def parcels_of(job: Job) -> list[Parcel]:
-    """What a job needs from the shelf."""
+    """What a job needs of the parcels."""
     return [parcel for parcel in (job.files, job.image_parcel) if parcel is not None]
 
 

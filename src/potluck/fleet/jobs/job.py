@@ -65,7 +65,7 @@ class Mount(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Parcel(Message, frozen=True, kw_only=True):
-    """Something that the host's shelf holds under its digest (shelf.py)."""
+    """Something that the host's parcel folder holds under its digest (parcels.py)."""
 
     digest: str
     num_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**42)]

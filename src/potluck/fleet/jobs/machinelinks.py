@@ -14,7 +14,7 @@ from pathlib import Path
 from potluck.errors import ConfigurationError, DeadlineExceededError, PeerUnreachableError, RetryableError
 from potluck.fleet.agent.desk import WARRANT_SECONDS, ReadFiles, ReadLog, Warrant, issue
 from potluck.fleet.jobs.job import Job
-from potluck.fleet.jobs.shelf import Shelf
+from potluck.fleet.jobs.parcels import ParcelFolder
 from potluck.hub.access.member import Scopes
 from potluck.hub.access.organise import Organiser
 from potluck.hub.address import HubAddress
@@ -53,11 +53,11 @@ class MachineLinks:
                 for frame in frames:
                     yield bytes(frame)
 
-    async def copy(self, job: Job, path: str, target: Path, shelf: Shelf) -> list[str]:
+    async def copy(self, job: Job, path: str, target: Path, parcels: ParcelFolder) -> list[str]:
         """Bring a file or folder of a job's working folder here; the names of what came."""
         peer = await self._linked(job.machine)
         request = ReadFiles(warrant=self._warrant(peer), job=job.name, path=path)
-        draft = shelf.draft()
+        draft = parcels.draft()
         try:
             with draft.open("wb") as file:
                 async with await self._open(peer, job, request) as stream:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Callable, Iterable
 
 from potluck.clock import Clock
 from potluck.errors import ProtocolError, RetryableError
 from potluck.hub.access.member import Ban, ban_key
-from potluck.hub.guard.connections import Lane
+from potluck.hub.guard.connections import Connection, Lane
 from potluck.hub.guard.floodcore import Flood, FloodCore, Traffic
 from potluck.hub.guard.hubsystem import HubSystem
-from potluck.hub.guard.presencekeeper import PresenceKeeper
 from potluck.hub.guard.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -36,15 +36,16 @@ class FloodWatch:
         self,
         core: FloodCore,
         system: HubSystem,
-        keeper: PresenceKeeper,
+        connections_of: Callable[[str], Iterable[Connection]],
         registry: Registry,
         clock: Clock,
         lane: Lane = "main",
     ) -> None:
+        """`connections_of` gives those that a peer has."""
         self._lane = lane
         self._core = core
         self._system = system
-        self._keeper = keeper
+        self._connections_of = connections_of
         self._registry = registry
         self._clock = clock
         self._found: dict[str, Flood] = {}  # by peer; those that were not dealt with yet
@@ -84,7 +85,7 @@ class FloodWatch:
     async def _stop(self, flood: Flood) -> None:
         """Cut its connections, and then write the ban: of the two, that is what the flood may hold up."""
         peer = flood.peer
-        cut = await asyncio.gather(*(self._system.kick(each.id) for each in self._keeper.connections_of(peer)))
+        cut = await asyncio.gather(*(self._system.kick(each.id) for each in self._connections_of(peer)))
         self.counts["cut_floods"] += sum(cut)
         if not self._registry.bans_of(peer):
             seconds, now = self._core.sentence(peer), self._clock.wall()

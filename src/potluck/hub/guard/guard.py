@@ -235,7 +235,7 @@ class Guard:
             spawn=self._background.spawn,
         )
         self._floods = [
-            FloodWatch(FloodCore(limits, clock), self._system, self._keeper, registry, clock, lane)
+            FloodWatch(FloodCore(limits, clock), self._system, self._keeper.connections_of, registry, clock, lane)
             for lane, limits in _limited_lanes(config.flood)
         ]
         self._organisers = OrganiserDesk(registry, self, clock)

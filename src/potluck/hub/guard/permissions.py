@@ -58,13 +58,12 @@ def main_permissions(subjects: Subjects, peer: str, scopes: Scopes) -> Permissio
     if scopes.organiser:
         publish.append(subjects.organise(peer, "*"))
     if scopes.coordinates:
-        publish += [subjects.plan(peer), subjects.commit(peer), *(group.plan(peer) for group in groups)]
+        publish += [subjects.plan(peer), *(group.plan(peer) for group in groups)]
     publish += [subjects.write(peer, store.name, ">") for store in writable_stores(scopes.coordinates)]
     subscribe = [
         f"{Subjects.inbox(peer)}.>",
         subjects.beacon("*"),
         subjects.plan("*"),
-        subjects.commit("*"),
         subjects.news("*", ">"),
         *(subject for group in groups for subject in (group.beacon("*"), group.plan("*"), group.news("*", ">"))),
         *(subjects.store_change(store, ">") for store in readable),

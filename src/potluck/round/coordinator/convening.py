@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from potluck.errors import PotluckError
 from potluck.peer.groupsession import GroupSession
-from potluck.peer.lease import Lease
-from potluck.round.audit.auditor import Auditor
+from potluck.peer.lease import LeaseView
 from potluck.round.audit.exclusions import Absences
 from potluck.round.coordinator.adoption import Adoption, CompletionClaim, find_adoption, read_claims
 from potluck.round.coordinator.gathering import (
@@ -72,18 +71,18 @@ class Convener:
     def __init__(
         self,
         session: GroupSession,
-        lease: Lease,
+        leases: LeaseView,
         lineage: Lineage,
-        auditor: Auditor,
+        barred: Callable[[Commit | None], dict[str, str]],
         gather: GatherConfig,
         trigger: Trigger,
         counts: Counter[str],
     ) -> None:
-        """`counts` are the coordinator's."""
+        """`barred` says whom audits exclude, and why, given the newest commit; `counts` are the coordinator's."""
         self._session = session
-        self._lease = lease
+        self._leases = leases
         self._lineage = lineage
-        self._auditor = auditor
+        self._found_out = barred
         self._trigger = trigger
         self._counts = counts
         self._gathering = Gathering(gather)
@@ -176,7 +175,7 @@ class Convener:
 
     def _barred(self, candidates: list[Candidate]) -> dict[str, str]:
         """Who may not take part in the next attempt, and why."""
-        barred = self._auditor.barred(self._lineage.head)
+        barred = self._found_out(self._lineage.head)
         return barred | self._absences.barred([c.peer for c in candidates if c.peer not in barred])
 
     def _returned_by(self, ready: list[ReadySender]) -> float:
@@ -187,7 +186,7 @@ class Convener:
     def _claims(self, candidates: list[Candidate], epoch: int) -> list[CompletionClaim]:
         """What members say that they completed under a coordinator before us."""
         said = {c.peer: c.ready.completed for c in candidates if c.ready.completed is not None}
-        claims, bad = read_claims(said, self._session.subjects.scope, self._lease.view.past_holders, epoch)
+        claims, bad = read_claims(said, self._session.subjects.scope, self._leases.past_holders, epoch)
         self._counts["bad_claims"] += len(bad)
         for peer, why in bad.items():
             logger.debug("what %s says that it completed does not count: %s", peer, why)

@@ -88,7 +88,9 @@ class Coordinator:
         self._config = config
         self._clock = session.clock
         self._auditor = Auditor(links, session, workers, config.gather.audit, self.counts)
-        self._convener = Convener(session, lease, lineage, self._auditor, config.gather, config.trigger, self.counts)
+        self._convener = Convener(
+            session, lease.view, lineage, self._auditor.barred, config.gather, config.trigger, self.counts
+        )
         self._announcer = Announcer(session, lease, lineage, self.counts)
         self._term: Term | None = None
         self._last_term: Term | None = None

@@ -160,7 +160,7 @@ class RoundWork:
         """
         return (
             generation > 0
-            or len(self._ahead.get(sender, ())) < self._ahead_chunks()
+            or len(self._ahead.get(sender, ())) < self.ahead_chunks()
             or not self.exchange.wants_contribution(sender, number, generation)
         )
 
@@ -303,11 +303,11 @@ class RoundWork:
                 is_current=lambda chunk, generation: self.exchange.generation(chunk) == generation,
                 on_sent=self._sent,
                 seal_of=self.work.seal_of,
-                ahead_chunks=self._ahead_chunks(),
+                ahead_chunks=self.ahead_chunks(),
             )
         return lane
 
-    def _ahead_chunks(self) -> int:
+    def ahead_chunks(self) -> int:
         """How many contributions to a reducer may wait there for others."""
         num_others = max(1, sum(member.sends for member in self.plan.members) - 1)
         room_bytes = CONTRIBUTIONS_BYTES_PER_ELEMENT * self.grid.elements // num_others

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import potluck
 from potluck.errors import ConfigurationError, RetryableError
+from potluck.hub.connection import Store
 from potluck.messages import PROTOCOL_VERSION
-from potluck.peer.session import Session
 from potluck.recipes.approval import approved_copy
 from potluck.recipes.reference import check_copy
 from potluck.round.lineage import Lineage
@@ -20,11 +20,11 @@ def check_ready(manifest: Manifest, recipe: Path | None) -> None:
     check_copy(manifest.recipe, recipe or approved_copy(manifest.recipe, manifest.files))
 
 
-async def last_epoch(session: Session, manifest: Manifest) -> int | None:
-    """The epoch that a run has ended with; None while it goes on."""
+async def last_epoch(store: Store, manifest: Manifest) -> int | None:
+    """The epoch that a run has ended with, by its store `lineage`; None while it goes on."""
     if not any(settings.end_epoch for settings in manifest.settings):
         return None
-    lineage = Lineage(session.hub.store("lineage"), session.subjects.run)
+    lineage = Lineage(store, manifest.run)
     try:
         await lineage.start()
     except RetryableError:  # trainers wait for a hub that is away, and then it is seen

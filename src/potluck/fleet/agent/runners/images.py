@@ -1,4 +1,4 @@
-"""Images where `potluck fleet up` runs: found or built there, and put onto the shelf for machines that lack them."""
+"""Images where `potluck fleet up` runs: found or built there, and made a parcel for machines that lack them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from potluck.errors import ConfigurationError
 from potluck.fleet.agent.runners import engine
 from potluck.fleet.jobs.fleetfile import JobPlan
 from potluck.fleet.jobs.job import Parcel
-from potluck.fleet.jobs.shelf import Shelf
+from potluck.fleet.jobs.parcels import ParcelFolder
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class Images:
     def __init__(self, client: Any) -> None:
         self._client = client
 
-    def image_for(self, plan: JobPlan, shelf: Shelf) -> tuple[str, Parcel | None]:
+    def image_for(self, plan: JobPlan, parcels: ParcelFolder) -> tuple[str, Parcel | None]:
         """The image's name, and the image itself where it is here."""
         from docker.errors import APIError, BuildError, ImageNotFound
 
@@ -40,19 +40,19 @@ class Images:
             return name, None  # the machine may have it, or its registry
         except (BuildError, APIError, TypeError) as error:
             raise ConfigurationError(f"the image of {plan.name} cannot be built from {plan.build}: {error}") from error
-        return name, self._saved(image, shelf)
+        return name, self._saved(image, parcels)
 
-    def _saved(self, image: Any, shelf: Shelf) -> Parcel:
+    def _saved(self, image: Any, parcels: ParcelFolder) -> Parcel:
         """The image as a parcel; each is written once."""
-        path = shelf.folder.parent / KNOWN_FILE
+        path = parcels.folder.parent / KNOWN_FILE
         known = _read(path)
         parcel = known.get(image.id)
-        if parcel is not None and shelf.has(parcel):
+        if parcel is not None and parcels.has(parcel):
             return parcel
-        draft = shelf.draft()
+        draft = parcels.draft()
         with draft.open("wb") as file:
             file.writelines(image.save(named=True))
-        parcel = shelf.add(draft)
+        parcel = parcels.add(draft)
         path.write_bytes(msgspec.json.encode({**known, image.id: parcel}))
         return parcel
 

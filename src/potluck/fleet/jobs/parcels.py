@@ -1,6 +1,6 @@
 """Parcels by digest: files that jobs send along, and images. They lie on the host and travel to machines over links.
 
-`potluck fleet up` puts them onto the shelf, which is a folder of the host. The host's peer hands them to machines; a
+`potluck fleet up` puts them into a folder of the host. The host's peer hands them to machines; a
 machine keeps what it has fetched, and fetches nothing twice.
 """
 
@@ -36,7 +36,7 @@ class FetchParcel(Message, frozen=True, kw_only=True, tag=True):
     offset: int = 0
 
 
-class Shelf:
+class ParcelFolder:
     """A folder of parcels."""
 
     def __init__(self, folder: Path) -> None:
@@ -62,7 +62,7 @@ class Shelf:
         return self.folder / f".{secrets.token_hex(8)}"
 
     def add(self, draft: Path) -> Parcel:
-        """Put a file onto the shelf, under its digest; the draft is gone afterwards."""
+        """Put a file into the folder, under its digest; the draft is gone afterwards."""
         with draft.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
@@ -96,7 +96,7 @@ class Shelf:
     # Fetching
 
     async def fetch(self, parcel: Parcel, links: Links, peer: str) -> Path:
-        """The parcel, from the peer's shelf unless it is here. What was broken off goes on where it was."""
+        """The parcel, from the peer that has it, unless it is here. What was broken off goes on where it was."""
         async with self._fetching[parcel.digest]:  # two jobs may want the same one
             return self.path(parcel.digest) if self.has(parcel) else await self._fetch(parcel, links, peer)
 

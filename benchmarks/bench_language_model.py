@@ -1,12 +1,13 @@
 """A language model of transformers trained by three slow peers, and by one alone for the same time.
 
     scripts/bench language_model [--epochs 30] [--most-seconds 900]
-    scripts/bench language_model --large [--epochs 4]      # 26 M parameters: exported, and loaded by transformers alone
+    scripts/bench language_model --large [--epochs 3]      # 26 M parameters: exported, and loaded by transformers alone
 
 All by the real commands: a host with hf-causal-lm, a tokenizer that it trains itself, texts that it serves; peers that
 have nothing but the link, each held to two thirds of a core. Prints the held-out loss of both runs as JSON.
 `share_of_cores` is the processor time that peers had of what they were allowed; `share_of_computing` are the tokens of
-three peers, against three times those of the one that is alone and waits for nobody. `host_cpu_seconds` and
+three peers, against three times those of the one that is alone and waits for nobody; `share_of_waiting` is how much of
+its time each peer's training waited for exchanges. `host_cpu_seconds` and
 `others_cpu_seconds` (all that is no process of ours) say what else took the cores.
 """
 
@@ -228,6 +229,7 @@ class Company:
             for n in range(len(self.peers))
         )
         epoch = self.epoch()
+        last = [[e for _, who, e in self.events if who == n and e["event"] == "progress"][-1] for n in range(len(used))]
         for peer in self.peers:
             peer.stop()
         time.sleep(3.0)  # the host saves the newest state
@@ -252,6 +254,7 @@ class Company:
             "cpu_seconds": [round(each, 1) for each in used],
             "host_cpu_seconds": round(host, 1),
             "others_cpu_seconds": round(others, 1),
+            "share_of_waiting": [round(each["seconds_waiting"] / max(each["seconds"], 1e-9), 3) for each in last],
             "first_sample_seconds": round(self.first_sample_seconds(), 1),
             "held_out_loss_untrained": round(before, 4),
             "held_out_loss": round(after, 4),
@@ -273,7 +276,7 @@ class Company:
 
 def main() -> None:
     parser = harness.parser(__doc__, repeats=None)  # and nothing outlives us
-    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--epochs", type=int, default=None, help="outer steps; 30, or 3 of the large model")
     parser.add_argument("--most-seconds", type=float, default=900.0)
     parser.add_argument("--momentum", type=float, default=0.5, help="of the outer step; few of them swing with more")
     parser.add_argument("--overlap", type=int, default=9, help="most local steps while an exchange is under way")
@@ -281,11 +284,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="Where to work and leave the runs; else removed.")
     given = parser.parse_args()
     size, seconds = (LARGE if given.large else SMALL), given.most_seconds
+    num_epochs = given.epochs or (3 if given.large else 30)
     outer = {"momentum": given.momentum, "overlap": given.overlap}
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
         results: dict[str, Any] = {"load_average": os.getloadavg()}
-        for name, num_peers, epochs in (("three", 3, given.epochs), ("one", 1, None)):
+        for name, num_peers, epochs in (("three", 3, num_epochs), ("one", 1, None)):
             if given.large and name == "one":
                 continue
             (folder / name).mkdir(parents=True)

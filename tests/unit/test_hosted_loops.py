@@ -109,6 +109,24 @@ def test_a_loop_of_one_s_own_ends_with_the_run_and_keeps_its_receipts(
         assert receipts_of(organised.run) == ({1, 2, 3}, 2.0 * BATCH_SIZE * END)
 
 
+def test_taking_the_shared_weights_lands_what_is_under_way() -> None:
+    with train_lab() as lab:
+        organised = Organised(lab, DiLoCoSettings(inner_steps=2, overlap_steps=1, grace_seconds=0.05))
+        model = make_model()
+        optimizer = potluck.DiLoCo(organised.run, torch.optim.SGD(model.named_parameters(), lr=0.1))
+        for number in range(2):
+            loss_of(model, make_batch(number, BATCH_SIZE)).backward()
+            optimizer.step(batch_size=BATCH_SIZE)
+            optimizer.zero_grad()
+        assert optimizer.driver.is_busy
+        assert optimizer.epoch == 0
+        optimizer.take_shared()
+        assert not optimizer.driver.is_busy
+        assert optimizer.epoch == 1
+        shared = optimizer.method.shared
+        assert all(torch.equal(value, shared[name]) for name, value in model.named_parameters())
+
+
 def lightning_fit(organised: Organised, lab: TrainLab, folder: Path) -> int:
     """How many steps the framework's trainer took; it has data for many more."""
     chosen = lightninglab.strategy(lab, organised.run, source=None, target_batch_size=2 * BATCH_SIZE)

@@ -90,6 +90,7 @@ def test_two_trusted_trainers_evaluate_what_they_share() -> None:
         together(*(partial(each.train, threading.Event()) for each in trainers))
         one = trainers[0]
         assert one.optimizer.epoch == 4
+        assert all(each.optimizer.driver.seconds_waiting > 0 for each in trainers), "an exchange of two without overlap"
         found = poll_until_sync(lambda: desk.figures_at(4), 30.0, lambda: f"the figures of epoch 4: {desk.counts}")
 
         # The same as one peer that looks at all of it, with the weights that all share.

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from trainlab import train_lab
 from typer.testing import CliRunner
@@ -15,6 +16,7 @@ from potluck.cli.main import app
 from potluck.errors import ConfigurationError
 from potluck.recipes.catalogue import open_recipe
 from potluck.training.manifest import organising
+from potluck.training.manifest.manifest import DiLoCoSettings
 from potluck.training.manifest.runfile import manifest_of, read_run_file
 from potluck.training.manifest.skeleton import files_of_a_run
 from potluck.training.trainer.trainer import Trainer
@@ -62,6 +64,14 @@ def test_the_recipe_to_start_from_is_fine(tmp_path: Path) -> None:
 def test_what_a_volunteer_would_have_found(before: str, after: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=words):
         try_in(folder_of_run(tmp_path, (before, after)))
+
+
+def test_more_fragments_than_layers_are_told_to_the_organiser(tmp_path: Path) -> None:
+    folder = folder_of_run(tmp_path)
+    start = msgspec.structs.replace(read_run_file(folder), training=DiLoCoSettings(num_fragments=9))
+    manifest = manifest_of(start, folder)
+    with pytest.raises(ConfigurationError, match="num_fragments=9, and the model has 3 layers"):
+        try_out(open_recipe(manifest.recipe, manifest.model, folder / "recipe.py"), manifest)
 
 
 def test_every_stage_is_tried(tmp_path: Path) -> None:

@@ -257,10 +257,13 @@ async def test_who_leaves_while_the_state_is_loaded_is_let_go(
 
 
 def test_progress_is_told_to_programs_with_the_number_of_peers(capsys: pytest.CaptureFixture[str]) -> None:
-    training.Presenter(True).tell(Progressed(TrainProgress(7, 10, 80, 0.5, 12.0, given=64), 3))
+    training.Presenter(True).tell(
+        Progressed(TrainProgress(7, 10, 80, 0.5, 12.0, given=64, seconds=20.0, seconds_waiting=1.5), 3)
+    )
     [told] = events(capsys)
     assert (told["event"], told["epoch"], told["samples"], told["peers"]) == ("progress", 7, 80, 3)
     assert told["given"] == 64, "as the run's book says"
+    assert (told["seconds"], told["seconds_waiting"]) == (20.0, 1.5)
 
 
 def test_progress_is_told_to_people_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,5 +293,7 @@ def _figures(progress: TrainProgress, num_peers: int) -> dict[str, Any]:
         "samples_per_second": progress.samples_per_second,
         "paused": progress.paused,
         "handed_in": progress.handed_in,
+        "seconds": round(progress.seconds, 1),
+        "seconds_waiting": round(progress.seconds_waiting, 1),
         "peers": num_peers,
     }

@@ -96,6 +96,7 @@ class Driver:
         self.gives_up: Callable[[], bool] = lambda: False
         """Whether to leave a round before its end: because this peer leaves, and its time for that is over."""
         self.last_result: RoundResult | None = None
+        self.seconds_waiting = 0.0  # of the training thread, for rounds
         self._run = run
         self._method = method
         self._collaboration = collaboration
@@ -147,12 +148,14 @@ class Driver:
         """
         pending = self._start(timeout_seconds, stand_by=stand_by)
         self._pending = pending
-        until = self._clock.monotonic() + timeout_seconds if timeout_seconds is not None else math.inf
+        began = self._clock.monotonic()
+        until = began + timeout_seconds if timeout_seconds is not None else math.inf
         is_over = False
         try:
             while not is_over and not self.gives_up() and (left := until - self._clock.monotonic()) > 0:
                 is_over = pending.result.wait(min(LOOK_UP_SECONDS, left))
         finally:
+            self.seconds_waiting += self._clock.monotonic() - began
             if not is_over:  # this peer is stopped, or Ctrl-C: leave the round before anything else
                 self._leave_round()
                 self._method.withdraw(pending.offer)
@@ -189,9 +192,10 @@ class Driver:
 
     def _wait_for_round(self) -> bool:
         """Wait for the end of the round in the background; False: this peer gives up before."""
-        is_over = self._pending is None
+        is_over, began = self._pending is None, self._clock.monotonic()
         while self._pending is not None and not is_over and not self.gives_up():
             is_over = self._pending.last.wait(LOOK_UP_SECONDS)
+        self.seconds_waiting += self._clock.monotonic() - began
         return is_over or self._pending is None or self._pending.last.is_known
 
     def _withdraw_unless_stepped(self, pending: _Pending) -> None:

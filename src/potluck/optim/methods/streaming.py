@@ -83,7 +83,8 @@ def split(names: Sequence[str], num_fragments: int) -> list[list[str]]:
         layers.setdefault(layer_of(name), []).append(name)
     if num_fragments > len(layers):
         raise ConfigurationError(
-            f"{num_fragments} fragments of a model of {len(layers)} layers: take at most as many as there are layers"
+            f"num_fragments={num_fragments}, and the model has {len(layers)} layers: take at most as many as there are "
+            "layers"
         )
     fragments: list[list[str]] = [[] for _ in range(num_fragments)]
     for number, members in enumerate(layers.values()):

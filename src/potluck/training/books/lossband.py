@@ -43,6 +43,15 @@ def leaves_band(good: Sequence[Evaluated], newest: Evaluated, config: Evaluation
     return not newest.loss <= upper_edge(good, config)
 
 
+def good_ones(evaluated: Iterable[Evaluated], config: Evaluation) -> list[Evaluated]:
+    """Of evaluations in their order, those that were numbers and within the band when they came."""
+    good: list[Evaluated] = []
+    for each in evaluated:
+        if math.isfinite(each.loss) and not leaves_band(good, each, config):
+            good.append(each)
+    return good
+
+
 def members_between(rounds: Iterable[RoundRecord], after_epoch: int, up_to_epoch: int) -> list[str]:
     """By name: who gave something to these epochs."""
     names = {

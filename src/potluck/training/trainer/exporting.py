@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 import potluck
 from potluck.errors import ConfigurationError, ProtocolError
+from potluck.plaintext import clean
 from potluck.recipes.catalogue import open_recipe
 from potluck.run.hostrecord import read_record
 from potluck.state.backupfile import BackupInfo
@@ -26,6 +28,7 @@ from potluck.training.manifest.requirements import KEPT_FILE
 from potluck.training.trainer.models import load, untrained
 
 MOST_NAMED = 50
+_MARKDOWN = re.compile(r"[\\`*_\[\]<>#|~&:@]")
 CONTRIBUTORS_FILE = "contributors.json"
 
 
@@ -109,5 +112,10 @@ def _contributors(info: BackupInfo) -> str:
         names = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return ""
-    told = "\n".join(f"- {name}: {samples:,.0f} samples" for name, samples in names[:MOST_NAMED])
+    told = "\n".join(f"- {_as_text(name)}: {samples:,.0f} samples" for name, samples in names[:MOST_NAMED])
     return f"## Contributors\n\n{told}\n"
+
+
+def _as_text(name: str) -> str:
+    """As somebody called themselves, on a page that will be published: no markup, and no link."""
+    return _MARKDOWN.sub(r"\\\g<0>", clean(name))

@@ -140,8 +140,11 @@ class DiLoCo(outer_loops.DiLoCo):
     def take_shared(self) -> None:
         """Have the model hold the weights that all peers share at this epoch.
 
-        Unless told so it holds this peer's own: the shared ones, and the local steps since.
+        Unless told so it holds this peer's own: the shared ones, and the local steps since. An exchange in the
+        background is landed first.
         """
+        if self.driver.is_busy:  # its outer step changes the shared weights in another thread
+            self.driver.land()
         for name, parameter in self.method.state.model.items():
             parameter.copy_(self.method.shared[name])
 

@@ -62,6 +62,8 @@ class TrainProgress:
     paused: bool = False
     handed_in: int = 0  # samples that would have been lost by leaving at once
     given: int = 0  # samples of it that epochs hold, as the run's book says
+    seconds: float = 0.0  # since it began to train
+    seconds_waiting: float = 0.0  # … of these, for rounds
 
     def describe_given(self) -> str:
         """For a person who leaves: what is in the model, and what of the work is not."""
@@ -384,4 +386,6 @@ class Trainer:
             samples_per_second=0.0 if paused else self.samples / seconds,
             paused=paused,
             given=round(self.given),
+            seconds=seconds,
+            seconds_waiting=self.optimizer.driver.seconds_waiting,
         )

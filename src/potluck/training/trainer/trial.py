@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from potluck.errors import ConfigurationError, PotluckError
+from potluck.optim.methods.streaming import split
 from potluck.recipes.recipe import Recipe, data_of, require_downloads
-from potluck.training.manifest.manifest import Manifest
+from potluck.training.manifest.manifest import DiLoCoSettings, Manifest
 from potluck.training.trainer.models import untrained
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,10 @@ def try_out(recipe: Recipe[Any], manifest: Manifest) -> bool:
         return False
     try:
         model = untrained(recipe, manifest.seed)
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         for entry in manifest.settings:
+            if isinstance(entry.training, DiLoCoSettings):
+                split(names, entry.training.num_fragments)
             recipe.data = data_of(recipe, entry.data)
             _learn_one(recipe, model)
     except PotluckError:

@@ -6,7 +6,8 @@ import asyncio
 import inspect
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from potluck.testing import ports
 from potluck.testing.forkserver import FORK_SERVER
 from potluck.testing.leaks import Resources, pending_tasks
 from potluck.testing.processes import Children
+from potluck.testing.smalldisk import CannotMountError, small_disk
 
 os.environ["POTLUCK_NO_DASHBOARD"] = "1"  # hosts that tests start have none, unless a test says otherwise
 
@@ -50,6 +52,20 @@ _FAILED = pytest.StashKey[bool]()
 def unused_tcp_port() -> int:
     """A TCP port of 127.0.0.1 that was free a moment ago."""
     return ports.unused_tcp_port()
+
+
+@pytest.fixture
+def mount_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Makes a disk of so many bytes; the test is skipped where none can be mounted."""
+    with ExitStack() as stack:
+
+        def mount(num_bytes: int) -> Path:
+            try:
+                return stack.enter_context(small_disk(tmp_path / "disk", num_bytes))
+            except CannotMountError as error:
+                pytest.skip(str(error))
+
+        yield mount
 
 
 @pytest.fixture

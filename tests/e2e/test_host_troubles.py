@@ -6,9 +6,7 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from commandline import PATIENCE_SECONDS, Terminal, events, until_event
 
 from potluck.testing.polling import poll_until_sync
 from potluck.testing.processes import Children, ManagedProcess
+from potluck.testing.smalldisk import CannotMountError, fill, small_disk
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -95,18 +94,6 @@ class Town:
         return told == sorted(told) and "Traceback" not in self.bakery.host.output() + self.ada.output()
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path, num_bytes: int = DISK_BYTES) -> Iterator[Path]:
-    """A file system of its own that is soon full; CalledProcessError where none can be mounted."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
-    subprocess.run(mount, capture_output=True, text=True, check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
 def until_event_after(process: ManagedProcess, epoch: int) -> None:
     """Wait until a trainer tells of this epoch."""
     poll_until_sync(
@@ -122,21 +109,11 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
     with contextlib.ExitStack() as stack:
         disk, why_not = None, ""
         try:
-            disk = stack.enter_context(small_disk(folder / "disk"))
-        except subprocess.CalledProcessError as error:
-            why_not = f"no file system can be mounted: {error.stderr.strip()}"
+            disk = stack.enter_context(small_disk(folder / "disk", DISK_BYTES))
+        except CannotMountError as error:
+            why_not = str(error)
         children = stack.enter_context(Children(log_folder=folder))
         yield Town(Bakery(Terminal(folder, children), folder / "disk" / "hub"), disk, why_not)
-
-
-def fill(disk: Path, *, leave_bytes: int) -> Path:
-    """Take all of the disk but this."""
-    ballast = disk / "ballast"
-    with ballast.open("ab") as file, contextlib.suppress(OSError):
-        while (free := shutil.disk_usage(disk).free) > leave_bytes:
-            file.write(bytes(min(free - leave_bytes, 1 << 20)))
-            file.flush()
-    return ballast
 
 
 def words_of(process: ManagedProcess) -> str:
@@ -165,7 +142,7 @@ def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(town: Town)
     ballast = fill(town.disk, leave_bytes=DISK_BYTES // 20)
     try:
         assert "has little room left" in until_event(host, "alarm", kind="disk")["text"]
-        fill(town.disk, leave_bytes=0)
+        fill(town.disk)
         # A backup that is pruned in this moment makes a little room.
         full = re.compile(r"is full \(0\.\d MB of 50\.3 MB free\), so the hub cannot write: the run waits")
         poll_until_sync(lambda: full.search(words_of(host)), PATIENCE_SECONDS, host.tail)
@@ -204,11 +181,11 @@ def test_a_trainer_whose_disk_fills_trains_on_and_saves_again_when_there_is_room
             return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
         poll_until_sync(lambda: len(saved()) >= 2 and receipts(), PATIENCE_SECONDS, bob.tail)
-        ballast = fill(disk, leave_bytes=0)
+        ballast = fill(disk)
         before = saved()[-1]
         for text in ("Training goes on without backups", "receipts could not be written"):
             # Backups that are pruned make room: take that too.
-            poll_until_sync(lambda: fill(disk, leave_bytes=0) and text in words_of(bob), PATIENCE_SECONDS, bob.tail)  # noqa: B023
+            poll_until_sync(lambda: fill(disk) and text in words_of(bob), PATIENCE_SECONDS, bob.tail)  # noqa: B023
         last = max(event["epoch"] for event in events(bob) if event["event"] == "progress")
         until_event_after(bob, last + 3)
         assert words_of(bob).count("Training goes on without backups") == 1

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,6 @@ import pytest
 from fleethouse import ALL, add, kill_and_restart_server, worker
 from guardhouse import PATIENCE_SECONDS, RUN, GuardHouse, open_house
 from runhouse import open_run
-from smalldisk import fill, small_disk
 
 from potluck.errors import PotluckError
 from potluck.fleet.member import FleetConfig, FleetMember
@@ -27,6 +26,7 @@ from potluck.peer.identity import Identity
 from potluck.testing.polling import poll_until
 from potluck.testing.processes import Children
 from potluck.testing.queuework import QueueWork
+from potluck.testing.smalldisk import fill
 
 TAKER_PROGRAM = Path(__file__).with_name("poisonedtaker.py")
 DISK_BYTES = 64 << 20
@@ -106,12 +106,8 @@ async def test_an_item_that_kills_its_takers_becomes_a_dead_letter(
 
 
 @pytest.mark.timeout(300)
-async def test_a_full_disk_of_the_hub_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", DISK_BYTES) as disk:
-        await work_on_a_full_disk(disk)
-
-
-async def work_on_a_full_disk(disk: Path) -> None:
+async def test_a_full_disk_of_the_hub_loses_nothing_that_was_acknowledged(mount_disk: Callable[[int], Path]) -> None:
+    disk = mount_disk(DISK_BYTES)
     async with open_run(disk, peer=None) as house:
         keys = HubKeys.load_or_create(house.folder / "identity")
         config = FleetConfig(patience_seconds=3.0)

@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-from smalldisk import fill, small_disk
 
 from potluck.errors import ConfigurationError, RetryableError
 from potluck.fleet.agent import jobfolder
@@ -26,6 +25,7 @@ from potluck.fleet.jobs.job import Job, Limits, Mount
 from potluck.hub.keys import new_seed, public_key
 from potluck.testing.podman import IMAGE, podman_service, why_no_engine
 from potluck.testing.polling import poll_until
+from potluck.testing.smalldisk import fill
 
 MACHINE = public_key(new_seed("user"))
 PATIENCE_SECONDS = 60.0
@@ -257,32 +257,32 @@ async def test_a_process_whose_keeper_was_killed_still_counts_and_can_be_ended(t
 
 
 async def test_on_a_full_disk_jobs_are_not_started_and_are_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mount_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with small_disk(tmp_path / "disk", 2**20) as disk:
-        stage = Stage(disk / "jobs", "", ProcessRunner)
-        talker = stage.job("yes | head -c 20000; echo ready; sleep 1000", name="talker")
-        await stage.start(talker)
-        await stage.until_said("ready", "talker")
-        filler = stage.job("cat /dev/zero > zeros; sleep 0.3; exit 9", name="filler")
-        await stage.start(filler)  # it fills the disk, and how it ended is known all the same
-        ended = await stage.until_ended("filler")
-        assert ended.exit.code == 9
-        ballast = fill(disk)
-        walker = stage.job("echo ready; sleep 1000")
-        with pytest.raises((RetryableError, OSError), match="No space left") as failure:
-            await stage.start(walker)
-        words = last_words(walker, dataclasses.replace(ended, exit=Exit(reason=str(failure.value))), "")
-        assert "the machine's disk is full: make room, then `potluck fleet restart walker`" in words
-        monkeypatch.setattr(jobfolder, "LOG_BYTES", 100)
-        await stage.runner.stop("talker", 0.0)
-        await stage.until_ended("talker")
-        assert (stage.folder / "talker" / "log").stat().st_size <= 100, "what could not be kept made room"
-        ballast.unlink()
-        (stage.folder / "filler" / "work" / "zeros").unlink()
+    disk = mount_disk(2**20)
+    stage = Stage(disk / "jobs", "", ProcessRunner)
+    talker = stage.job("yes | head -c 20000; echo ready; sleep 1000", name="talker")
+    await stage.start(talker)
+    await stage.until_said("ready", "talker")
+    filler = stage.job("cat /dev/zero > zeros; sleep 0.3; exit 9", name="filler")
+    await stage.start(filler)  # it fills the disk, and how it ended is known all the same
+    ended = await stage.until_ended("filler")
+    assert ended.exit.code == 9
+    ballast = fill(disk)
+    walker = stage.job("echo ready; sleep 1000")
+    with pytest.raises((RetryableError, OSError), match="No space left") as failure:
         await stage.start(walker)
-        await stage.until_said("ready")
-        await stage.clear()
+    words = last_words(walker, dataclasses.replace(ended, exit=Exit(reason=str(failure.value))), "")
+    assert "the machine's disk is full: make room, then `potluck fleet restart walker`" in words
+    monkeypatch.setattr(jobfolder, "LOG_BYTES", 100)
+    await stage.runner.stop("talker", 0.0)
+    await stage.until_ended("talker")
+    assert (stage.folder / "talker" / "log").stat().st_size <= 100, "what could not be kept made room"
+    ballast.unlink()
+    (stage.folder / "filler" / "work" / "zeros").unlink()
+    await stage.start(walker)
+    await stage.until_said("ready")
+    await stage.clear()
 
 
 # Of containers alone

@@ -8,6 +8,7 @@
     accelerator.py   a pretend GPU: a second torch device, whose copies and waits are counted
     leaks.py         threads, sockets and tasks that a test left behind
     ports.py         a TCP port that nobody uses
+    smalldisk.py     a disk that can be filled, in memory
     plainhub.py      a bare nats-server that can be killed, started again, and told which users to let in
     forwarder.py     a TCP forwarder that can be shut, opened and frozen
     natlab.py        hosts, home routers and a public network, in network namespaces

@@ -64,6 +64,15 @@ async def test_short_work_waits_for_what_the_thread_does(thread: ComputeThread) 
     assert done == ["long", "short"]
 
 
+async def test_work_of_ever_new_kinds_is_not_remembered_for_ever(
+    thread: ComputeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(computethread, "MAX_KINDS", 4)
+    for kind in range(6):
+        await thread.run_often(kind, threading.get_ident)
+    assert len(thread._seconds) == 2
+
+
 async def test_an_error_is_the_callers_wherever_it_happens(thread: ComputeThread) -> None:
     def fail() -> None:
         raise LookupError("as wanted")

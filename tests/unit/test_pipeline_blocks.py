@@ -181,6 +181,22 @@ def test_stages_sum_to_the_gradient_of_the_large_batch(num_stages: int, recomput
     assert all(stage.num_kept == 0 for stage in stages)
 
 
+def test_what_is_computed_again_takes_no_room_until_then() -> None:
+    stage, last = computes(cut(sequential(), loss), 2)
+    data = batch(3)
+    for each in (stage, last):
+        each.fence(0, 1)
+    through([stage, last], 0, data)
+    (graph_bytes,) = stage._graph_bytes.values()
+    stage.keep_bytes = 2 * graph_bytes
+    for micro in range(1, 7):
+        stage.forward(0, (1, micro), data)
+    assert [kept.outputs is not None for kept in stage._kept.values()] == [True] * 2 + [False] * 4
+    stage._kept.pop((1, 1))
+    stage.forward(0, (1, 7), data)
+    assert stage._kept[1, 7].outputs is not None, "one of the two that take room is gone"
+
+
 def test_after_a_fence_an_older_attempt_adds_nothing() -> None:
     (stage,) = computes(cut(sequential(), loss), 1)
     stage.fence(0, 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from potluck import faultpoints
 from potluck.errors import RoundFailedError
 from potluck.link.carrier import Buffer
 from potluck.pipeline.compute import StageCompute
+from potluck.pipeline.computethread import ComputeThread
 from potluck.pipeline.conducting import ConductorConfig
 from potluck.pipeline.cuts import CutShelf
 from potluck.pipeline.member import Part
@@ -51,6 +53,28 @@ def test_steps_equal_one_process(num_stages: int, replicas: int, tied: bool, dro
             assert all(outcome.attempts == 1 for outcome in outcomes)
 
     asyncio.run(case())
+
+
+def test_micro_batches_of_other_shapes_are_work_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a long one would be computed on the event loop, since the short ones before it were done at once."""
+    kinds: set[Hashable] = set()
+    run_often = ComputeThread.run_often
+
+    async def noted(thread: ComputeThread, kind: Hashable, work: Callable[[], Any]) -> Any:
+        kinds.add(kind)
+        return await run_often(thread, kind, work)
+
+    monkeypatch.setattr(ComputeThread, "run_often", noted)
+
+    async def case() -> None:
+        async with pipeline(2) as made:
+            await made.serve("first", 0)
+            await made.serve("last", 1)
+            await made.feed("f")
+            await made.step([1, 3, 1, 3])
+
+    asyncio.run(case())
+    assert len(kinds) == 8, "forward and backward of two stages and two shapes"
 
 
 def test_one_machine_may_serve_several_consecutive_stages() -> None:

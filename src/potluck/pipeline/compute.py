@@ -163,10 +163,12 @@ class StageCompute:
         """The outputs, and what their graph takes: counted once for each shape of inputs, since a hook for each
         tensor costs more than a small block.
         """
+        if not torch.is_grad_enabled():
+            return self._run(step, micro, inputs), 0
         shapes = tuple(tensor.shape for tensor in inputs)
         known = self._graph_bytes.get(shapes)
-        if known is not None or not torch.is_grad_enabled():
-            return self._run(step, micro, inputs), known or 0
+        if known is not None:
+            return self._run(step, micro, inputs), known
         graph_bytes = 0
 
         def count(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ R = TypeVar("R")
 
 SHORT_SECONDS = 0.002  # the event loop may stand still for so long
 NUM_TIMED = 8  # of the last times: the shortest is what the work itself takes
+MAX_KINDS = 1024  # of work that is timed
 
 
 class ComputeThread:
@@ -41,7 +42,9 @@ class ComputeThread:
         return await asyncio.wrap_future(future)
 
     async def run_often(self, kind: Hashable, work: Callable[[], R]) -> R:
-        """Do this where it is done sooner; work of one kind takes about the same time."""
+        """Do this where it is done sooner; work of one kind takes about the same time, so shapes belong to the kind."""
+        if kind not in self._seconds and len(self._seconds) >= MAX_KINDS:
+            self._seconds.clear()
         known = self._seconds.setdefault(kind, deque(maxlen=NUM_TIMED))
 
         def timed() -> R:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
@@ -91,7 +91,9 @@ class _Passing:
     sender: str
     samples: int
     adds: bool
-    evaluates: bool = False
+    evaluates: bool
+    shapes: tuple[torch.Size, ...]
+    """Of its inputs: how long it takes goes by them."""
 
 
 async def _nothing(begin: Begin) -> None:
@@ -289,7 +291,11 @@ class StageServer:
                 self._witness.testify("output", incoming.sender, before, attempt, message.id, message.tensors, frames)
         incoming.release()
         self._passing[message.stage, message.id] = _Passing(
-            incoming.sender, message.samples, message.stage not in message.held_by, message.evaluates
+            incoming.sender,
+            message.samples,
+            message.stage not in message.held_by,
+            message.evaluates,
+            tuple(tensor.shape for tensor in inputs),
         )
         self._waiting.add((message.stage, message.id))
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -313,7 +319,8 @@ class StageServer:
                 outputs = await self._holding.thread.run(lambda: compute.look(message.step, message.id, inputs))
             else:
                 outputs = await self._computed(
-                    ("forward", message.stage), lambda: compute.forward(message.step, key, inputs)
+                    ("forward", message.stage, *(tensor.shape for tensor in inputs)),
+                    lambda: compute.forward(message.step, key, inputs),
                 )
                 self.num_computed += 1
         finally:
@@ -398,7 +405,7 @@ class StageServer:
         reach("pipeline.backward", step=step, stage=compute.stage, micro=micro)
         weight = float(passing.samples)
         found = await self._computed(
-            ("backward", compute.stage),
+            ("backward", compute.stage, *passing.shapes),
             lambda: compute.backward(step, (attempt, micro), gradients, weight=weight, adds=passing.adds, loss=loss),
         )
         if found is None:
@@ -462,7 +469,7 @@ class StageServer:
                     reason = f"{type(error).__name__}: {error}"
                     self._spawn(self._tell_lost(self._begun.step, self._begun.attempt, "", reason))
 
-    async def _computed(self, kind: tuple[str, int], work: Callable[[], R]) -> R:
+    async def _computed(self, kind: Hashable, work: Callable[[], R]) -> R:
         def timed() -> R:
             started = time.perf_counter()
             try:

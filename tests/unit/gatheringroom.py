@@ -57,8 +57,9 @@ class Room:
     def names(self, **when: Any) -> list[str]:
         return [candidate.peer for candidate in self.candidates(**when) if not candidate.stands_by]
 
-    def propose(self, now: float = 0.0) -> Proposal:
-        return self.gathering.propose(self.candidates(now=now), KEY, hub_now=1000.0)
+    def propose(self, now: float = 0.0, *, attempt: int = 0) -> Proposal:
+        key = RoundKey(epoch=KEY.epoch, token=KEY.token, attempt=attempt)
+        return self.gathering.propose(self.candidates(now=now), key, hub_now=1000.0)
 
-    def plan(self) -> Plan:
-        return self.propose().plan
+    def plan(self, *, attempt: int = 0) -> Plan:
+        return self.propose(attempt=attempt).plan

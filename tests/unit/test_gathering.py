@@ -177,6 +177,24 @@ def test_what_one_peer_alone_contributes_goes_to_one_helper_if_so_wished(is_held
     assert len(room.plan().members) == 4
 
 
+def test_the_helper_of_a_lone_peer_is_trusted_first_and_never_keeps_it_from_going_on() -> None:
+    room = Room(is_held_twice=True, trusted_reducers=True)
+    room.add("A")
+    room.add("B", card={"role": "aux"}, sends=False, layout="")
+    assert [member.peer for member in room.plan().members] == ["A"], "neither of the two may reduce"
+    room.add("C", card={"role": "aux", "trusted": True}, sends=False, layout="")
+    assert [member.peer for member in room.plan().members] == ["A", "C"]
+    assert [member.peer for member in room.plan(attempt=1).members] == ["A"], "a helper may fail, or lie, for ever"
+
+
+def test_two_batches_count_in_the_first_epoch_alone_also_where_the_coordinator_is_new() -> None:
+    room = Room(batch_weight=256.0)
+    for epoch, counts in {1: 512.0, 2: 16.0}.items():
+        room.add("A", weight=1.0, epoch=epoch)
+        room.add("B", weight=1e9, epoch=epoch)
+        assert room.candidates(epoch=epoch)[1].weight == counts
+
+
 def test_when_all_are_clients_the_error_says_what_to_do() -> None:
     room = Room()
     room.add("A", card={"addresses": ()})

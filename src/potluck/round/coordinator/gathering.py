@@ -167,15 +167,15 @@ class Gathering:
                 and (not waiting.ready.until or hub_now <= waiting.ready.until)
             ):
                 found.append(Candidate(presence, waiting.ready, waiting.since, waiting.ready.weight))
-        return _as_far_as_ready(self._weighed(found))
+        return _as_far_as_ready(self._weighed(found, epoch))
 
-    def _weighed(self, found: list[Candidate]) -> list[Candidate]:
+    def _weighed(self, found: list[Candidate], epoch: int) -> list[Candidate]:
         """With as much of their weights as counts."""
         counted = self.weights.counted(
             {candidate.peer: candidate.ready.weight for candidate in found if candidate.sends},
             cap=self.config.weight_cap,
             exempt={candidate.peer for candidate in found if candidate.presence.trusted},
-            batch=self.config.batch_weight,
+            batch=self.config.batch_weight if epoch == 1 else 0.0,  # later, who coordinates may be new itself
         )
         most = self.config.most_weight
         return [replace(candidate, weight=min(counted.get(candidate.peer, 0.0), most)) for candidate in found]
@@ -192,7 +192,7 @@ class Gathering:
         candidates = [candidate for candidate in candidates if candidate.peer not in barred]
         layout, runs = _common_layout(candidates)
         if sum(candidate.sends for candidate in candidates) == 1:
-            candidates = self._around_one(candidates)
+            candidates = self._around_one(candidates, key)
         taken: list[Candidate] = []
         for candidate in candidates:
             if candidate.ready.layout not in ("", layout):
@@ -225,11 +225,17 @@ class Gathering:
             chunk_seconds=self._chunk_seconds(plan, members, {part.reducer for part in parts}),
         )
 
-    def _around_one(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Who takes part where there is nothing to average: sending the values may take minutes."""
+    def _around_one(self, candidates: list[Candidate], key: RoundKey) -> list[Candidate]:
+        """Who takes part where there is nothing to average: sending the values may take minutes.
+
+        Only a first attempt counts on a helper: one that fails, or lies, must not keep a lone peer from going on.
+        """
         others = [c for c in candidates if c.ready.layout or c.presence.card.role == "trainer"]
-        helpers = [c for c in candidates if c not in others] if self.config.is_held_twice and len(others) == 1 else []
-        return others + helpers[:1]
+        if not self.config.is_held_twice or len(others) > 1 or key.attempt > 0:
+            return others
+        is_able = self._may_reduce(others[0])
+        helpers = [c for c in candidates if c not in others and (is_able or self._may_reduce(c))]
+        return others + sorted(helpers, key=lambda c: (not c.presence.trusted, not self._may_reduce(c)))[:1]
 
     def _members(self, candidates: list[Candidate]) -> list[MemberCapacity]:
         able = [candidate for candidate in candidates if self._may_reduce(candidate)]

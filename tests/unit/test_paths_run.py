@@ -362,8 +362,8 @@ def test_an_outer_step_survives_the_only_trainer_of_its_module() -> None:
             assert part.driver.land()
         made = {name: value.clone() for name, value in part.loop.shared.items()}
         lab.kill(lab.runs[1])
-        poll_until_sync(lambda: helper.kept_epoch == 3, PATIENCE_SECONDS, "the host to take the steps")
-        assert heir.counts["steps"] == 3
+        poll_until_sync(lambda: heir.counts["steps"] == 3, PATIENCE_SECONDS, "the host to take the steps")
+        assert helper.kept_epoch == 3
         bob, _ = paths.add_trainer("bob")
         found = bob._part("shared")
         assert found.epoch == 3

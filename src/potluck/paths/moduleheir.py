@@ -35,6 +35,7 @@ from potluck.state.shelf import Held
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_SECONDS = 0.25
+FAILED_PAUSE_SECONDS = 5.0  # each attempt copies a state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,11 @@ class ModuleHeir:
             except PotluckError as error:  # the run goes on from an older state, as it would without an heir
                 self.counts["failed"] += 1
                 logger.info("the steps up to epoch %d cannot be taken here: %s", head.epoch, error)
+                await asyncio.sleep(FAILED_PAUSE_SECONDS)
+            except Exception:  # a state may hold anything; logged, counted, tried again
+                self.counts["errors"] += 1
+                logger.exception("the steps up to epoch %d failed here", head.epoch)
+                await asyncio.sleep(FAILED_PAUSE_SECONDS)
 
     def _is_orphaned(self, head: Commit) -> bool:
         """Whether nobody has the state of the newest epoch, and no trainer is there that is about to."""
@@ -116,12 +122,12 @@ class ModuleHeir:
             offer = loop.blank(epoch)
             await self._averager.hear_late(offer.tensors, epoch=epoch)
             await self._averager.work(lambda o=offer, e=epoch: loop.accept(o, epoch=e, alone=False))  # type: ignore[misc]
-        self._tried = base, head.digest
         if not are_finite(loop.shared.values()):
+            self._tried = base, head.digest
             return  # trainers find that out for themselves, and go back
         tensors = loop.tensors()  # nobody changes them any more: a worker copies them
-        keeper.publish(tensors, loop.metadata(), head.epoch, steady=tensors.keys())
-        await keeper.until_published()
+        await asyncio.wrap_future(keeper.publish(tensors, loop.metadata(), head.epoch, steady=tensors.keys()))
+        self._tried = base, head.digest
         self.counts["steps"] += head.epoch - held.epoch
         logger.info("no trainer has the state of epoch %d any more: it was made here, and nothing is lost", head.epoch)
 

@@ -199,10 +199,6 @@ class StateKeeper:
         """
         return self._publisher.publish(tensors, metadata, epoch, own=own, steady=steady, is_held=is_held)
 
-    async def until_published(self) -> None:
-        """Until what was published is hashed and kept."""
-        await self._publisher.until_idle()
-
     def _newest(self) -> Snapshot | None:
         newest = self.shelf.newest()
         return newest.snapshot if newest is not None else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from potluck.errors import ConfigurationError
 from potluck.spot import notice
 from potluck.spot.preemption import Change, PreemptionConfig, compressed, generate, parse_trace
-from potluck.spot.provider import Machine
+from potluck.spot.provider import Machine, NoCapacityError
+from potluck.spot.runner import Runner
 from potluck.spot.supervision import End, Rest, Start, Supervision, SupervisionConfig, standing
 from potluck.spot.tiers import Slot, parse_tiers, slots
 
@@ -159,6 +161,48 @@ def test_a_machine_that_is_gone_at_once_makes_its_slot_wait_longer_each_time(is_
     market.carry_out(supervision, now + 20)  # this one stays
     market.machines.clear()
     assert len(market.carry_out(supervision, now + 30)) == 1
+
+
+class Refusing:
+    """A provider that has no room for a while, and one kind that it never starts."""
+
+    def __init__(self) -> None:
+        self.there: list[Machine] = []
+        self.is_full = True
+
+    def machines(self) -> list[Machine]:
+        return list(self.there)
+
+    def start(self, slot: Slot, kind: str) -> Machine:
+        if self.is_full:
+            raise NoCapacityError("no room")
+        if kind == "large":
+            raise ConfigurationError("the image is for another processor")
+        machine = Machine(id=f"i-{len(self.there)}", slot=slot.name, kind=kind, state="running")
+        self.there.append(machine)
+        return machine
+
+    def end(self, ids: Sequence[str]) -> None:
+        raise AssertionError("nothing is to be ended")
+
+    def prices(self, kinds: Sequence[str]) -> dict[str, float]:
+        return dict.fromkeys(kinds, 0.1)
+
+    def remove_everything(self) -> list[str]:
+        return []
+
+
+async def test_a_kind_that_is_refused_later_holds_up_no_other_slot() -> None:
+    wanted = slots(num_workers=2, num_aux=1)
+    config = SupervisionConfig(kinds=("small", "large"), aux_kinds=("small",), first_wait_seconds=0.0, settle_seconds=0)
+    provider, said = Refusing(), list[str]()
+    runner = Runner(provider, Supervision(wanted, config), say=said.append)
+    assert not (await runner.turn()).is_full
+    provider.is_full = False
+    await runner.turn()
+    assert [machine.slot for machine in provider.there] == ["aux-0"], "workers were to be large now"
+    assert sum("another processor" in each for each in said) == 2
+    assert (await runner.turn()).is_full
 
 
 def test_dear_kinds_are_not_started() -> None:

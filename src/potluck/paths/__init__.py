@@ -21,6 +21,7 @@ other paths are averaged: each module is a group of the run, with an outer step 
     pathkeeping.py   … kept by others, and fetched from them
     pathfeed.py      batches of a path's documents
     pathtrainer.py   a peer's loop: take a phase, train it, hand its change to the modules
+    pathhost.py      what a host or an aux peer does: the book, kept states, a helper and heir in each module's group
     evaluating.py    losses per path, by router, re-routed on the way
     pathmodel.py     inference with the modules that a text needs
 """

@@ -67,7 +67,7 @@ class Runner:
                 await self.turn()
                 pause = self._interval
             except PotluckError as error:
-                if self._last is None and not isinstance(error, RetryableError):
+                if self._is_fatal(error):
                     raise
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
                 self._say(f"{error}; next try in {pause:.0f} s")
@@ -75,6 +75,9 @@ class Runner:
                 await asyncio.wait_for(stop.wait(), pause)
             except TimeoutError:
                 continue
+
+    def _is_fatal(self, error: PotluckError) -> bool:
+        return self._last is None and not isinstance(error, RetryableError)
 
     async def turn(self) -> Standing:
         """Look once, and start and end what the supervision says."""
@@ -100,8 +103,12 @@ class Runner:
     async def _start(self, start: Start) -> Machine | None:
         try:
             machine = await asyncio.to_thread(self._provider.start, start.slot, start.kind)
-        except RetryableError as error:
-            wait = self._supervision.failed(start, time.monotonic(), other_kind=isinstance(error, NoCapacityError))
+        except PotluckError as error:
+            if self._is_fatal(error):
+                raise
+            # What is refused may be this kind alone: the other slots are looked after all the same.
+            other_kind = isinstance(error, NoCapacityError) or not isinstance(error, RetryableError)
+            wait = self._supervision.failed(start, time.monotonic(), other_kind=other_kind)
             self._say(f"{start.slot.name} ({start.kind}): {error}; next try in {wait:.0f} s")
             return None
         self._supervision.started(start, machine, time.monotonic())

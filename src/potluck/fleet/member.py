@@ -98,6 +98,7 @@ class FleetMember:
         self._session_id = new_session_id()
         self._hub: NatsConnection | None = None
         self._opening = asyncio.Lock()
+        self._failed: tuple[float, RetryableError] | None = None  # when the last look for a new queue began that failed
         self._depths: dict[str, QueueDepth] = {}
         self._usable: set[str] = set()  # queues and topics that there were when the connection was made
         self._listeners: dict[Listening, None] = {}
@@ -144,11 +145,10 @@ class FleetMember:
         """One queue or topic that this member may use so; the error says what is missing."""
         check_queue_name(name)
         if name not in self._usable:
+            asked_at = asyncio.get_running_loop().time()
             async with self._opening:  # of many that ask for it at once, one finds it for all
                 if name not in self._usable:
-                    await self.list_queues()
-                    if name in self._depths:
-                        await self._reopen()  # it was made after this connection
+                    await self._look_for(name, asked_at)
         depth = self._depths.get(name)
         if depth is None:
             known = ", ".join(sorted(self._depths)) or "none"
@@ -161,6 +161,19 @@ class FleetMember:
         if right not in depth.rights:
             raise PermissionDeniedError(f"this member may not {right} on {name}: ask an organiser for an invite to")
         return depth.definition
+
+    async def _look_for(self, name: str, asked_at: float) -> None:
+        """Open a new connection, if a queue was made after this one. An outage is met once by all who asked before."""
+        if self._failed is not None and self._failed[0] >= asked_at:
+            raise self._failed[1]
+        began = asyncio.get_running_loop().time()
+        try:
+            await self.list_queues()
+            if name in self._depths:
+                await self._reopen()
+        except RetryableError as error:
+            self._failed = began, error
+            raise
 
     async def ask(self, verb: str, request: Message, kind: type[M]) -> M:
         """Ask the guard for something. Waits through outages."""

@@ -105,12 +105,10 @@ class AuxiliaryWork:
             await board.close()
             group.close()
             raise
-        if manifest is not None:
-            helper.wait_for_states(manifest.patience.load_seconds)
-        board.listen(lambda newest: _follow(helper, newest))
         collaboration = helper.collaboration
         names = [name for name in peer.session.card.groups if name != MAIN]
         work = cls([group], board, helper, CoordinatorDesks(group, collaboration, lambda: board.manifest))
+        board.listen(work._follow)
         try:
             for name in names:
                 work._groups.append(Group(peer, name))
@@ -118,10 +116,26 @@ class AuxiliaryWork:
                 work._others.append(await AuxiliaryPeer.of(work._groups[-1], state=state))
             if manifest is not None and manifest.paths is not None:
                 work._paths = await _host_paths(peer, group, collaboration, board, manifest, state)
+            work._wait_for_states()
         except BaseException:
             await work.close()
             raise
         return work
+
+    @property
+    def helpers(self) -> list[AuxiliaryPeer]:
+        """In each group that it is in: `main`, those that its invite names, those of paths' modules."""
+        return [self._helper, *self._others, *(self._paths.helpers.values() if self._paths is not None else ())]
+
+    def _follow(self, manifest: Manifest) -> None:
+        """Have it coordinate as the manifest says, and wait for states."""
+        self._helper.collaboration.coordinate_by(coordinating(manifest))
+        self._wait_for_states()
+
+    def _wait_for_states(self) -> None:
+        if (manifest := self.board.manifest) is not None:
+            for helper in self.helpers:
+                helper.wait_for_states(manifest.patience.load_seconds)
 
     async def close(self) -> None:
         """Leave the round that is under way. Idempotent."""
@@ -133,12 +147,6 @@ class AuxiliaryWork:
         await self.board.close()
         for group in self._groups:
             group.close()
-
-
-def _follow(helper: AuxiliaryPeer, manifest: Manifest) -> None:
-    """Have it coordinate, and wait for states, as the manifest says."""
-    helper.collaboration.coordinate_by(coordinating(manifest))
-    helper.wait_for_states(manifest.patience.load_seconds)
 
 
 async def _host_paths(

@@ -251,8 +251,8 @@ def ban(
         return found, await organiser.ban(found, reason)
 
     found, cut = _ask(run, folder, work)
-    whom = found if ":" in found else found[:12] if found.startswith(target) else f"{target} ({found[:12]})"
-    _tell(as_json, f"{whom} is banned; {cut} connections were cut.", banned=found, connections=cut)
+    member = found if ":" in found else found[:12] if found.startswith(target) else f"{target} ({found[:12]})"
+    _tell(as_json, f"{member} is banned; {cut} connections were cut.", banned=found, connections=cut)
 
 
 @app.command("unban")

@@ -129,7 +129,7 @@ class EmbeddedRun:
         hub = await NatsConnection.connect(self._host.address, seed=keys.organiser_seed, run=run, name="main")
         self._stack.push_async_callback(hub.close)
         self._organiser = Organiser(hub, Subjects(run), keys.organiser_public)
-        _, invite = await self._organiser.create_invite(scopes=PRIVATE, uses=None, note="whoever has the link")
+        _, invite = await self._organiser.create_invite(scopes=PRIVATE, uses=None, note="everybody with the link")
         self._link = replace(self._host.link, invite=invite)
 
     async def _others_left(self) -> int:

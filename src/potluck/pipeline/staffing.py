@@ -238,7 +238,7 @@ class Staff:
 def servers_now(
     layout: Layout, plan: Plan, standing: Mapping[str, frozenset[int]], servers: frozenset[str]
 ) -> list[list[str]] | None:
-    """Who serves each stage of a layout now: those that the plan names, else whoever can; None if a stage has nobody.
+    """Who serves each stage of a layout now: the planned servers, else any holder; None if a stage has none.
 
     `standing`: the blocks that each peer has; `servers`: those that compute when they can choose.
     """

@@ -27,7 +27,7 @@ def dashboard(
     run: Annotated[
         str, typer.Option("--run", help="A run that this machine hosts, instead of a link: with the organisers' pages.")
     ] = "",
-    folder: Annotated[Path | None, typer.Option(help="The folder of that run, if it has one of its own.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="The run's folder, if it is not the default one.")] = None,
     listen: Annotated[str, typer.Option(help="Address to serve on; 0.0.0.0 lets other machines look.")] = "127.0.0.1",
     port: Annotated[
         int | None, typer.Option(help="Port to serve on; 0 picks a free one. Unless given: 8484, if that is free.")
@@ -36,16 +36,12 @@ def dashboard(
     key: Annotated[Path | None, typer.Option(help="The certificate's key.")] = None,
     trust_proxy: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Address or network of a proxy in front whose X-Forwarded headers are believed; may be repeated."
-        ),
+        typer.Option(help="Address or network of a trusted proxy, for its X-Forwarded headers; may be repeated."),
     ] = None,
     identity_path: Annotated[
         Path | None, typer.Option(help="File with the key of your peer, to vote with; else the usual one, if any.")
     ] = None,
-    recipe: Annotated[
-        Path | None, typer.Option(help="The run's recipe, where its organiser wrote one: for the previews.")
-    ] = None,
+    recipe: Annotated[Path | None, typer.Option(help="The organiser's own recipe, if any: for the previews.")] = None,
     while_read: Annotated[bool, typer.Option(hidden=True, help="End when standard input does.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a line.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,

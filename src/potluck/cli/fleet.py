@@ -25,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-Folder = Annotated[Path | None, typer.Option(help="The host's folder, if it has one of its own.")]
+Folder = Annotated[Path | None, typer.Option(help="The host's folder, if it is not the default one.")]
 Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
 FleetFileArgument = Annotated[Path, typer.Argument(metavar="FLEET.TOML", help="A fleet.toml, or the folder with one.")]
 
@@ -214,7 +214,7 @@ def job_row(status: JobStatus) -> dict[str, str]:
 def top(
     run: Run = DEFAULT_RUN,
     folder: Folder = None,
-    every_seconds: Annotated[float, typer.Option("--every", min=0.5, help="Seconds between two looks.")] = 2.0,
+    every_seconds: Annotated[float, typer.Option("--every", min=0.5, help="Seconds between two updates.")] = 2.0,
     as_json: AsJson = False,
 ) -> None:
     """Watch the machines and jobs of the fleet, live, until Ctrl-C.
@@ -267,8 +267,8 @@ def top(
 @app.command("logs")
 def logs(
     job: Job,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what it writes, until Ctrl-C.")] = False,
-    num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many lines of before.")] = 100,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow its output until Ctrl-C.")] = False,
+    num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many earlier lines to show.")] = 100,
     run: Run = DEFAULT_RUN,
     folder: Folder = None,
     as_json: AsJson = False,

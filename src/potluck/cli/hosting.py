@@ -256,7 +256,7 @@ def _previewer(module: Any, host: Host, helper: AuxiliaryWork, recipe: Path | No
         try:
             write_contributors(folder / "states", book)
         except OSError as error:  # a model card can do without them
-            logger.warning("who has contributed could not be noted for model cards: %s", error)
+            logger.warning("the contributors could not be recorded for model cards: %s", error)
 
     previewer: Previewer = module.Previewer(
         folder, lambda: board.manifest, history, recipe, made, helper.evaluations.figures_at
@@ -326,8 +326,10 @@ async def _announce(host: Host, as_json: bool) -> None:
     console.out.print(f"[green]The run [bold]{host.record.run}[/bold] is open.[/green] Others join it with:\n")
     console.out.print(f"  potluck join '{escape(str(host.link))}'\n", soft_wrap=True, highlight=False)
     if host.link.wheel is not None:
-        console.out.print("Those who have no Potluck yet install it from here first:\n")
+        console.out.print("People without Potluck install it from here first:\n")
         console.out.print(f"  {escape(host.link.pip_line)}\n", soft_wrap=True, highlight=False)
     if others > 0:
         console.out.print(f"In the run already: {console.count(others, 'other')}.")
-    console.out.print("Who comes and goes is told below. Ctrl-C ends the host; started again, it goes on.")
+    console.out.print(
+        "Members that join and leave are shown below. Ctrl-C ends the host. Start it again, and the run goes on."
+    )

@@ -142,7 +142,7 @@ class EmbeddedRun:
                 return others
             if not told:
                 told = True
-                logger.info("done here; the hub stays for %d other peer(s) who still train", others)
+                logger.info("this program is done; the hub stays for %d other peer(s) that still train", others)
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _num_peers(self) -> int:
@@ -150,6 +150,6 @@ class EmbeddedRun:
         try:
             members = await self._organiser.list_members()
         except RetryableError as error:
-            logger.debug("who is in the run cannot be told: %s", error)
+            logger.debug("the members of the run cannot be listed: %s", error)
             return 0
         return sum(1 for member in members if member.state in ("alive", "suspect"))

@@ -347,7 +347,7 @@ class Inbox:
                 if self._reserve(assembly):
                     self.ack_due_at = AT_ONCE
             elif assembly.reserved_bytes and now - assembly.last_at > self._config.stalled_seconds:
-                raise ChannelBrokenError(f"a large message has not gone on for {self._config.stalled_seconds:g} s")
+                raise ChannelBrokenError(f"a large message has made no progress for {self._config.stalled_seconds:g} s")
 
     def tick_at(self) -> float | None:
         """When `tick` has something to do."""

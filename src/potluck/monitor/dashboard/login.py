@@ -70,7 +70,7 @@ class Login:
             raise self._failed(address)
         who = clean(" ".join(name.split()))[:LONGEST_NAME]
         if not who:
-            raise ConfigurationError("say who you are: what you do is logged under that name")
+            raise ConfigurationError("enter your name: your actions are logged under it")
         session = secrets.token_urlsafe(32)
         self._forget_old()
         self._sessions[session] = Visitor(who, address, self._clock.monotonic() + SESSION_SECONDS)

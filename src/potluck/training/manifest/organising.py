@@ -67,7 +67,7 @@ def taken_over(present: Manifest, wanted: Manifest, *, epoch: int, by: str, at: 
         return with_values(settings, news(settings.from_epoch))
 
     if what := _told({turn: news(turn) for turn in turns}):
-        logger.info("run.toml has changed; that counts from epoch %d on", starts)
+        logger.info("run.toml has changed; the changes count from epoch %d on", starts)
         amended = renewed.amended(change, from_epoch=starts, epoch=epoch, turns=turns)
         recorded = amended.recorded(f"run.toml: {what}", by=by, at=at, from_epoch=starts)
         return msgspec.structs.replace(recorded, written=wanted.settings)

@@ -71,7 +71,7 @@ class Staff:
     disputed: frozenset[str] = frozenset()
     """Servers that a spot check failed on: their stages get one more holder, who can judge."""
     arbiters: frozenset[str] = frozenset()
-    """Who is preferred for that."""
+    """The preferred peers for that."""
     offers: dict[str, Offer] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
     """The latest, for people to read."""

@@ -1,4 +1,4 @@
-"""Who may do what an organiser does (pure): a token, which nobody chooses, against a session.
+"""Organisers' logins (pure): a random token gives a session.
 
 The token is random, 192 bits, made at the first start and kept in the run's folder. A visitor who shows it gets a
 session, whose id is random too and lives in a cookie that scripts cannot read and other sites cannot send. Sessions end

@@ -204,7 +204,7 @@ class Picture:
         self.loaded = here_bytes, all_bytes
 
     def add(self, progress: TrainProgress) -> None:
-        """This peer has got further."""
+        """This peer has made progress."""
         self.progress = progress
         if not self.points or self.points[-1][0] < progress.epoch:
             self.points.append((progress.epoch, progress.loss))

@@ -42,7 +42,7 @@ async def try_out(run_file: Path) -> bool:
 
 
 async def try_later(run_file: Path, host: Host) -> bool:
-    """Try what an earlier start could not, for want of its data. Where the run has trained already, only tell."""
+    """Try a recipe whose data were missing at an earlier start. If the run has trained already, only report."""
     from potluck.errors import ConfigurationError
     from potluck.training.manifest.steering import steering
 

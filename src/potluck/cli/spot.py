@@ -269,7 +269,7 @@ def _aws(
 
 
 def _lines(experiment: str, asked: bool | None, bandwidth: str, link: str, as_json: bool) -> SlotLines | None:
-    """Networks for the slots' lines, where they are to be had; else Potluck's own limit does."""
+    """Networks for the slots' lines, if possible; otherwise Potluck's own limit holds them."""
     from potluck.errors import ConfigurationError
     from potluck.testing.namespaces import lab_available
     from potluck.testing.slotlines import SlotLines

@@ -2,7 +2,7 @@
 
 The hub is asked several times a second what each main connection has published; floodcore.py judges. Who floods is cut
 off at once and gets a ban that ends by itself. The ban stands in the hub's store like any other: all guards of a
-cluster heed it, the lobby tells the peer why and for how long, organisers see it and may lift it.
+cluster respect it, the lobby tells the peer why and for how long, organisers see it and may lift it.
 """
 
 from __future__ import annotations

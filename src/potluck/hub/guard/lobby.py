@@ -156,7 +156,7 @@ def denied(reason: str) -> Refuse:
 
 def lobby_full(why: str) -> Refuse:
     """What a full lobby means to the peer."""
-    message = f"the lobby is full: {why}. Somebody with an invite gets in all the same: ask an organiser for one"
+    message = f"the lobby is full: {why}. With an invite you can still get in: ask an organiser for one"
     return Refuse(code="lobby_full", message=message, retry_after_seconds=FULL_RETRY_SECONDS)
 
 

@@ -85,7 +85,7 @@ def _before_rerouting(manifest: Manifest) -> Manifest:
 
 
 def _with_planning(manifest: Manifest, wanted: Manifest) -> Manifest:
-    """What may change besides settings: it concerns those who plan, audit, evaluate and wait, and nobody's tensors."""
+    """What else may change: it affects planning, audits, evaluation and waiting, but no tensors."""
     planning = {name: getattr(wanted.exchange, name) for name in PLANNING}
     exchange = msgspec.structs.replace(manifest.exchange, **planning)
     return msgspec.structs.replace(manifest, exchange=exchange, evaluation=wanted.evaluation, patience=wanted.patience)

@@ -169,7 +169,7 @@ async def _save(peer: Peer, group: str, to: Path, saved: list[BackupInfo]) -> No
 
 
 async def _save_cut(peer: Peer, to: Path, saved: list[BackupInfo]) -> None:
-    """Each group's part goes where a peer keeps its backups: so the folder can be listed, verified and resumed from."""
+    """Save each part in the layout of a peer's backups: the folder can be listed, verified and resumed from."""
     from potluck.cli import console
 
     viewing = await console.import_slowly("potluck.training.trainer.viewing")
@@ -263,14 +263,14 @@ def _upload_model(target: UploadTarget, backups: Backups, info: BackupInfo, wher
 
 
 def _of_best(backups: Backups, best: bool) -> Backups:
-    """That with the lowest held-out loss, as the host keeps it beside the newest."""
+    """The backup with the lowest held-out loss, which the host keeps beside the newest."""
     from potluck.state.backups import Backups
 
     return Backups(backups.folder.parent / BEST) if best else backups
 
 
 def _host_folder(run: str, folder: Path | None, path: Path | None, backups: Backups) -> Path:
-    """Where the host of these backups has left what the run trains."""
+    """The file in which the host of these backups has recorded the run's recipe."""
     from potluck.cli.folders import backups_of_run
 
     where = folder if folder is not None or path is not None else backups_of_run(run, None)[0].parent.parent

@@ -96,7 +96,7 @@ def is_installed() -> bool:
 
 
 def _stop_at_end_of_input(stop: asyncio.Event) -> None:
-    """A host that has started us holds our standard input open: when it is gone, however it ended, so are we."""
+    """The host that started us holds our standard input open: when the host ends, in any way, we end too."""
     loop = asyncio.get_running_loop()
 
     def readable() -> None:
@@ -108,7 +108,7 @@ def _stop_at_end_of_input(stop: asyncio.Event) -> None:
 
 
 async def open_identity(path: Path, patience_seconds: float) -> Identity:
-    """The identity in `path`; while another process has it, it is waited for, but not longer than this."""
+    """The identity in `path`; waits at most this long while another process uses it."""
     from potluck.errors import ConfigurationError
     from potluck.peer.identity import Identity
 
@@ -131,7 +131,7 @@ async def _of_hosted_run(
     as_json: bool,
     patience_seconds: float,
 ) -> None:
-    """With the keys in the run's folder: as a member of its own, and with the organisers' pages."""
+    """With the keys in the run's folder: as a separate member, with the organisers' pages."""
     from potluck.cli import console
     from potluck.cli.folders import hosted_run
     from potluck.clock import SystemClock

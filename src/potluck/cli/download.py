@@ -27,7 +27,7 @@ def data(
     check: Annotated[bool, typer.Option("--check", help="Only check that all files are present and complete.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
-    """Fetch the data that a recipe needs, check its hashes, and go on with what broke off.
+    """Fetch the data that a recipe needs, check its hashes, and continue interrupted downloads.
 
     Examples: [bold]potluck download data my-recipe.py[/bold], [bold]potluck download data my-run[/bold]
     """

@@ -38,7 +38,7 @@ app.command("agent")(agent)
 
 @app.command("machines")
 def machines(run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson = False) -> None:
-    """List the machines: what they have, how busy they are, what their owners allow.
+    """List the machines: their resources, their load, and what their owners allow.
 
     Example: [bold]potluck fleet machines[/bold]
     """
@@ -273,7 +273,7 @@ def logs(
     folder: Folder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a job has written, straight from its machine.
+    """Show a job's output, directly from its machine.
 
     Example: [bold]potluck fleet logs -f cartpole[/bold]
     """
@@ -331,7 +331,7 @@ def cp(
     folder: Folder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring a file or folder of a job here, straight from its machine: checkpoints, results.
+    """Copy a job's file or folder from its machine: checkpoints, results.
 
     Example: [bold]potluck fleet cp cartpole:checkpoints results/[/bold]
     """

@@ -175,7 +175,7 @@ def host(
 
 
 def _groups(found: RunFile | None, named: list[str]) -> tuple[str, ...]:
-    """Those that the host is in: all that run.toml declares, and those that the command names."""
+    """The host's groups: all that run.toml declares, and those that the command names."""
     from potluck.hub.access.member import Policy
     from potluck.hub.subjects import MAIN
 

@@ -66,7 +66,7 @@ def page(results: Seconds, repeats: int) -> str:
 
 `scripts/bench growth --write`, {about["date"]}, commit {about["commit"]}, {about["cores"]} cores, \
 medians of {repeats} rounds, float16 on the wire.
-All members share the cores of one machine, so that the work of all of them is what takes time: it grows with members
+All members share the cores of one machine. So the time of a round is the work of all members, which grows with members
 times values.
 
 {head}{rows(results, BY_MEMBERS)}

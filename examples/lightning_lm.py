@@ -53,7 +53,7 @@ class ByteLM(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
-        # It counts updates of the run, whoever made them: so all peers have the same learning rate.
+        # It counts updates of the run, by all peers: so all peers have the same learning rate.
         warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
 

@@ -10,7 +10,7 @@ The packages stand in the order in which data flows, and import only upwards in 
     state/    the run's state: kept by many, fetched from several, saved to disk
     optim/    training together: `Optimizer`, `DiLoCo`, and the methods under them
     pipeline/ models that no single machine holds, in stages
-    fleet/    queues and jobs for machines that each train a thing of their own
+    fleet/    queues and jobs for machines that each train a model of their own
     spot/     rented machines that may be taken away
     recipes/  what to train: models with their data and loss, built in or one's own
     training/ a run from its manifest: what all peers train, and one peer's part in it

@@ -12,7 +12,7 @@
     │   └── PermissionDeniedError   a subject this member may not use
     ├── RetryableError              may succeed later: wait and try again
     │   ├── HubUnavailableError     the hub cannot be reached, or went away
-    │   │   └── NobodyAnswersError  the hub is there, but not whoever should answer: a store without a leader
+    │   │   └── NobodyAnswersError  the hub is there, but its service does not answer: a store without a leader
     │   ├── DeadlineExceededError   an answer did not come in time
     │   ├── RevisionConflictError   somebody else changed the record first
     │   ├── RoundFailedError        an epoch was not committed in time; names the phase and the peers

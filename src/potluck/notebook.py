@@ -171,7 +171,7 @@ def train_in_cell(run: Joined, config: TrainConfig, copy: Path | None, hand_in_s
         last = training.result()
     finally:
         stop.set()
-        pool.shutdown(wait=training.done())  # whoever stops the cell again does not wait: the run is left with this
+        pool.shutdown(wait=training.done())  # a second stop of the cell does not wait: the run is left here
     if last is not None:
         screen.show(picture.html(" ".join([last.describe_given(), *why_not])))
 
@@ -204,7 +204,7 @@ class Picture:
         self.loaded = here_bytes, all_bytes
 
     def add(self, progress: TrainProgress) -> None:
-        """This peer has got further."""
+        """This peer has made progress."""
         self.progress = progress
         if not self.points or self.points[-1][0] < progress.epoch:
             self.points.append((progress.epoch, progress.loss))

@@ -45,7 +45,7 @@ async def finish(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def forgive(task: asyncio.Task[Any]) -> None:
-    """A done callback: the task's error, which whoever waits for it gets, counts as seen where nobody does any more."""
+    """A done callback: marks the task's error as seen. A waiter still gets it; without one it is not logged."""
     if not task.cancelled():
         task.exception()
 

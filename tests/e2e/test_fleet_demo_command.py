@@ -42,4 +42,4 @@ def test_ctrl_c_leaves_nobody_behind(terminal: Terminal) -> None:
 def test_init_writes_the_example(terminal: Terminal) -> None:
     terminal.run("fleet", "init", terminal.folder / "mine")
     assert {"README.md", "fleet.toml", "laptop.py"} <= {path.name for path in (terminal.folder / "mine").iterdir()}
-    assert "is there already" in terminal.refuse("fleet", "init", terminal.folder / "mine", code=2)
+    assert "exists already" in terminal.refuse("fleet", "init", terminal.folder / "mine", code=2)

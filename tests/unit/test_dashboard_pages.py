@@ -106,7 +106,7 @@ def test_many_addresses_do_not_help_who_guesses() -> None:
 
 
 def test_organisers_say_who_they_are_and_tokens_are_long(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="who you are"):
+    with pytest.raises(ConfigurationError, match="enter your name"):
         Login(TOKEN, FakeClock()).enter(TOKEN, "  ", "1.2.3.4")
     with pytest.raises(ConfigurationError, match="token"):
         Login("secret", FakeClock())

@@ -249,7 +249,7 @@ def test_what_another_algorithm_left_in_run_toml_is_passed_over_and_told_once(
     assert not hasattr(found.training, left)
     assert getattr(found.training, "inner_steps", 7) in (7, 100)
     [record] = caplog.records
-    assert f"{left} counts with {algorithm} only, and is passed over" in record.getMessage()
+    assert f"{left} works only with {algorithm}, and is ignored" in record.getMessage()
 
 
 def test_groups_are_declared_by_the_organiser_or_by_the_modules_of_paths(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_help_shows_each_option_under_the_title_of_its_group(app: typer.Typer) -
     [
         (lambda: NetworkOptions(bandwidth="a lot"), "--bandwidth"),
         (lambda: BackupOptions(backup_every_step=-1), "--backup-every-step"),
-        (lambda: BackupOptions(state_path=Path("x")), "say that too, as in --backup-every-step"),
+        (lambda: BackupOptions(state_path=Path("x")), "not how often to write one: add --backup-every-step"),
         (lambda: TrainOptions(max_memory="much"), "--max-memory"),
         (lambda: TrainOptions(schedule="at night"), "22:00-07:00"),
     ],

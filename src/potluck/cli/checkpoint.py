@@ -28,14 +28,14 @@ app = typer.Typer(
 )
 
 Run = Annotated[
-    str, typer.Option("--run", help="A run that this machine hosts; unless given, that of the run.toml here.")
+    str, typer.Option("--run", help="A run that this machine hosts. Default: the run of the run.toml in this folder.")
 ]
-Folder = Annotated[Path | None, typer.Option(help="The folder of that run, if it has one of its own.")]
+Folder = Annotated[Path | None, typer.Option(help="The run's folder, if it is not the default one.")]
 Backups_ = Annotated[Path | None, typer.Option("--path", help="A folder of backups instead, or a peer's --state-path.")]
-InGroup = Annotated[str, typer.Option("--group", help="Of which group of the run; main unless given.")]
-Epoch = Annotated[int | None, typer.Option(help="Which one; the newest unless given.")]
+InGroup = Annotated[str, typer.Option("--group", help="A group of the run. Default: main.")]
+Epoch = Annotated[int | None, typer.Option(help="Its epoch. Default: the newest.")]
 OfCut = Annotated[int | None, typer.Option("--cut", help="The group's part of this cut instead: see checkpoint list.")]
-Best = Annotated[bool, typer.Option("--best", help="That with the lowest held-out loss, not the newest.")]
+Best = Annotated[bool, typer.Option("--best", help="The one with the lowest held-out loss, not the newest.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 FETCH_SECONDS = 600.0
 BEST = "best"  # as monitor/evaluating.py keeps it
@@ -75,7 +75,7 @@ def verify(
     folder: Folder = None,
     path: Backups_ = None,
     group: InGroup = "",
-    epoch: Annotated[int | None, typer.Option(help="Which one; all of them unless given.")] = None,
+    epoch: Annotated[int | None, typer.Option(help="Its epoch. Default: all.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Read backups whole and check every byte by its hash. Exit code 1 if one is broken.
@@ -110,14 +110,12 @@ def verify(
 @app.command("save")
 def save(
     link: o.Link = "",
-    to: Annotated[Path, typer.Option("--to", help="The folder that the backup goes to.")] = Path("checkpoints"),
+    to: Annotated[Path, typer.Option("--to", help="Folder for the backup.")] = Path("checkpoints"),
     identity_path: Annotated[
         Path | None, typer.Option(help="File with the key you look by; a new one is made unless given.")
     ] = None,
     group: InGroup = "",
-    cut: Annotated[
-        bool, typer.Option("--cut", help="All groups instead: a cut is made now, and each group's part of it is saved.")
-    ] = False,
+    cut: Annotated[bool, typer.Option("--cut", help="All groups: make a cut now, and save each group's part.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Fetch the run's newest state from the peers that keep it, and save it here. Any member can.
@@ -171,7 +169,7 @@ async def _save(peer: Peer, group: str, to: Path, saved: list[BackupInfo]) -> No
 
 
 async def _save_cut(peer: Peer, to: Path, saved: list[BackupInfo]) -> None:
-    """Each group's part goes where a peer keeps its backups: so the folder can be listed, verified and resumed from."""
+    """Save each part in the layout of a peer's backups: the folder can be listed, verified and resumed from."""
     from potluck.cli import console
 
     viewing = await console.import_slowly("potluck.training.trainer.viewing")
@@ -265,14 +263,14 @@ def _upload_model(target: UploadTarget, backups: Backups, info: BackupInfo, wher
 
 
 def _of_best(backups: Backups, best: bool) -> Backups:
-    """That with the lowest held-out loss, as the host keeps it beside the newest."""
+    """The backup with the lowest held-out loss, which the host keeps beside the newest."""
     from potluck.state.backups import Backups
 
     return Backups(backups.folder.parent / BEST) if best else backups
 
 
 def _host_folder(run: str, folder: Path | None, path: Path | None, backups: Backups) -> Path:
-    """Where the host of these backups has left what the run trains."""
+    """The file in which the host of these backups has recorded the run's recipe."""
     from potluck.cli.folders import backups_of_run
 
     where = folder if folder is not None or path is not None else backups_of_run(run, None)[0].parent.parent

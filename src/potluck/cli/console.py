@@ -31,10 +31,10 @@ SHOWN_CHARACTERS = 12  # of an id, in tables
 
 
 class PlainConsole(Console):
-    """Shows what others wrote without letting it command the terminal. Colours and tables are our own."""
+    """Shows text of others without its terminal commands. Colours and tables are our own."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """What is printed, in whichever way, comes through here; rich itself lets escape sequences pass."""
+        """All output passes through here; rich itself lets escape sequences pass."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(clean_lines(segment.text), segment.style)
 
@@ -67,7 +67,7 @@ def print_json(value: Any) -> None:
 
 
 def tell_roster_event(event: RosterEvent, num_peers: int, as_json: bool) -> None:
-    """Say who came or went, but for those who only watch. Names are other people's words, so never read as markup."""
+    """Print joins and departures, except of observers. Names come from others, so they are never read as markup."""
     name = event.presence.card.name
     if as_json:
         print_json(
@@ -89,7 +89,7 @@ def tell_roster_event(event: RosterEvent, num_peers: int, as_json: bool) -> None
 
 
 def tell_request(request: AccessRequest, as_json: bool) -> None:
-    """Say who asks to be let in, and what an organiser can do about it."""
+    """Print requests to be let in, and the organiser's commands for them."""
     if as_json:
         print_json(
             {
@@ -114,7 +114,7 @@ def tell_request(request: AccessRequest, as_json: bool) -> None:
 
 
 def named(name: str, peer: str) -> str:
-    """How a peer is called where two may have the same name: by that and the beginning of its id."""
+    """A peer's name with the beginning of its id, since two may have the same name."""
     short = peer[:SHOWN_CHARACTERS]
     return f"{name} ({short})" if name else short
 
@@ -161,7 +161,7 @@ def show_table(rows: list[dict[str, Any]], *, empty: str) -> None:
 
 
 def shortened(text: str) -> str:
-    """With only the beginnings of ids: so much fits into a table and is enough to name a peer."""
+    """With shortened ids: they fit into a table, and are enough to name a peer."""
     return PEER_ID.sub(lambda found: found.group()[:SHOWN_CHARACTERS], text)
 
 
@@ -207,7 +207,7 @@ async def until_interrupted(work: Callable[[asyncio.Event], Awaitable[T]]) -> T:
 
 
 async def unless_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
-    """The result of `work`; None if the event comes first, in which case `work` is broken off."""
+    """The result of `work`; None if the event comes first: then `work` is cancelled."""
     task, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     either: set[asyncio.Task[Any]] = {task, stopping}
     try:

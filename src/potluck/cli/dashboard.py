@@ -27,7 +27,7 @@ def dashboard(
     run: Annotated[
         str, typer.Option("--run", help="A run that this machine hosts, instead of a link: with the organisers' pages.")
     ] = "",
-    folder: Annotated[Path | None, typer.Option(help="The folder of that run, if it has one of its own.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="The run's folder, if it is not the default one.")] = None,
     listen: Annotated[str, typer.Option(help="Address to serve on; 0.0.0.0 lets other machines look.")] = "127.0.0.1",
     port: Annotated[
         int | None, typer.Option(help="Port to serve on; 0 picks a free one. Unless given: 8484, if that is free.")
@@ -36,16 +36,12 @@ def dashboard(
     key: Annotated[Path | None, typer.Option(help="The certificate's key.")] = None,
     trust_proxy: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Address or network of a proxy in front whose X-Forwarded headers are believed; may be repeated."
-        ),
+        typer.Option(help="Address or network of a trusted proxy, for its X-Forwarded headers; may be repeated."),
     ] = None,
     identity_path: Annotated[
         Path | None, typer.Option(help="File with the key of your peer, to vote with; else the usual one, if any.")
     ] = None,
-    recipe: Annotated[
-        Path | None, typer.Option(help="The run's recipe, where its organiser wrote one: for the previews.")
-    ] = None,
+    recipe: Annotated[Path | None, typer.Option(help="The organiser's own recipe, if any: for the previews.")] = None,
     while_read: Annotated[bool, typer.Option(hidden=True, help="End when standard input does.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a line.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
@@ -100,7 +96,7 @@ def is_installed() -> bool:
 
 
 def _stop_at_end_of_input(stop: asyncio.Event) -> None:
-    """A host that has started us holds our standard input open: when it is gone, however it ended, so are we."""
+    """The host that started us holds our standard input open: when the host ends, in any way, we end too."""
     loop = asyncio.get_running_loop()
 
     def readable() -> None:
@@ -112,7 +108,7 @@ def _stop_at_end_of_input(stop: asyncio.Event) -> None:
 
 
 async def open_identity(path: Path, patience_seconds: float) -> Identity:
-    """The identity in `path`; while another process has it, it is waited for, but not longer than this."""
+    """The identity in `path`; waits at most this long while another process uses it."""
     from potluck.errors import ConfigurationError
     from potluck.peer.identity import Identity
 
@@ -135,7 +131,7 @@ async def _of_hosted_run(
     as_json: bool,
     patience_seconds: float,
 ) -> None:
-    """With the keys in the run's folder: as a member of its own, and with the organisers' pages."""
+    """With the keys in the run's folder: as a separate member, with the organisers' pages."""
     from potluck.cli import console
     from potluck.cli.folders import hosted_run
     from potluck.clock import SystemClock

@@ -32,13 +32,13 @@ class DashboardOptions:
     recipe: Path | None = None
     """The organiser's own recipe, if it is not a built-in one."""
     shown_host: str = ""
-    """By which others know this machine, if it is served to them."""
+    """The machine's name for others, if they may open the dashboard."""
     trusted_proxies: tuple[str, ...] = ()
-    """Whose X-Forwarded headers are believed."""
+    """Trusted proxies, for their X-Forwarded headers."""
 
 
 class DashboardChild:
-    """Serves until closed; after a crash, again. Where the port is taken, it says so and lets it be."""
+    """Serves until closed; after a crash, again. If the port is taken, it says so and gives up."""
 
     def __init__(self, options: DashboardOptions, as_json: bool) -> None:
         self._options = options
@@ -91,7 +91,7 @@ class DashboardChild:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """By its standard input, as it would end if we died; by force where that does not help."""
+    """Closes its standard input, as our death would; by force if that does not help."""
     assert process.stdin is not None
     process.stdin.close()
     try:

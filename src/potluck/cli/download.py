@@ -24,10 +24,10 @@ def data(
     folder: Annotated[
         Path | None, typer.Option(help="Where files go; else POTLUCK_DATA, else your data folder.")
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Only see whether all files are there and whole.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only check that all files are present and complete.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
-    """Fetch the data that a recipe needs, check its hashes, and go on with what broke off.
+    """Fetch the data that a recipe needs, check its hashes, and continue interrupted downloads.
 
     Examples: [bold]potluck download data my-recipe.py[/bold], [bold]potluck download data my-run[/bold]
     """

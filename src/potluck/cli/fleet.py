@@ -25,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-Folder = Annotated[Path | None, typer.Option(help="The host's folder, if it has one of its own.")]
+Folder = Annotated[Path | None, typer.Option(help="The host's folder, if it is not the default one.")]
 Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
 FleetFileArgument = Annotated[Path, typer.Argument(metavar="FLEET.TOML", help="A fleet.toml, or the folder with one.")]
 
@@ -38,7 +38,7 @@ app.command("agent")(agent)
 
 @app.command("machines")
 def machines(run: Run = DEFAULT_RUN, folder: Folder = None, as_json: AsJson = False) -> None:
-    """List the machines: what they have, how busy they are, what their owners allow.
+    """List the machines: their resources, their load, and what their owners allow.
 
     Example: [bold]potluck fleet machines[/bold]
     """
@@ -214,7 +214,7 @@ def job_row(status: JobStatus) -> dict[str, str]:
 def top(
     run: Run = DEFAULT_RUN,
     folder: Folder = None,
-    every_seconds: Annotated[float, typer.Option("--every", min=0.5, help="Seconds between two looks.")] = 2.0,
+    every_seconds: Annotated[float, typer.Option("--every", min=0.5, help="Seconds between two updates.")] = 2.0,
     as_json: AsJson = False,
 ) -> None:
     """Watch the machines and jobs of the fleet, live, until Ctrl-C.
@@ -267,13 +267,13 @@ def top(
 @app.command("logs")
 def logs(
     job: Job,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what it writes, until Ctrl-C.")] = False,
-    num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many lines of before.")] = 100,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow its output until Ctrl-C.")] = False,
+    num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many earlier lines to show.")] = 100,
     run: Run = DEFAULT_RUN,
     folder: Folder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a job has written, straight from its machine.
+    """Show a job's output, directly from its machine.
 
     Example: [bold]potluck fleet logs -f cartpole[/bold]
     """
@@ -331,7 +331,7 @@ def cp(
     folder: Folder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring a file or folder of a job here, straight from its machine: checkpoints, results.
+    """Copy a job's file or folder from its machine: checkpoints, results.
 
     Example: [bold]potluck fleet cp cartpole:checkpoints results/[/bold]
     """

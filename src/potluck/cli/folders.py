@@ -50,7 +50,7 @@ def recipe_of(named: str) -> tuple[str, Path]:
 
 
 def said_in(run_file: Path, key: str) -> str:
-    """What a run.toml says, without the checks of training/manifest/runfile.py; empty where it does not."""
+    """The contents of a run.toml, without the checks of training/manifest/runfile.py; empty if it cannot be read."""
     try:
         said = tomllib.loads(run_file.read_text(encoding="utf-8")).get(key, "")
     except (OSError, ValueError):  # `potluck host` says what is wrong with it
@@ -103,7 +103,7 @@ def _only_one() -> str:
 
 @contextmanager
 def asking_host(run: str) -> Iterator[None]:
-    """Where a command of the host's machine finds no hub, its error says how to start it."""
+    """If a command on the host's machine finds no hub, its error says how to start the host."""
     try:
         yield
     except HubUnavailableError as error:

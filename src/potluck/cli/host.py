@@ -16,10 +16,10 @@ def host(
         Path | None, typer.Argument(metavar="RUN.TOML", help="What to train: a run.toml, or the folder that has one.")
     ] = None,
     run: Annotated[
-        str, typer.Option("--run", help="The run's name, where no run.toml says it: an empty hub to try things on.")
+        str, typer.Option("--run", help="The run's name, without a run.toml: an empty hub for tests.")
     ] = "my-first-run",
     folder: Annotated[
-        Path | None, typer.Option(help="Where the run lives; started again there, it goes on where it was.")
+        Path | None, typer.Option(help="The run's folder; a host started again on it goes on from there.")
     ] = None,
     listen: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(help="Port for members; 0 picks a free one and keeps it.")] = 0,
@@ -55,7 +55,7 @@ def host(
     ] = False,
     token_holders: Annotated[
         Literal["refused", "listed", "anyone"],
-        typer.Option(help="Who gets in with a Hugging Face token; listed: by --user, --organisation."),
+        typer.Option(help="Who may join with a Hugging Face token; listed: by --user, --organisation."),
     ] = "refused",
     users: Annotated[list[str] | None, typer.Option("--user", help="Hugging Face user to let in; repeatable.")] = None,
     organisations: Annotated[
@@ -63,37 +63,37 @@ def host(
         typer.Option("--organisation", help="Hugging Face organisation to let in; may be repeated."),
     ] = None,
     backup_every: Annotated[int, typer.Option(min=1, help="Save the run's state every so many epochs.")] = 10,
-    keep_last: Annotated[int, typer.Option(min=1, help="The newest so many backups stay in any case.")] = 3,
+    keep_last: Annotated[int, typer.Option(min=1, help="How many of the newest backups to keep.")] = 3,
     keep_every: Annotated[
         int,
-        typer.Option(min=0, help="Of those before, each of such a multiple of epochs stays for good; 0: none does."),
+        typer.Option(min=0, help="Keep older backups for good if their epoch is a multiple of this; 0: none."),
     ] = 0,
     groups: Annotated[
         list[str] | None,
         typer.Option(
             "--group",
-            help="Coordinate, keep and save this group too; once for each. Those that run.toml declares are.",
+            help="Coordinate, keep and save this group too; may be repeated. Groups of run.toml are included.",
         ),
     ] = None,
     backup_space: Annotated[
         str,
-        typer.Option(metavar="SIZE", help="Backups further back stay, ever wider apart, as long as all take less."),
+        typer.Option(metavar="SIZE", help="Disk space for all backups; older ones are kept at growing distances."),
     ] = "10GB",
     upload_to: Annotated[
         str,
         typer.Option(metavar="TARGET", help="Upload each backup: hf://USER/REPOSITORY, or what fsspec knows (s3://…)."),
     ] = "",
-    dashboard: Annotated[bool, typer.Option(help="Serve the live dashboard, where it is installed.")] = True,
+    dashboard: Annotated[bool, typer.Option(help="Serve the live dashboard, if it is installed.")] = True,
     dashboard_port: Annotated[
         int | None,
         typer.Option(help="Its port; 0 picks a free one. Unless given: 8484, if that is free."),
     ] = None,
     dashboard_listen: Annotated[
-        str, typer.Option(help="Its address, if not that of the hub: 127.0.0.1 shows it to this machine alone.")
+        str, typer.Option(help="Its address, if not the hub's. With 127.0.0.1 only this machine can open it.")
     ] = "",
     dashboard_trust_proxy: Annotated[
         list[str] | None,
-        typer.Option(help="Address or network of a proxy in front of it whose X-Forwarded headers are believed."),
+        typer.Option(help="Address or network of a trusted proxy in front of it, for its X-Forwarded headers."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a line.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
@@ -132,7 +132,7 @@ def host(
     if make_identity:
         HubKeys.load_or_create(where / "identity")
         prepare_certificates(where / "identity", where / "tls", ())
-        typer.echo(f"Copy {where / 'identity'} to every hub of the cluster, by a way that nobody can listen to.")
+        typer.echo(f"Copy {where / 'identity'} to every hub of the cluster, by an encrypted way.")
         return
     config = HostConfig(
         hub=HubConfig(
@@ -175,7 +175,7 @@ def host(
 
 
 def _groups(found: RunFile | None, named: list[str]) -> tuple[str, ...]:
-    """Those that the host is in: all that run.toml declares, and those that the command names."""
+    """The host's groups: all that run.toml declares, and those that the command names."""
     from potluck.hub.access.member import Policy
     from potluck.hub.subjects import MAIN
 

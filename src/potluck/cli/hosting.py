@@ -48,7 +48,7 @@ class Backing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a host does beside having its hub open: all that needs torch, whose import takes seconds."""
+    """The host's work besides its hub: all that needs torch, whose import takes seconds."""
 
     run_file: Path | None
     """What to train; None: nothing yet."""
@@ -60,7 +60,7 @@ class Work:
     """Whether the recipe has learned from a sample on this machine."""
 
     announce: Callable[[Host, bool], Awaitable[None]] | None = None
-    """Says that the run is open, in place of the usual words; such a host trains nothing and needs no torch."""
+    """Announces the open run instead of the usual text; such a host trains nothing and needs no torch."""
 
 
 def dashboard_options(
@@ -85,7 +85,7 @@ def dashboard_options(
 
 
 async def serve(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> None:
-    """Open the hub, say so, and only then do what takes longer: after a crash, a whole run waits for the hub.
+    """Open the hub and announce it, and only then do slower work: after a crash, a whole run waits for the hub.
 
     At the first start nobody waits yet, and what is wrong with the recipe is better said before others come.
     """
@@ -124,7 +124,7 @@ async def serve(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> N
 
 
 async def _watch(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> None:
-    """Tell who comes and goes until asked to stop, or until the hub dies."""
+    """Report joins and departures until asked to stop, or until the hub dies."""
     from potluck.cli import console
 
     assert host.peer is not None
@@ -137,7 +137,7 @@ async def _watch(host: Host, work: Work, stop: asyncio.Event, as_json: bool) -> 
 
 
 def _serve_parcels(host: Host) -> None:
-    """Hand to a fleet's machines what `potluck fleet up` has put into its parcels."""
+    """Serve the parcels of `potluck fleet up` to a fleet's machines."""
     from potluck.fleet.jobs.control import FOLDER
     from potluck.fleet.jobs.parcels import ParcelFolder
 
@@ -226,7 +226,7 @@ def _evaluates(board: NoticeBoard) -> bool:
 
 
 def _often_enough(work: Work) -> Backing:
-    """What is evaluated is a backup: there must be one as often."""
+    """Evaluations use backups, so backups must be at least as frequent."""
     from potluck.training.manifest.runfile import read_run_file
 
     every = read_run_file(work.run_file).evaluation.every_epochs if work.run_file is not None else 0
@@ -234,7 +234,7 @@ def _often_enough(work: Work) -> Backing:
 
 
 def _previewer(module: Any, host: Host, helper: AuxiliaryWork, recipe: Path | None) -> Previewer:
-    """What the model says, and on held-out data what it is worth: kept, judged, and rolled back where it must be."""
+    """The model's preview and its held-out loss: recorded, judged, and the run rolled back if necessary."""
     from potluck.monitor.evaluating import Evaluations
     from potluck.training.books.contributions import read_book
     from potluck.training.manifest.steering import steering
@@ -256,7 +256,7 @@ def _previewer(module: Any, host: Host, helper: AuxiliaryWork, recipe: Path | No
         try:
             write_contributors(folder / "states", book)
         except OSError as error:  # a model card can do without them
-            logger.warning("who has contributed could not be noted for model cards: %s", error)
+            logger.warning("the contributors could not be recorded for model cards: %s", error)
 
     previewer: Previewer = module.Previewer(
         folder, lambda: board.manifest, history, recipe, made, helper.evaluations.figures_at
@@ -267,7 +267,7 @@ def _previewer(module: Any, host: Host, helper: AuxiliaryWork, recipe: Path | No
 
 
 async def _persist(step: Callable[[], Awaitable[T]]) -> T:
-    """Take a step that needs the hub, again and again while that is away: its server may be starting again just now."""
+    """Run a step that needs the hub; retry while the hub is away, since its server may be restarting."""
     from potluck.errors import RetryableError
 
     while True:
@@ -326,8 +326,10 @@ async def _announce(host: Host, as_json: bool) -> None:
     console.out.print(f"[green]The run [bold]{host.record.run}[/bold] is open.[/green] Others join it with:\n")
     console.out.print(f"  potluck join '{escape(str(host.link))}'\n", soft_wrap=True, highlight=False)
     if host.link.wheel is not None:
-        console.out.print("Those who have no Potluck yet install it from here first:\n")
+        console.out.print("People without Potluck install it from here first:\n")
         console.out.print(f"  {escape(host.link.pip_line)}\n", soft_wrap=True, highlight=False)
     if others > 0:
         console.out.print(f"In the run already: {console.count(others, 'other')}.")
-    console.out.print("Who comes and goes is told below. Ctrl-C ends the host; started again, it goes on.")
+    console.out.print(
+        "Members that join and leave are shown below. Ctrl-C ends the host. Start it again, and the run goes on."
+    )

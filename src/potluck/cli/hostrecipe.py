@@ -42,7 +42,7 @@ async def try_out(run_file: Path) -> bool:
 
 
 async def try_later(run_file: Path, host: Host) -> bool:
-    """Try what an earlier start could not, for want of its data. Where the run has trained already, only tell."""
+    """Try a recipe whose data were missing at an earlier start. If the run has trained already, only report."""
     from potluck.errors import ConfigurationError
     from potluck.training.manifest.steering import steering
 
@@ -57,7 +57,7 @@ async def try_later(run_file: Path, host: Host) -> bool:
 
 
 async def put_up(run_file: Path, host: Host) -> Path | None:
-    """Have the hub show what run.toml says; returns the organiser's own recipe, if it is not a built-in one."""
+    """Publish run.toml in the hub; returns the organiser's own recipe, if it is not a built-in one."""
     from potluck.recipes.approval import approve
     from potluck.recipes.shipped import keep_copies
     from potluck.training.manifest.organising import put_up

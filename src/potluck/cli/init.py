@@ -23,7 +23,7 @@ def init(
         Path | None,
         typer.Option(help="Your texts (.txt, .jsonl, .parquet) or your folder of pictures: copied beside run.toml."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
     """Write a run.toml that explains itself, and a recipe to start from. Both work as they are.
@@ -64,7 +64,7 @@ def init(
     written = [*files, *([data.name] if data is not None else [])]
     typer.echo(f"Wrote {', '.join(str(folder / file) for file in written)}.")
     if RECIPE_FILE in files:
-        typer.echo(f"Change {folder / RECIPE_FILE} as you like; the host serves it to all who join.")
+        typer.echo(f"Change {folder / RECIPE_FILE} as you like; the host serves it to all members.")
     if data is None and not is_copy and (needed := data_of_recipe(recipe)):
         typer.echo(f"Put your own data into {folder / needed}, or name them in {folder / 'run.toml'}.")
     typer.echo(f"Start the run:  potluck host {folder}")

@@ -17,7 +17,7 @@ def leaderboard(
     link: Annotated[str, typer.Argument(help="The join link, in quotes; else POTLUCK_LINK.")] = "",
     top: Annotated[int, typer.Option(help="How many to show.")] = 20,
     receipts: Annotated[
-        bool, typer.Option("--receipts", help="Show beside it what this machine has signed receipts for.")
+        bool, typer.Option("--receipts", help="Also show the samples for which this machine has signed receipts.")
     ] = False,
     identity_path: Annotated[
         Path | None, typer.Option(help="File with the key you look by; a new one is made unless given.")

@@ -23,7 +23,7 @@ Engine = Annotated[str, typer.Option(help="Socket of the container engine, as in
 def host(
     run: Run = DEFAULT_RUN,
     folder: Annotated[
-        Path | None, typer.Option(help="Where the hub lives; started again there, it goes on where it was.")
+        Path | None, typer.Option(help="The hub's folder; a host started again on it goes on from there.")
     ] = None,
     listen: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(help="Port for members; 0 picks a free one and keeps it.")] = 0,
@@ -32,7 +32,7 @@ def host(
         list[str] | None, typer.Option(help="Name or address by which machines reach this one; may be repeated.")
     ] = None,
     wheel: Annotated[bool, typer.Option(help="Serve this Potluck over HTTP, so that machines can install it.")] = True,
-    dashboard: Annotated[bool, typer.Option(help="Serve the live dashboard, where it is installed.")] = True,
+    dashboard: Annotated[bool, typer.Option(help="Serve the live dashboard, if it is installed.")] = True,
     dashboard_port: Annotated[
         int | None, typer.Option(help="Its port; 0 picks a free one. Unless given: 8484, if that is free.")
     ] = None,
@@ -128,7 +128,7 @@ def agent(
             "May be repeated; several with commas."
         ),
     ] = None,
-    folder: Annotated[Path | None, typer.Option(help="Where jobs have their folders.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder for the jobs' working folders.")] = None,
     websocket: Annotated[bool, typer.Option("--websocket", help="Reach the hub by WebSocket alone.")] = False,
     relay_only: Annotated[bool, typer.Option("--relay-only", help="Send everything through the hub.")] = False,
     keep_jobs: Annotated[

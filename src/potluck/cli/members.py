@@ -26,11 +26,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-Run = Annotated[str, typer.Option("--run", help="The run's name; unless given, that of the run.toml in this folder.")]
-Folder = Annotated[Path | None, typer.Option(help="The folder of the run, if it has one of its own.")]
+Run = Annotated[str, typer.Option("--run", help="The run's name. Default: the name in the run.toml of this folder.")]
+Folder = Annotated[Path | None, typer.Option(help="The run's folder, if it is not the default one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 Reason = Annotated[str, typer.Option(help="Shown to the member.")]
-Peer = Annotated[str, typer.Argument(help="The peer's name, or its id, or the beginning of that, if it is clear.")]
+Peer = Annotated[str, typer.Argument(help="The peer's name, its id, or the beginning of its id.")]
 
 
 class RoleName(enum.StrEnum):
@@ -47,14 +47,18 @@ class RoleName(enum.StrEnum):
 def invite(
     run: Run = "",
     folder: Folder = None,
-    uses: Annotated[int, typer.Option(help="How many peers may come in by it, observers aside; 0: any.")] = 1,
+    uses: Annotated[
+        int, typer.Option(help="How many peers may join with it, not counting observers; 0: any number.")
+    ] = 1,
     days: Annotated[float, typer.Option(help="How long it is valid; 0 for ever.")] = 7.0,
     roles: Annotated[
         list[RoleName] | None,
         typer.Option("--role", help="A role it allows; may be repeated. Unless given: trainer, and observer to look."),
     ] = None,
-    coordinates: Annotated[bool, typer.Option("--coordinates", help="Those who come in by it may coordinate.")] = False,
-    trusted: Annotated[bool, typer.Option("--trusted", help="They may reduce where only trusted peers do.")] = False,
+    coordinates: Annotated[
+        bool, typer.Option("--coordinates", help="Members that join with it may coordinate.")
+    ] = False,
+    trusted: Annotated[bool, typer.Option("--trusted", help="They may reduce where only trusted peers may.")] = False,
     queues: Annotated[
         list[str] | None,
         typer.Option("--queue", help="A queue or topic they may use: NAME=put,take, or * for all; may be repeated."),
@@ -63,7 +67,7 @@ def invite(
         list[str] | None,
         typer.Option("--group", help="A group of the run that they may be in; may be repeated. Unless given: all."),
     ] = None,
-    person: Annotated[str, typer.Option(help="Whose invite it is; seats are counted by person.")] = "",
+    person: Annotated[str, typer.Option(help="The person it is for; seats are counted by person.")] = "",
     note: Annotated[str, typer.Option(help="For yourself.")] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -251,13 +255,13 @@ def ban(
         return found, await organiser.ban(found, reason)
 
     found, cut = _ask(run, folder, work)
-    whom = found if ":" in found else found[:12] if found.startswith(target) else f"{target} ({found[:12]})"
-    _tell(as_json, f"{whom} is banned; {cut} connections were cut.", banned=found, connections=cut)
+    member = found if ":" in found else found[:12] if found.startswith(target) else f"{target} ({found[:12]})"
+    _tell(as_json, f"{member} is banned; {cut} connections were cut.", banned=found, connections=cut)
 
 
 @app.command("unban")
 def unban(
-    target: Annotated[str, typer.Argument(help="Who is forgiven: a peer's name or id, or a person.")],
+    target: Annotated[str, typer.Argument(help="A peer's name or id, or a person.")],
     run: Run = "",
     folder: Folder = None,
     as_json: AsJson = False,

@@ -75,8 +75,8 @@ class BackupOptions:
             )
         if self.state_path is not None and not self.backup_every_step:
             raise ConfigurationError(
-                f"--state-path {self.state_path} says where backups go, and nothing how often there is one: say that "
-                "too, as in --backup-every-step 100"
+                f"--state-path {self.state_path} names the folder of backups, but not how often to write one: add "
+                "--backup-every-step 100"
             )
 
 

@@ -13,8 +13,8 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 # Getting in
 Link = Annotated[str, typer.Argument(help="The join link, in quotes; else POTLUCK_LINK.")]
-Name = Annotated[str, typer.Option(help="What you want to be called; else POTLUCK_NAME.")]
-Message = Annotated[str, typer.Option(help="To the organisers, if they have to let you in first.")]
+Name = Annotated[str, typer.Option(help="Your name in the run; else POTLUCK_NAME.")]
+Message = Annotated[str, typer.Option(help="A message to the organisers, if they have to let you in.")]
 WaitMinutes = Annotated[float, typer.Option(help="How long to wait for an organiser to let you in.")]
 IdentityPath = Annotated[
     Path | None, typer.Option(help="File with the key you are known by; else POTLUCK_IDENTITY, else one is made.")
@@ -24,12 +24,10 @@ IdentityPath = Annotated[
 ClientMode = Annotated[bool, typer.Option("--client-mode", help="Only dial out; accept no connections.")]
 WebSocket = Annotated[
     bool,
-    typer.Option(
-        "--websocket", help="Reach the hub by WebSocket alone, as networks need that let only web traffic out."
-    ),
+    typer.Option("--websocket", help="Use only WebSocket to the hub, for networks that allow only web traffic."),
 ]
 RelayOnly = Annotated[
-    bool, typer.Option("--relay-only", help="Send everything through the hub, also where a direct way exists.")
+    bool, typer.Option("--relay-only", help="Send everything through the hub, even if a direct link is possible.")
 ]
 Listen = Annotated[list[str] | None, typer.Option(help="Accept links here, as tcp://HOST:PORT; may be repeated.")]
 Announce = Annotated[
@@ -46,7 +44,7 @@ Bandwidth = Annotated[
 # Training
 RecipeFile = Annotated[
     Path | None,
-    typer.Option(exists=True, dir_okay=False, help="Your copy of the run's recipe, where the organiser wrote one."),
+    typer.Option(exists=True, dir_okay=False, help="Your copy of the organiser's own recipe, if the run has one."),
 ]
 Yes = Annotated[
     bool,
@@ -55,7 +53,7 @@ Yes = Annotated[
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples per step; found by trial unless given.")]
 NumWorkers = Annotated[int, typer.Option("--n-workers", min=1, max=64, help="Processes that read data.")]
 Device = Annotated[
-    str, typer.Option(help="Where to compute, as in cpu, cuda:1 or cuda:0,cuda:1; all of the fastest unless given.")
+    str, typer.Option(help="Devices to compute on: cpu, cuda:1 or cuda:0,cuda:1. Default: all of the fastest kind.")
 ]
 Precision = Annotated[
     str, typer.Option(help="float32, bfloat16 or float16; unless given, what suits the device. Weights stay float32.")
@@ -80,24 +78,22 @@ Schedule = Annotated[str, typer.Option(help="Train only at these hours of your c
 BackupEveryStep = Annotated[
     int, typer.Option("--backup-every-step", help="Write a backup every so many epochs of the run; 0: never.")
 ]
-StatePath = Annotated[Path | None, typer.Option(help="Where backups go; unless given, in your data folder.")]
+StatePath = Annotated[Path | None, typer.Option(help="Folder for backups. Default: in your data folder.")]
 HandInSeconds = Annotated[
-    float, typer.Option(min=0, help="On leaving, wait so long for the next epoch, to hand in what you have done.")
+    float, typer.Option(min=0, help="When leaving, wait so many seconds for the next epoch, to hand in your work.")
 ]
 Stage = Annotated[
-    int | None, typer.Option(min=0, help="In a pipeline, serve this stage; unless given, the one that needs it most.")
+    int | None, typer.Option(min=0, help="In a pipeline, serve this stage. Default: the stage that needs it most.")
 ]
 FeedData = Annotated[
     bool, typer.Option("--feed", help="In a pipeline, feed data and hold spare copies instead of serving a stage.")
 ]
 Notice = Annotated[
     float | None,
-    typer.Option(min=0, help="In a pipeline, seconds to hand over in when this machine is stopped; unless given, 2.5."),
+    typer.Option(min=0, help="In a pipeline, seconds for the hand-over when this machine is stopped. Default: 2.5."),
 ]
 
-SyncArgs = Annotated[
-    bool, typer.Option("--sync-args", help="Take all settings from the run: it is what Potluck always does.")
-]
+SyncArgs = Annotated[bool, typer.Option("--sync-args", help="Take all settings from the run: Potluck always does.")]
 
 # How it talks
 AsJson = Annotated[bool, typer.Option("--json", help="Tell in JSON, one object a line.")]

@@ -34,8 +34,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-Run = Annotated[str, typer.Option("--run", help="The run's name; unless given, that of the run.toml in this folder.")]
-Folder = Annotated[Path | None, typer.Option(help="The folder of the run, if it has one of its own.")]
+Run = Annotated[str, typer.Option("--run", help="The run's name. Default: the name in the run.toml of this folder.")]
+Folder = Annotated[Path | None, typer.Option(help="The run's folder, if it is not the default one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 
 
@@ -215,9 +215,7 @@ def export(
     to: Annotated[Path, typer.Option("--to", help="The file, or with --all the folder, to write.")] = Path(
         "paths-export"
     ),
-    best: Annotated[
-        bool, typer.Option("--best", help="The path as it was when its validation loss was least.")
-    ] = False,
+    best: Annotated[bool, typer.Option("--best", help="The path at its lowest validation loss.")] = False,
     run: Run = "",
     folder: Folder = None,
     as_json: AsJson = False,
@@ -257,7 +255,7 @@ def export(
 def reroute(
     run: Run = "",
     folder: Folder = None,
-    in_phases: Annotated[int, typer.Option(min=1, help="After how many more phases it counts, for all paths.")] = 1,
+    in_phases: Annotated[int, typer.Option(min=1, help="After how many more phases all paths use it.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Route all documents anew, by which path has the least loss on their like; counts at one phase for all.

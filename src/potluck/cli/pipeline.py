@@ -20,8 +20,10 @@ LOOK_SECONDS = 15.0
 def pipeline(
     what: Annotated[str, typer.Argument(metavar="LINK|generate|export", help="A join link, or what to do.")],
     folder: Annotated[Path, typer.Argument(help="With generate and export: the folder that has run.toml.")] = Path(),
-    hub: Annotated[Path | None, typer.Option("--folder", help="Where the host keeps the run, if it was named.")] = None,
-    step: Annotated[int | None, typer.Option(help="Of which step; unless given, the newest cut.")] = None,
+    hub: Annotated[
+        Path | None, typer.Option("--folder", help="The run's folder, if it is not the default one.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="The cut's step. Default: the newest cut.")] = None,
     to: Annotated[Path, typer.Option(help="With export: the safetensors file to write.")] = Path("model.safetensors"),
     identity_path: o.IdentityPath = None,
     as_json: o.AsJson = False,

@@ -22,7 +22,7 @@ def plan(
     latency_ms: Annotated[float, typer.Option(help="From one machine to another.")] = 20.0,
     batch: Annotated[int, typer.Option(help="The global batch; else target_batch_size of the run.")] = 0,
     profile: Annotated[
-        Path | None, typer.Option(help="File with this machine's profile: read if it is there, else written.")
+        Path | None, typer.Option(help="File with this machine's profile: read if it exists, otherwise written.")
     ] = None,
     as_json: o.AsJson = False,
 ) -> None:

@@ -23,8 +23,8 @@ app = typer.Typer(
 
 Name = Annotated[str, typer.Argument(help="The queue's or topic's name.")]
 Link = Annotated[str, typer.Option("--link", help="The fleet's join link; else the run hosted on this machine.")]
-Run = Annotated[str, typer.Option("--run", help="The run's name; unless given, that of the run.toml in this folder.")]
-Folder = Annotated[Path | None, typer.Option(help="The folder of the run, if it has one of its own.")]
+Run = Annotated[str, typer.Option("--run", help="The run's name. Default: the name in the run.toml of this folder.")]
+Folder = Annotated[Path | None, typer.Option(help="The run's folder, if it is not the default one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 
 
@@ -68,13 +68,13 @@ def add(
     topic: Annotated[bool, typer.Option("--topic", help="A topic: keeps the newest item for everybody.")] = False,
     max_items: Annotated[int, typer.Option(help="How many items it may hold.")] = 100_000,
     max_megabytes: Annotated[float, typer.Option(help="How many megabytes it may hold.")] = 256.0,
-    max_hours: Annotated[float, typer.Option(help="Items go after so many hours; 0: never.")] = 0.0,
+    max_hours: Annotated[float, typer.Option(help="Remove items after so many hours; 0: never.")] = 0.0,
     when_full: Annotated[
         Literal["block", "refuse", "drop"],
         typer.Option(help="Let putters wait, refuse their items, or drop the oldest item."),
     ] = "block",
     tries: Annotated[int, typer.Option(help="How often an item is handed out before it is a dead letter.")] = 5,
-    lease_seconds: Annotated[float, typer.Option(help="A taker silent for so long has died.")] = 15.0,
+    lease_seconds: Annotated[float, typer.Option(help="Seconds of silence after which a taker counts as dead.")] = 15.0,
     id_window_seconds: Annotated[float, typer.Option(help="How long ids of items are remembered.")] = 600.0,
     run: Run = "",
     folder: Folder = None,

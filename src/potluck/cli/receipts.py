@@ -17,10 +17,10 @@ NONE_HERE = "There are no receipts in {folder}: they come while you train."
 
 def receipts(
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILE…", help="Receipts to check; else those of this machine.")
+        list[Path] | None, typer.Argument(metavar="FILE…", help="Receipts to check. Default: this machine's own.")
     ] = None,
     link: Annotated[
-        str, typer.Option(help="The run's join link: checks too that the signer did coordinate that run.")
+        str, typer.Option(help="The run's join link: also check that the signer coordinated that run.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:

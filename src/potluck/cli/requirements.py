@@ -79,7 +79,7 @@ def _ask(
     if not yes:
         if as_json or not may_ask or not sys.stdin.isatty():
             raise ConfigurationError(
-                f"the run's own code ({path}) runs only with your consent: look at it, and say --yes"
+                f"the run's own code ({path}) runs only with your consent: read it, then add --yes"
             )
         if not typer.confirm("Run it?", default=False):
             raise ConfigurationError("without its code there is nothing to train: nothing was started")

@@ -26,11 +26,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-Run = Annotated[str, typer.Option("--run", help="The run's name; unless given, that of the run.toml in this folder.")]
-Folder = Annotated[Path | None, typer.Option(help="The folder of the run, if it has one of its own.")]
+Run = Annotated[str, typer.Option("--run", help="The run's name. Default: the name in the run.toml of this folder.")]
+Folder = Annotated[Path | None, typer.Option(help="The run's folder, if it is not the default one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
-By = Annotated[str, typer.Option("--by", help="Who does it, for the log; else POTLUCK_NAME, else your user name.")]
-Reason = Annotated[str, typer.Option(help="Why, for everybody to read in the log.")]
+By = Annotated[str, typer.Option("--by", help="Your name for the log. Default: POTLUCK_NAME, then your user name.")]
+Reason = Annotated[str, typer.Option(help="The reason, for the public log.")]
 
 
 @app.command("pause")
@@ -58,7 +58,9 @@ def change(
     changes: Annotated[list[str], typer.Argument(metavar="NAME=VALUE…", help="As in learning_rate=1e-4; see `show`.")],
     run: Run = "",
     folder: Folder = None,
-    from_epoch: Annotated[int | None, typer.Option(help="Count from this epoch on; unless given, from soon.")] = None,
+    from_epoch: Annotated[
+        int | None, typer.Option(help="The first epoch with the change. Default: the next possible one.")
+    ] = None,
     by: By = "",
     reason: Reason = "",
     as_json: AsJson = False,
@@ -87,7 +89,8 @@ def change(
 @app.command("rollback")
 def rollback(
     to: Annotated[
-        int | None, typer.Option(metavar="EPOCH", help="The epoch to go back to; unless given, those are listed.")
+        int | None,
+        typer.Option(metavar="EPOCH", help="The epoch to go back to. Without it, the possible epochs are listed."),
     ] = None,
     digest: Annotated[
         str,
@@ -101,7 +104,7 @@ def rollback(
     folder: Folder = None,
     by: By = "",
     reason: Reason = "",
-    wait_seconds: Annotated[float, typer.Option(help="How long to wait until it is carried out.")] = 60.0,
+    wait_seconds: Annotated[float, typer.Option(help="How many seconds to wait until it is done.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
     """Have the run go on from the state of an earlier epoch: a backup of the host's, or what others have.

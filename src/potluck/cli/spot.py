@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 
 ProviderName = Literal["aws", "local"]
-Experiment = Annotated[str, typer.Option(help="The experiment's name: the tag of all that is made.")]
+Experiment = Annotated[str, typer.Option(help="The experiment's name, and the tag of all its machines.")]
 ProviderOption = Annotated[ProviderName, typer.Option(help="Where machines come from.")]
 Region = Annotated[str, typer.Option(help="AWS: the region.")]
 EndpointUrl = Annotated[str, typer.Option(help="AWS: another server with the same API, for tests.", hidden=True)]
@@ -44,7 +44,7 @@ def up(
     provider: ProviderOption = "local",
     experiment: Experiment = "potluck",
     workers: Annotated[int, typer.Option(help="How many trainers.")] = 4,
-    aux: Annotated[int, typer.Option(help="How many aux peers; they never count as workers.")] = 0,
+    aux: Annotated[int, typer.Option(help="How many aux peers, besides the workers.")] = 0,
     bandwidth: Annotated[str, typer.Option(help="Workers' lines in Mbit/s, as in 4x200,8x100,4x50.")] = "",
     aux_bandwidth: Annotated[float, typer.Option(help="Aux peers' lines in Mbit/s; 0: as fast as they are.")] = 0.0,
     kinds: Annotated[
@@ -269,7 +269,7 @@ def _aws(
 
 
 def _lines(experiment: str, asked: bool | None, bandwidth: str, link: str, as_json: bool) -> SlotLines | None:
-    """Networks for the slots' lines, where they are to be had; else Potluck's own limit does."""
+    """Networks for the slots' lines, if possible; otherwise Potluck's own limit holds them."""
     from potluck.errors import ConfigurationError
     from potluck.testing.namespaces import lab_available
     from potluck.testing.slotlines import SlotLines

@@ -36,7 +36,7 @@ def tokenize(
     recipe = open_recipe(refer_to(found.recipe, folder), found.model, folder / found.recipe, folder_files(folder))
     make = getattr(recipe, "tokenize", None)
     if make is None:
-        raise ConfigurationError(f"recipe={found.recipe!r} has no texts to make into tokens: those of hf-… have")
+        raise ConfigurationError(f"recipe={found.recipe!r} has no texts to make into tokens; the recipes hf-… have")
     recipe.data = data_of(recipe, found.data)
     with Progress(console=console.err, disable=as_json) as bar:
         task = bar.add_task("tokens", total=None)

@@ -223,7 +223,7 @@ def _words_of(event: participants.Event) -> str:
             return f"This run is over: it ended with epoch {epoch}, and nothing is left to train."
         case events.TrainingBegan():
             size = event.batch_size
-            batches = "in batches whose size is found on the way" if size is None else f"in batches of {size}"
+            batches = "the batch size is found while it trains" if size is None else f"in batches of {size}"
             return (
                 f"Training {event.recipe} on {', '.join(event.devices)} in {event.precision} {batches}, with "
                 f"{console.count(event.num_threads, 'thread')}. Ctrl-C hands in what you have done, and leaves."

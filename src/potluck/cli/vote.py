@@ -17,7 +17,7 @@ LOOK_SECONDS = 0.5
 
 def vote(
     link: Annotated[str, typer.Argument(help="The join link, in quotes.")],
-    name: Annotated[str, typer.Argument(help="What the model shall be called; an empty name takes your vote back.")],
+    name: Annotated[str, typer.Argument(help="A name for the model; an empty name takes your vote back.")],
     identity_path: Annotated[
         Path | None, typer.Option(help="File with the key of your peer; else POTLUCK_IDENTITY, else the usual one.")
     ] = None,
@@ -55,7 +55,8 @@ def vote(
                 return
             await asyncio.sleep(LOOK_SECONDS)
         raise NotAdmittedError(
-            "the vote was not counted: your peer must be in the run as a trainer or aux peer, and somebody coordinate"
+            "the vote was not counted: your peer must be in the run as a trainer or aux peer, and the run needs a "
+            "coordinator"
         )
 
     observe(parsed, "voter", None, as_json, cast, takes_key=False)

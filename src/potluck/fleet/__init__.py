@@ -1,4 +1,4 @@
-"""A fleet: machines that each train a thing of their own, around one central queue.
+"""A fleet: machines that each train a model of their own, around one central queue.
 
     items.py        values with arrays as bytes, without pickle and without torch
     member.py       a connection to the fleet's queues: who we are, and requests to the guard

@@ -1,7 +1,7 @@
 """Items that are larger than a message: in parts, with a hash of the whole.
 
-The parts are put first, then a head that names them. So whoever sees the head can have the whole item, and a putter
-that dies halfway leaves no half item behind, only parts that go by their age.
+The parts are put first, then a head that names them. So a taker that sees the head can fetch the whole item. A putter
+that dies halfway leaves no half item behind, only parts that expire.
 """
 
 from __future__ import annotations

@@ -316,7 +316,7 @@ class Queue(Generic[T]):
         try:
             await self._member.hub.publish(item._reply, b"+ACK")
             await self._forget_parts(item)
-        except RetryableError as error:  # it is written down as done; whoever is handed it again throws it away
+        except RetryableError as error:  # it is recorded as done; the next taker drops it
             logger.debug("an item of %s that is done was not taken out yet: %s", self.name, error)
 
     async def _forget_parts(self, item: Item[T]) -> None:

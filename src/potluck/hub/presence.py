@@ -1,4 +1,4 @@
-"""Who is in the run: what a peer tells about itself, and what the guard tells everyone about it."""
+"""Who is in the run: a peer's own card, and the guard's verdict on it for all peers."""
 
 from __future__ import annotations
 

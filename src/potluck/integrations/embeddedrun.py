@@ -129,7 +129,7 @@ class EmbeddedRun:
         hub = await NatsConnection.connect(self._host.address, seed=keys.organiser_seed, run=run, name="main")
         self._stack.push_async_callback(hub.close)
         self._organiser = Organiser(hub, Subjects(run), keys.organiser_public)
-        _, invite = await self._organiser.create_invite(scopes=PRIVATE, uses=None, note="whoever has the link")
+        _, invite = await self._organiser.create_invite(scopes=PRIVATE, uses=None, note="everybody with the link")
         self._link = replace(self._host.link, invite=invite)
 
     async def _others_left(self) -> int:
@@ -142,7 +142,7 @@ class EmbeddedRun:
                 return others
             if not told:
                 told = True
-                logger.info("done here; the hub stays for %d other peer(s) who still train", others)
+                logger.info("this program is done; the hub stays for %d other peer(s) that still train", others)
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _num_peers(self) -> int:
@@ -150,6 +150,6 @@ class EmbeddedRun:
         try:
             members = await self._organiser.list_members()
         except RetryableError as error:
-            logger.debug("who is in the run cannot be told: %s", error)
+            logger.debug("the members of the run cannot be listed: %s", error)
             return 0
         return sum(1 for member in members if member.state in ("alive", "suspect"))

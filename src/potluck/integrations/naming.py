@@ -51,5 +51,5 @@ def translated(options: Mapping[str, Any]) -> dict[str, Any]:
     if ignored:
         reasons = "; ".join(f"{name} ({why})" for name, why in ignored.items())
         text = f"these arguments mean nothing here, and are ignored: {reasons}"
-        warnings.warn(text, MeaninglessArgumentWarning, 4)  # by whoever made what has made a TrainerPart
+        warnings.warn(text, MeaninglessArgumentWarning, 4)  # points to the line that made the strategy or callback
     return {RENAMED.get(name, name): value for name, value in given.items() if name not in ignored}

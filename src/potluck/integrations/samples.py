@@ -29,7 +29,7 @@ class SampleCounter:
         """The samples since the last step; a second step on the same batches is of as many."""
         self._last, self._samples = self._samples or self._last, 0
         if not self._last:
-            raise unknown_size("nobody has told how many samples this step is of")
+            raise unknown_size("the number of samples of this step is unknown")
         self.total += self._last
         return self._last
 

@@ -121,7 +121,7 @@ class PotluckCallback(InRun, TrainerCallback):
     def _check(self, args: TrainingArguments) -> None:
         if self._part.optimizer is None or self._schedule is None:
             raise ConfigurationError(
-                "the Trainer has an optimizer of its own, which does not take part in the run: give it ours, by "
+                "the Trainer made its own optimizer, which is not in the run: give it ours, by "
                 "Trainer(optimizers=callback.optimizers(torch.optim.AdamW(…)))"
             )
         if args.n_gpu > 1 or args.world_size > 1:

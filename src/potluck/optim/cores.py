@@ -1,8 +1,8 @@
 """This machine's cores, where several peers share them: each computes with its part.
 
 With one thread for each core in every process, peers on one machine wait for each other inside of each operation: two
-trainers with two threads each on two cores do an eighth of the steps that they do with one. Who starts later takes its
-share of what is there then; those before keep theirs.
+trainers with two threads each on two cores do an eighth of the steps that they do with one. A peer that starts later
+takes its share of what is there then; those before keep theirs.
 
 Trainers are known by their command (`potluck join`), and, on Linux, by a mark: a socket in the abstract namespace that
 bears the process's number, which everybody on the machine can see and which ends with the process.

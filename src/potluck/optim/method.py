@@ -83,7 +83,7 @@ class RunState:
     """Of a state that was fetched: the pieces it is kept in, and how many of them were not at hand."""
 
     is_as_base: bool = False
-    """Of a state that was fetched: whether its tensors are what was there before, own ones aside."""
+    """Whether a fetched state has the same tensors as before, except for its own ones."""
 
 
 class Published(Protocol):

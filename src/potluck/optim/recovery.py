@@ -285,7 +285,7 @@ class Recovery:
                 return self._run.call_unless_leaving(listener.meanwhile(fetch))
             except RetryableError as error:
                 self.counts["failed_fetches"] += 1
-                logger.info("the run's state was not to be had yet: %s", error)
+                logger.info("the run's state could not be fetched yet: %s", error)
                 self._run.check()
                 self._run.sleep(min(RETRY_SECONDS, max(0.0, left)))
         raise DeadlineExceededError(
@@ -364,7 +364,7 @@ class Recovery:
         self._method.load_numbers(snapshot.metadata)
         self.epoch = snapshot.epoch
         self.counts["mended_numbers"] += 1
-        logger.debug("hyperparameters or schedule of epoch %d were not those of the others: taken over", self.epoch)
+        logger.debug("hyperparameters or schedule of epoch %d differed from the others': theirs are used", self.epoch)
 
     def _take_over(self, snapshot: RunState) -> None:
         logger.warning(

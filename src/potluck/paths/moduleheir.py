@@ -2,7 +2,7 @@
 
 Who dies may be the only trainer of a module, or the only one that was there for its last steps. The averages of a step
 are with the aux peers that took part in its round, and an earlier state is with those that keep states. So the step is
-not lost: it is taken here, to the same bits, and the state is kept for whoever trains the module next.
+not lost: it is taken here, to the same bits, and the state is kept for the module's next trainer.
 """
 
 from __future__ import annotations

@@ -166,9 +166,9 @@ class ModulePart:
         return not self._run.call(is_offered())
 
     def hear_missed(self) -> bool:
-        """Take the steps that this peer's copy lacks, by averages: whoever holds those gives them at any time.
+        """Take the steps that this peer's copy lacks, by their averages, which their holders serve at any time.
 
-        Whether it is where the run is.
+        Returns whether the copy is up to date with the run.
         """
         now = time.monotonic()
         if self.driver.is_busy or now < self._hear_at or not self.driver.can_hear_missed:

@@ -184,7 +184,7 @@ class PathKeeper:
                         self.counts["kept"] += 1
                 except PotluckError as error:
                     self.counts["not_kept"] += 1
-                    logger.debug("the state of path %d was not to be had from %s: %s", path, peer, error)
+                    logger.debug("the state of path %d could not be fetched from %s: %s", path, peer, error)
                 busy_seconds = self._clock.monotonic() - began
                 await asyncio.sleep(min(PAUSE_FACTOR * busy_seconds, LONGEST_PAUSE_SECONDS))
             self._wake.clear()

@@ -396,6 +396,6 @@ class Session:
             try:
                 await self._ask_time()
             except (RetryableError, ProtocolError) as error:
-                logger.debug("the hub's time was not to be had: %s", error)
+                logger.debug("the hub's time could not be read: %s", error)
                 await asyncio.sleep(RETRY_SECONDS)
                 self._time_wanted.set()

@@ -1,7 +1,7 @@
 """The conductor: one step after the other, with the peers that are there; it decides who does what.
 
-There is one at a time: the coordinator of `main`, by its lease. All that a successor needs stands in the run's record
-(book.py), and peers enlist anew with whoever conducts. So a conductor may die at any moment.
+There is one conductor at a time: the coordinator of `main`, by its lease. The run's record (book.py) holds all that a
+successor needs, and peers enlist again with the new conductor. So a conductor may die at any moment.
 
     roll.py      enlisted peers ─▶ staffing ─▶ assignments: they load while the run trains on
     here         at each boundary: who can serve now? a new layout counts once its servers are ready
@@ -357,7 +357,7 @@ class Conductor:
         self.record = replace(self.record, excluded=excluded)  # written with the step's commit
 
     async def take_step(self) -> StepOutcome:
-        """One step, with whoever is ready."""
+        """One step, with all peers that are ready."""
         plan = self._step_plan()
         self._state.heard = {name: member.units or frozenset() for name, member in plan.members.items()}
         locating = self._spawn(self._locate(plan))
@@ -444,7 +444,7 @@ class Conductor:
             await asyncio.sleep(self._config.look_seconds)
 
     async def _tell(self, member: str, notice: CommitNotice) -> None:
-        """Whoever does not hear it now hears it with the next step's fence."""
+        """A peer that misses the notice gets it with the next step's fence."""
         try:
             await self._links.request(member, notice, reply=Applied, timeout_seconds=self._config.request_seconds)
         except PotluckError as error:

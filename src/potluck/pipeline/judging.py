@@ -11,8 +11,8 @@ by the checks themselves: sixteen times the median of what was found so far, bet
 change) and a ceiling. A pair that is not measured yet has the ceiling.
 
 **Disputes.** A failed check is one word against another: the server's, the verifier's, and that of a neighbour who says
-that it sent something else. One of them lies. Whoever is the only peer that all of its disputes have in common is the
-liar: it is excluded, and those disputes count no more against the others. Where that names nobody and a server fails
+that it sent something else. One of them lies. A peer is the liar if it is the only one that all of its disputes have in
+common: it is excluded, and those disputes count no more against the others. Where that names nobody and a server fails
 three checks, the server goes; after twelve, a neighbour that it contradicted each time goes too. The conductor's own
 peer is believed: where it has room, it loads the blocks in dispute, and decides. Two members that report different
 norms of one average are in dispute too.

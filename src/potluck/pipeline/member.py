@@ -1,7 +1,7 @@
 """One peer's part in a pipeline: enlists, holds what it is assigned, serves, feeds, saves.
 
 member = PipelineMember(links, clock, self_id, following, blueprint, …, part=Part(serves=True))
-await member.start()        # from then on it does what the conductor says, whoever that is
+await member.start()        # from then on it follows the present conductor
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Handing a micro-batch to a server of the next stage, whoever has room.
+"""Handing a micro-batch to a server of the next stage that has room.
 
 A push is one request. Its answer comes when the micro-batch is computed (done), at once when there is no room (busy:
 another server is asked), or when its attempt is over (stale). If the server cannot be reached it is unknown whether it

@@ -71,7 +71,7 @@ class Staff:
     disputed: frozenset[str] = frozenset()
     """Servers that a spot check failed on: their stages get one more holder, who can judge."""
     arbiters: frozenset[str] = frozenset()
-    """Who is preferred for that."""
+    """The preferred peers for that."""
     offers: dict[str, Offer] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
     """The latest, for people to read."""
@@ -238,7 +238,7 @@ class Staff:
 def servers_now(
     layout: Layout, plan: Plan, standing: Mapping[str, frozenset[int]], servers: frozenset[str]
 ) -> list[list[str]] | None:
-    """Who serves each stage of a layout now: those that the plan names, else whoever can; None if a stage has nobody.
+    """Who serves each stage of a layout now: the planned servers, else any holder; None if a stage has none.
 
     `standing`: the blocks that each peer has; `servers`: those that compute when they can choose.
     """

@@ -322,7 +322,7 @@ class StepLedger:
         if member is None and not is_feeder:
             return []
         actions: list[Action] = [Exclude(who, reason)] if member is not None else []
-        if self.phase is Phase.COMMITTING:  # the averages are named: whoever holds them applies them
+        if self.phase is Phase.COMMITTING:  # the averages are named: every holder applies them
             return actions + self._lost()
         if who in self.checks and member is not None:  # nobody can check it any more: nothing counts that it touched
             self.valid_from = self.attempt + 1
@@ -410,7 +410,7 @@ class StepLedger:
             counts = Counter(report.digest for report in reports.values())
             most = max(counts.values())
             agreed = next(report for report in reports.values() if counts[report.digest] == most)
-            # Whoever has another average would have other weights from now on.
+            # A peer with another average would have other weights from now on.
             excluded |= {
                 member: "its average differs from that of the others"
                 for member, report in reports.items()

@@ -37,7 +37,7 @@ class Download:
     """What the recipe calls it."""
 
     url: str
-    """Where it is to be had, by http or https."""
+    """Its address, by http or https."""
 
     sha256: str
     """Of its bytes, in hexadecimal."""

@@ -3,7 +3,7 @@
 A machine is a process in a folder of its own. What it is stands in a file there with the process's number and start
 time, so `machines` and `down` know it after a restart of the runner. The market is a trace (preemption.py): a node of
 the trace is room for one machine. When a node goes, the machine that has it is killed without notice; where no node is
-free, a start fails for want of capacity. Without a trace there is room for all.
+free, a start fails for lack of capacity. Without a trace there is room for all.
 
 With `lines` each machine runs at the end of a line of its own, with its slot's speed.
 """

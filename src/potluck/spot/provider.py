@@ -43,7 +43,7 @@ class Provider(Protocol):
         ...
 
     def start(self, slot: Slot, kind: str) -> Machine:
-        """Start one machine for a slot; NoCapacityError or ThrottledError where that is not to be had now."""
+        """Start one machine for a slot; NoCapacityError or ThrottledError if that is not possible now."""
         ...
 
     def end(self, ids: Sequence[str]) -> None:

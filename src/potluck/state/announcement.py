@@ -24,7 +24,7 @@ nothing: that of the first peer by id is taken, and the verdict is *contested*, 
 
 What is compared and voted on is what peers should hold alike. Where a state has a part that is each peer's own, that
 part is taken from one of those who vouch for the rest: they made the epoch, and could have spoilt its averages as well.
-Who did not give what it announced is asked last from then on.
+A keeper that did not serve its announced state is asked last from then on.
 
 A verdict is *settled* when those who are yet to speak could not change it, trainers who are far behind included. Who
 fetches need not wait for that, but who compares its own state does: else one that deviates could win by speaking first.
@@ -108,7 +108,7 @@ class Verdict:
     """Whether peers vouch for it that are trusted anyway."""
 
     vouchers: tuple[str, ...] = ()
-    """Who holds the very bits that are to be compared."""
+    """The holders of exactly the bits to compare."""
 
     equivalent: frozenset[str] = frozenset()
     """The digests of states that are the same but for rounding, where values were compared; else of this one alone."""
@@ -166,10 +166,10 @@ class Appraised:
     """Common to all peers whose states are the same but for rounding."""
 
     refusing: Collection[str] = ()
-    """Who has not answered again and again: it is taken at its word, and no longer waited for."""
+    """Keepers that have repeatedly not answered: their claim counts, and they are no longer waited for."""
 
     def applied(self, claims: Iterable[Claim]) -> list[Claim]:
-        """The claims with their camps. Who did not answer is with those who hold the same bits, or has yet to speak."""
+        """The claims with their camps. A keeper without an answer is in the camp of its bits, or has not voted yet."""
         by_digest = {self.states[peer].compared: camp for peer, camp in self.camps.items() if peer in self.states}
         found = []
         for claim in claims:
@@ -219,7 +219,7 @@ class Announcements:
         return (kept.cut, kept.cut_epoch) if kept is not None else (0, 0)
 
     def savers(self, cut: int, epoch: int, roster: Roster) -> list[Presence]:
-        """Who has saved the group's part of a cut, of peers that are trusted or may coordinate."""
+        """The trusted or coordinating peers that have saved the group's part of a cut."""
         found = []
         for peer in sorted(self._kept):
             kept, presence = self._of_present(peer, roster), roster.get(peer)
@@ -251,7 +251,7 @@ class Announcements:
             state = next((state for state in states if state.epoch == epoch), None)
             # Backups are of any age: every peer that offers one has a say in which is believed.
             is_late = state is None and not any(backups or state.epoch + 1 >= epoch for state in states)
-            # Who does not train takes a state over now and then: that it has none of this epoch means nothing.
+            # A peer that does not train takes a state now and then: no state of this epoch means nothing.
             may_speak = backups or presence.card.role == "trainer"
             if state is not None or (states and may_speak):
                 person, tier = presence.person or presence.peer, _tier(presence, holders)

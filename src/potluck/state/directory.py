@@ -254,7 +254,7 @@ class StateDirectory:
             await self.until_changed(min(max(left, 0.0), ASK_EVERY_SECONDS))
 
     def has_newer(self, verdict: Verdict, lineage: Lineage) -> bool:
-        """Whether a state of a later epoch is to be had."""
+        """Whether a state of a later epoch is available."""
         newer = self.newest(lineage.epoch, at_least=verdict.epoch + 1)
         return newer is not None and self._is_to_be_had(newer)
 

@@ -113,7 +113,7 @@ class Fetcher:
         patience_seconds: float = 0.0,
     ) -> None:
         """`keepers` tells who serves a state; call `keepers_changed` when that may be others. `speed_of` tells what a
-        keeper's line carries, in bytes a second, if that is known; `is_outdated` whether a newer state is to be had.
+        keeper's line carries, in bytes a second, if that is known; `is_outdated` whether a newer state is available.
 
         `is_replaceable` says that others serve a state that differs only in what is each peer's own.
         """

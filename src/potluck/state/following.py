@@ -107,7 +107,7 @@ class Follower:
             fetched = await coming
         except RetryableError as error:
             self.counts["failed"] += 1
-            logger.warning("the run's state was not to be had, and is not saved here: %s", error)
+            logger.warning("the run's state could not be fetched, and is not saved here: %s", error)
         except Exception:  # without it the run goes on, with one keeper less; logged, counted, tried again
             self.counts["errors"] += 1
             logger.exception("following the run's state failed")

@@ -398,7 +398,7 @@ class StateKeeper:
     ) -> FetchedState | None:
         """The state to go on from, of any peer, on disk or in memory; None: nothing is there yet, begin.
 
-        Everybody calls it when starting, and when the state of the run's epoch is to be had from nobody (see
+        Everybody calls it when starting, and when no peer has the state of the run's epoch (see
         resumechoice.py). What is in `base` is not fetched.
         """
         try:

@@ -82,7 +82,7 @@ class Schedule:
         return [name for name, keeper in self._keepers.items() if keeper.is_present and not keeper.lie]
 
     def keepers_changed(self, present: Mapping[str, float | None]) -> None:
-        """These serve the state now, on lines that carry so much. Who comes back starts afresh, unless it lied."""
+        """These serve the state now, on lines of these speeds. A keeper that returns starts afresh, unless it lied."""
         for name, speed in present.items():
             keeper = self._keepers.setdefault(name, _Keeper())
             keeper.speed = speed

@@ -67,7 +67,7 @@ class ServingConfig:
     """Joiners served at once; others are told to ask elsewhere, or later."""
 
     max_snapshots: int = 4
-    """States in memory because they are being served, those on the shelf aside; the oldest has to go."""
+    """States in memory because they are being served, except those on the shelf; the oldest is dropped first."""
 
     bytes_per_second: float | None = None
     """For all joiners together; None: no limit but `trainer_share`."""

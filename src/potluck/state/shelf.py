@@ -65,7 +65,7 @@ class Shelf:
         self._drop([state for state in self._states if not state.is_backup][: -self._num_kept])
 
     def newest(self) -> Held | None:
-        """The state of the newest epoch, backups aside."""
+        """The state of the newest epoch, without backups."""
         return next((state for state in reversed(self._states) if not state.is_backup), None)
 
     def find(self, digest: str) -> Snapshot | None:
@@ -74,7 +74,7 @@ class Shelf:
         return next((state.snapshot for state in states if state.snapshot.digest == digest), None)
 
     def get(self, epoch: int) -> Held | None:
-        """The state of an epoch, backups aside."""
+        """The state of an epoch, without backups."""
         states = [*self._states, *(held for held, _ in self._pinned), *self._of_cuts.values()]
         return next((state for state in states if state.epoch == epoch and not state.is_backup), None)
 

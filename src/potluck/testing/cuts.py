@@ -37,7 +37,7 @@ class Cuts:
     def block(self, *, port: int | None, address: str | None, protocol: Protocol | None, how: How) -> Cut:
         """Cut everything to and from that port (at either end), that address, or that port of that address."""
         if port is None and address is None and protocol is not None:
-            raise LabError(f"say which port or whom to block, not only {protocol!r}")
+            raise LabError(f"name a port or an address to block, not only {protocol!r}")
         protocols: list[Protocol] = [protocol] if protocol else ["tcp", "udp"]
         rules = [
             f"{words} {verdict}"

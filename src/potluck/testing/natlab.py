@@ -41,8 +41,8 @@ from potluck.testing.shaping import LinkShape, NetemLink, ShapedLink, ShaperKind
 __all__ = ["Host", "LabError", "LinkShape", "NatKind", "NatLab", "Router", "lab_available"]
 
 NatKind = Literal["port-restricted", "symmetric"]
-"""`port-restricted`: a port keeps its number outside, whomever it talks to, as in most homes. `symmetric`: each
-connection gets a port at random, as on mobile networks. Either way an answer must come from where the question went."""
+"""`port-restricted`: a port keeps its number outside for all destinations, as in most homes. `symmetric`: each
+connection gets a random port, as on mobile networks. In both, an answer must come from the address that was asked."""
 
 # Looks public to any code that asks (the ranges for documentation and benchmarks do not), yet is on no internet: the
 # British military uses it only inside. Here too nothing leaves the namespaces.

@@ -96,7 +96,7 @@ class PauseChanged:
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """This peer has got further."""
+    """This peer has made progress."""
 
     progress: TrainProgress
     num_peers: int

@@ -22,7 +22,7 @@ T = TypeVar("T")
 def demo(
     epochs: Annotated[int, typer.Option(help="How many epochs to train in all.")] = EPOCHS,
     folder: Annotated[
-        Path | None, typer.Option(help="Where run, checkpoint, logs and plot go; a new folder of its own unless given.")
+        Path | None, typer.Option(help="Folder for run, checkpoint, logs and plot. Default: a new folder.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Tell the outcome in JSON.")] = False,
 ) -> None:

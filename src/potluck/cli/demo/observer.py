@@ -83,7 +83,7 @@ class DemoObserver:
         return incident
 
     async def until_over(self, incident: Incident) -> float:
-        """Wait until the run has got over it; returns the seconds that took."""
+        """Wait until the run has recovered; returns the seconds."""
         await self.until(
             f"an epoch after: {incident.who}, {incident.kind}", lambda: self._seconds(incident) is not None
         )

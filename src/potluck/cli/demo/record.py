@@ -51,7 +51,7 @@ class Incident:
     term: int = 0
 
     def is_over(self, commit: SeenCommit) -> bool:
-        """Whether this commit shows that the run has got over it."""
+        """Whether this commit shows that the run has recovered."""
         if commit.epoch <= self.epoch or commit.at_seconds < self.at_seconds:
             return False
         if self.kind == "newcomer":

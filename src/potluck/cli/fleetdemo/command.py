@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def demo(
     folder: Annotated[
-        Path | None, typer.Option(help="Where the hub, the laptops, logs and plot go; a new one unless given.")
+        Path | None, typer.Option(help="Folder for hub, laptops, logs and plot. Default: a new folder.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -72,7 +72,7 @@ def init(
     from potluck.errors import ConfigurationError
 
     if folder.exists():
-        raise ConfigurationError(f"{folder} is there already: choose another name")
+        raise ConfigurationError(f"{folder} exists already: choose another name")
     try:
         shutil.copytree(example_folder(), folder, ignore=shutil.ignore_patterns("__pycache__", "checkpoints"))
     except OSError as error:

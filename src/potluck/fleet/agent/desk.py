@@ -1,7 +1,7 @@
 """What an organiser asks of a machine over a link: a job's log, and files that it has left.
 
-Whoever asks shows a warrant: an organiser's signature over the asker's peer id. Links know their peers for certain, so
-nobody else can use it.
+The requester shows a warrant: an organiser's signature over the requester's peer id. Links authenticate their peers, so
+no other peer can use it.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def _job(name: str, entry: _JobEntry, folder: Path) -> JobPlan:
         command = RUN_COMMAND
         if entry.groups:
             raise ConfigurationError(
-                f"{name} is a trainer of {entry.run}, whose recipe says the group: leave out groups"
+                f"{name} is a trainer of {entry.run}, and the recipe of that run names the group: leave out groups"
             )
     if not (command or entry.image or entry.build):
         raise ConfigurationError(f"{name} says nothing to run: give it a command, an image, build or run")

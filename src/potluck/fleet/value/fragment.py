@@ -100,7 +100,7 @@ def checked(fragment: Fragment) -> Fragment:
     try:
         fragment.check()
         if fragment.origin is None:
-            raise ConfigurationError("a fragment does not say whose it is")
+            raise ConfigurationError("a fragment does not name its laptop")
         check_origin(fragment.origin)
     except ConfigurationError as error:
         raise ProtocolError(str(error)) from error

@@ -34,7 +34,7 @@ class Invite(Message, frozen=True, kw_only=True):
     id: str
     secret_hash: str
     scopes: Scopes  # of those who come in by it; `seats` in it are the peers per person and service
-    uses: int | None = None  # how many peers may come in by it, observers aside; None: any number
+    uses: int | None = None  # how many peers may join with it, not counting observers; None: any number
     used: int = 0
     recent: dict[str, float] = {}  # for which peers a use was counted of late, and when
     expires_at: float | None = None  # hub time; None: never

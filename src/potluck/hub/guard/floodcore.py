@@ -6,10 +6,10 @@ ones, until the hub cuts those off. The hub limits the size of a message and not
 connection has published, and shows it in its lists and when a connection closes.
 
 So there is a rate that a member may publish at for ever, in messages and in bytes, and an amount by which it may be
-beyond that for a while. Honest members come nowhere near either. Who goes further is kept out for a minute, then for
-two, four, … up to an hour. A new connection changes nothing, since it is the peer that counts; nor does one that lasts
-less than the time between two lists. Relay connections do not count: what they carry concerns two peers, and the
-receiver helps itself (link/relay/penalties.py).
+beyond that for a while. Honest members come nowhere near either. A member that goes further is kept out for a minute,
+then for two, four, … up to an hour. A new connection changes nothing, since it is the peer that counts; nor does one
+that lasts less than the time between two lists. Relay connections do not count: what they carry concerns two peers, and
+the receiver helps itself (link/relay/penalties.py).
 """
 
 from __future__ import annotations

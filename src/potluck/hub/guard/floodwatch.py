@@ -2,7 +2,7 @@
 
 The hub is asked several times a second what each main connection has published; floodcore.py judges. Who floods is cut
 off at once and gets a ban that ends by itself. The ban stands in the hub's store like any other: all guards of a
-cluster heed it, the lobby tells the peer why and for how long, organisers see it and may lift it.
+cluster respect it, the lobby tells the peer why and for how long, organisers see it and may lift it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class FloodWatch:
             except (RetryableError, ProtocolError) as error:
                 self.counts["flood_checks_failed"] += 1
                 level = logging.DEBUG if is_failing else logging.WARNING  # a hub that is away is told once
-                logger.log(level, "who floods the run could not be found out, or kept out; trying again: %s", error)
+                logger.log(
+                    level, "the member that floods the run could not be found or kept out; trying again: %s", error
+                )
                 is_failing = True
             took_seconds = self._clock.monotonic() - began
             least_seconds = QUEUE_PAUSE_SECONDS if self._lane == "queue" else PAUSE_SECONDS

@@ -85,7 +85,7 @@ class GuardConfig:
     """How much a member may tell everybody."""
 
     huggingface_url: str = huggingface.DEFAULT_BASE_URL
-    """Who is asked about tokens."""
+    """The service that checks tokens."""
 
     huggingface_timeout_seconds: float = 8.0
     """How long that may take; an applicant waits meanwhile."""

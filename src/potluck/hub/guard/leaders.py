@@ -127,7 +127,7 @@ class LeaderKeeper:
         try:
             return msgspec.json.decode(answer, type=_StreamInfo).cluster
         except msgspec.MsgspecError as error:
-            logger.warning("the hub's word on the store %s cannot be read: %s", store, error)
+            logger.warning("the hub's answer about the store %s cannot be read: %s", store, error)
             return None
 
     async def _move(self, store: str, server: str) -> None:

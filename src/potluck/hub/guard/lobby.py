@@ -156,7 +156,7 @@ def denied(reason: str) -> Refuse:
 
 def lobby_full(why: str) -> Refuse:
     """What a full lobby means to the peer."""
-    message = f"the lobby is full: {why}. Somebody with an invite gets in all the same: ask an organiser for one"
+    message = f"the lobby is full: {why}. With an invite you can still get in: ask an organiser for one"
     return Refuse(code="lobby_full", message=message, retry_after_seconds=FULL_RETRY_SECONDS)
 
 
@@ -166,8 +166,8 @@ def banned(bans: Sequence[Ban], now: float) -> Refuse:
     if ban.until:
         message = f"the hub keeps {ban.target} out for a while{_because(ban.reason)}: mend that, or ask an organiser"
         return Refuse(code="kept_out", message=message, retry_after_seconds=max(1.0, ban.until - now))
-    whom = f"you, {ban.target}" if ":" in ban.target else "you"  # an id tells nobody who they are
-    return Refuse(code="banned", message=f"an organiser has banned {whom}{_because(ban.reason)}")
+    member = f"you, {ban.target}" if ":" in ban.target else "you"  # an id tells nobody who they are
+    return Refuse(code="banned", message=f"an organiser has banned {member}{_because(ban.reason)}")
 
 
 def invite_refused(verdict: invites.Verdict, role: Role, scopes: Scopes) -> Refuse:

@@ -1,4 +1,4 @@
-"""Who has to leave the lobby, so that strangers who stay do not keep out those who come (pure).
+"""Which strangers have to leave the lobby, so that they do not keep out newcomers (pure).
 
 Knocking takes moments: connect, hand in an application, hear the answer. Only those on the waiting list have a reason
 to stay. All others that are still there after some seconds are cut. Where more come than the lobby holds, or more from

@@ -132,7 +132,7 @@ class NatsStore:
                 written_at=datetime.fromisoformat(headers["Nats-Time-Stamp"]).timestamp(),
             )
         except (KeyError, ValueError) as error:
-            raise ProtocolError(f"the hub's word on the store {self.name} cannot be read: {error!r}") from error
+            raise ProtocolError(f"the hub's answer about the store {self.name} cannot be read: {error!r}") from error
 
     # Inside
 

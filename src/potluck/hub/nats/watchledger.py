@@ -93,7 +93,7 @@ class WatchLedger:
         return to_tell
 
     def abort_sync(self) -> None:
-        """No snapshot was to be had."""
+        """No snapshot could be fetched."""
         self._sync = None
 
     def _vanished(self, snapshot: Collection[Entry], changed: Collection[str]) -> list[str]:

@@ -2,9 +2,9 @@
 
 Three things go wrong with a server that runs for months:
 
-*It dies*, killed by the kernel for want of memory, by a person, or by a fault of its own. It is started again on the
+*It dies*, killed by the kernel for lack of memory, by a person, or by its own fault. It is started again on the
 same ports with the same certificate, and members find back by themselves. After too many deaths in a short time
-(restarts.py) it is given up, with its last words.
+(restarts.py) it is given up, with its last output.
 
 *Its disk is full.* From the first write that fails on, a stream of nats-server refuses all others, also when there is
 room again: only a new process writes. So room is waited for, however long that takes, and then the server is replaced.

@@ -1,4 +1,4 @@
-"""Who may keep how much of this process's memory full of what has arrived (pure).
+"""How much of this process's memory each peer may fill with arrived data (pure).
 
 Half of `receive_bytes` is shared out evenly as windows: a peer's window is what it may have arrived and not yet taken
 by the application. A message that is large beside the window could never complete inside it, so it is given memory of

@@ -335,7 +335,7 @@ class Inbox:
             self._wake()
 
     def tick(self, now: float) -> None:
-        """Ask again for memory that was not to be had; give up on large messages that do not go on."""
+        """Ask again for memory that was not free; give up large messages without progress."""
         if self._credit_due_at is not None and now >= self._credit_due_at:
             self._credit_due_at = None
             self.ack_due_at = AT_ONCE
@@ -347,7 +347,7 @@ class Inbox:
                 if self._reserve(assembly):
                     self.ack_due_at = AT_ONCE
             elif assembly.reserved_bytes and now - assembly.last_at > self._config.stalled_seconds:
-                raise ChannelBrokenError(f"a large message has not gone on for {self._config.stalled_seconds:g} s")
+                raise ChannelBrokenError(f"a large message has made no progress for {self._config.stalled_seconds:g} s")
 
     def tick_at(self) -> float | None:
         """When `tick` has something to do."""

@@ -14,7 +14,7 @@ announces the sizes of all frames:
 
     u32 body bytes, u16 frames, u64 per frame (bytes × 2 + 1 if it stands here), body, the small frames
 
-Decoding is strict: whatever is odd is a ProtocolError, and nothing is allocated on the word of a stranger.
+Decoding is strict: any irregularity is a ProtocolError, and no memory is allocated for a stranger's claim.
 """
 
 from __future__ import annotations

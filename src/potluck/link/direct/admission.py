@@ -4,7 +4,7 @@ A dialler's first message names its link key and proves it by a handshake messag
 come in is looked up before anything costly is done for it, and nothing is kept for those who may not.
 
 A handshake message that was overheard proves its key as well as the first time, so those that were used are remembered
-and refused. Who gets a very old one past that gains a connection that cannot finish its greeting.
+and refused. A very old one that passes gains only a connection that cannot finish its greeting.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Admission:
         return self._probes.get(key, 0.0) > self._clock.monotonic()
 
     def judge(self, knock: Knock, *, host: str) -> Answerer | int:
-        """Who goes on with the greeting of a connection that may come in, or what to tell one that may not."""
+        """The responder that continues an allowed connection's greeting, or the answer to a refused one."""
         reason = self._refusal(knock, host)
         if reason is None:
             try:

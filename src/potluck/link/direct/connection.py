@@ -1,7 +1,7 @@
 """One TCP connection on the event loop: greeting, open, ended.
 
-While it greets, it reads exactly what is expected next and no byte more. Once it is open it carries packets. Whoever
-owns it is told once that it has ended, and nothing after that.
+During the handshake it reads exactly the expected bytes and no more. Once it is open it carries packets. Its owner is
+told once that it has ended, and nothing after that.
 
 Reading: what has come is read as long as there is some, within a budget, and then the loop runs, so that one busy
 connection does not starve the rest. Nothing is kept but the packet on its way; what we have no time for stays with the

@@ -11,8 +11,8 @@ seen: on bad lines packets are lost at any speed, and a pace that is too high do
 estimate believed for long that may be too low: what was measured while TCP itself still sped up says nothing, a line
 that stays calm is tried with leaps, and one that always seems full (by its delays, so does any line of a busy machine)
 is asked for more now and then. Before the line was ever full there is no pace, nor for a connection that is alone, nor
-on a short way, where what is lost is sent again before it matters. Who cannot take its share leaves it to the others,
-and one whose own line is full says nothing about ours.
+on a short way, where what is lost is sent again before it matters. A connection that cannot use its share leaves it to
+the others, and one whose own line is full says nothing about ours.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Pacer(Generic[P]):
             return
         given = shares(speed, {connection: sender.want for connection, sender in self._senders.items()})
         for connection, sender in self._senders.items():
-            # Who did not use its share may have been held up, and can have it back at once.
+            # A connection that did not use its share may have been held up, and can have it back at once.
             is_alone = len(self._senders) == 1
             sender.pace = None if is_alone else max(given[connection], speed / len(self._senders))
             connection.set_pace(sender.pace)

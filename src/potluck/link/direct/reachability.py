@@ -38,7 +38,7 @@ from potluck.messages import Message
 
 Address = Annotated[str, msgspec.Meta(max_length=64)]
 DIAL_BACK_SECONDS = 5.0
-NO_ANSWER = "nobody with your key answers there"  # no more than that about neighbours, lest anybody explore a LAN
+NO_ANSWER = "nobody with your key answers there"  # no more than that about neighbours, so that nobody can explore a LAN
 
 
 class DialBackRequest(Message, frozen=True, kw_only=True, tag="dial_back"):

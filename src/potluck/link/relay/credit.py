@@ -1,4 +1,4 @@
-"""Who may have how much on its way through the hub (pure).
+"""How many bytes each sender may have on their way through the hub (pure).
 
 The hub keeps in memory what a receiver has not yet taken, and cuts the receiver off when that exceeds a limit (64 MiB
 by default), or when it does not empty in time (10 s by default). One sender is held back by the channel; many at once
@@ -210,8 +210,8 @@ class InboundBudget:
             free = self.budget_bytes - self.charged_bytes
             left = account.limit_bytes - account.received_bytes
             needed = account.wanted_bytes - left
-            # Who waits holds credit too, less than it needs for a packet. If nobody else has any, nothing is on its
-            # way that could free the rest: then the first one gets through, whatever the sums say.
+            # A waiting sender holds credit too, less than it needs for a packet. If nobody else has any, nothing is on
+            # its way that could free the rest: then the first one gets through, whatever the sums say.
             if needed > free and self.charged_bytes > sum(waiting.charged_bytes for waiting in self._waiting):
                 return
             self._waiting.popleft()

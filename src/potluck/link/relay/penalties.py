@@ -1,13 +1,13 @@
-"""Who is not listened to any more, since it floods us (pure).
+"""Which senders are ignored, because they flood us (pure).
 
 The hub queues what a receiver has not taken, and cuts the receiver off when that is too much. Credit (credit.py) keeps
-it little, for those who heed it. The hub cannot tell who does not, and nobody else could be believed: the sender would
-deny it, and a receiver that grants credit and then says that it did not would have an honest sender punished. But who
-listens can choose its senders. The hub drops what nobody listens to, and then there is nothing left to queue.
+it little, if senders respect it. The hub cannot see which senders do not, and no report could be believed: the sender
+would deny it, and a receiver that grants credit and then denies that would have an honest sender punished. But a
+receiver can choose its senders. The hub drops packets without a subscriber, and then nothing is left to queue.
 
 So each receiver keeps an allowance for every sender. What comes without credit is paid from it: greetings, wants, rests
-of a path that was given up, and whatever is wrong. It fills slowly, and with each packet that either side had reason
-to send. Honest peers stay far above zero. Who has nothing left is shut out for a minute, then for two, four, … up to
+of a path that was given up, and whatever is wrong. It fills slowly, and with each packet that either side had reason to
+send. Honest peers stay far above zero. A sender with nothing left is shut out for a minute, then for two, four, … up to
 an hour; that concerns the two of them alone, and only the relay.
 """
 
@@ -70,7 +70,7 @@ class Penalties:
 
     @property
     def shut_out(self) -> frozenset[str]:
-        """Who is not listened to."""
+        """The ignored senders."""
         return frozenset(self._shut_until)
 
     def earned(self, peer: str, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Who may do what an organiser does (pure): a token, which nobody chooses, against a session.
+"""Organisers' logins (pure): a random token gives a session.
 
 The token is random, 192 bits, made at the first start and kept in the run's folder. A visitor who shows it gets a
 session, whose id is random too and lives in a cookie that scripts cannot read and other sites cannot send. Sessions end
@@ -70,7 +70,7 @@ class Login:
             raise self._failed(address)
         who = clean(" ".join(name.split()))[:LONGEST_NAME]
         if not who:
-            raise ConfigurationError("say who you are: what you do is logged under that name")
+            raise ConfigurationError("enter your name: your actions are logged under it")
         session = secrets.token_urlsafe(32)
         self._forget_old()
         self._sessions[session] = Visitor(who, address, self._clock.monotonic() + SESSION_SECONDS)

@@ -66,7 +66,7 @@ class AdaptiveGrace:
 
     @property
     def reach_seconds(self) -> float:
-        """Who comes later than this after the quorum is not waited for: a round's usual work."""
+        """A round does not wait for peers that come later than this after the quorum: a round's usual work."""
         return max(median(self._work), LEAST_REACH_SECONDS) if self._work else self.most_seconds
 
     def resume(self, seconds: float) -> None:

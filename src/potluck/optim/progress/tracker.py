@@ -179,7 +179,7 @@ class ProgressTracker:
         return any(not known.leaving for known in current if known.samples or known.samples_per_second)
 
     def _by_now(self, known: _Known) -> _Known:
-        """Who was at the epoch before, around its commit, works on the next one by now.
+        """A peer that was at the epoch before, around its commit, works on the next one by now.
 
         Where epochs last a second or two, they would be over before anybody could predict their end otherwise.
         """

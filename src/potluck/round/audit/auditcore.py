@@ -38,7 +38,7 @@ class AuditConfig:
     """No more contributions are fetched for one audit; where that is too little for all reducers, some are drawn."""
 
     answer_seconds: float = 5.0
-    """Who has not answered by then is left out of the round, and what cannot be checked without it is done again."""
+    """A member without an answer by then is left out; chunks that need it for the check are done again."""
 
     exclusion_seconds: float = 24 * 3600.0
     """So long a liar takes part in no round."""

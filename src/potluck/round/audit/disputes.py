@@ -1,7 +1,8 @@
 """When members hold different averages (pure): who gave somebody something else than the others?
 
 Every average comes sealed by its reducer. So of two members that hold different ones, each can show that the reducer
-gave it what it holds; if both can, the reducer lied to one of them. Who cannot, holds what nobody gave it.
+gave it what it holds; if both can, the reducer lied to one of them. A member without
+this proof holds values that nobody gave it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who was found out, and until when it takes part in nothing (pure).
+"""Which peers an audit found, and until when they are excluded (pure).
 
 Exclusions stand in the commits, each of which carries on those of the one before: a new coordinator knows them, and
 everybody can read them. What was found out in a round that came to no commit is remembered by the coordinator alone.

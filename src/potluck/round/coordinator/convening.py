@@ -78,7 +78,7 @@ class Convener:
         trigger: Trigger,
         counts: Counter[str],
     ) -> None:
-        """`barred` says whom audits exclude, and why, given the newest commit; `counts` are the coordinator's."""
+        """`barred` names the members that audits exclude, and why; `counts` are the coordinator's."""
         self._session = session
         self._leases = leases
         self._lineage = lineage

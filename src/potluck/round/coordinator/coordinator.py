@@ -138,7 +138,7 @@ class Coordinator:
     # What happens
 
     def lease_changed(self) -> None:
-        """This peer has got or lost the lease, or somebody else has."""
+        """This peer or another one has got or lost the lease."""
         self._wake.set()
 
     def committed(self, commit: Commit) -> None:

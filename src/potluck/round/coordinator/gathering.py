@@ -1,8 +1,8 @@
 """From who is ready to a plan (pure).
 
 The coordinator hands in every Ready it hears, with the roster as it stands. Out comes a plan: the members in the order
-of their ids, what each contributes, who reduces how much, how the values are cut into chunks. Who cannot be taken is
-named in the plan with the reason, and so learns it from the commit.
+of their ids, what each contributes, who reduces how much, how the values are cut into chunks. A peer that cannot be
+taken is named in the plan with the reason, and so learns it from the commit.
 
 Some only *stand by*: they expect the epoch to be due in a moment and say so ahead, so that nobody waits for a meeting
 then. They are ready once all who are have the weight together that makes an epoch, and not for ever.
@@ -226,7 +226,7 @@ class Gathering:
         )
 
     def _around_one(self, candidates: list[Candidate], key: RoundKey) -> list[Candidate]:
-        """Who takes part where there is nothing to average: sending the values may take minutes.
+        """The members of a round with nothing to average: sending the values may take minutes.
 
         Only a first attempt counts on a helper: one that fails, or lies, must not keep a lone peer from going on.
         """

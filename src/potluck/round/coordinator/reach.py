@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who may reduce, and who has to go for that."""
+    """The possible reducers, and the members that must be left out for them."""
 
     reducers: frozenset[int]
     lost: frozenset[int]

@@ -1,4 +1,4 @@
-"""Who does the chunks again that reducers have lost (pure)."""
+"""Which reducers recompute the chunks that others have lost (pure)."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ stand where the others do: with Adam and float16 a sixth of the state's bytes. S
 those of the last epoch, encoded as they travelled, and earlier ones within a budget of memory. That of an aux peer is
 larger: it has no model of its own.
 
-Who asks names the digest that the commit has. It takes the frames of one holder after the other until they add up to
+The asker names the digest of the commit. It takes the frames of one holder after the other until they add up to
 that digest, so a holder can lie no more than a reducer could.
 
 An epoch that one trainer made alone is not kept: that trainer took its own values, which were never encoded.

@@ -143,7 +143,7 @@ class SealedWork(TensorWork):
         return frame_hash
 
     def seal_of(self, letter: Letter) -> bytes:
-        """Who gets the letter can prove that we sent it."""
+        """The receiver of the letter can prove that we sent it."""
         if letter.is_average:
             return self.average_seals[letter.chunk, letter.generation]
         return self._contribution_seals[letter.chunk]

@@ -91,7 +91,7 @@ class WeightBook:
             if (found := known.without(peer)) is not None:
                 return found
             if (found := here.without(peer)) is not None:
-                # Who was there before them is not cut because newcomers have just begun.
+                # An earlier member is not cut because newcomers have just begun.
                 return max(found, self._usual.get(peer, 0.0))
             return once.without(peer)
 

@@ -1,4 +1,4 @@
-"""What a coordinator does about each commit besides coordinating: in a queue, so that no round has to wait for it."""
+"""A coordinator's other work for each commit, in a queue, so that no round has to wait for it."""
 
 from __future__ import annotations
 

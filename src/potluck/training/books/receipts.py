@@ -107,7 +107,7 @@ class ReceiptDesk(CommitDesk):
     async def _give(self, receipt: Receipt) -> None:
         try:
             await self._links.send(receipt.peer, receipt, timeout_seconds=SEND_SECONDS)
-        except PotluckError as error:  # it has left, or its queue is full: the book has its samples all the same
+        except PotluckError as error:  # it has left, or its queue is full: the book still has its samples
             self.counts["not_given"] += 1
             logger.debug("%s gets no receipt for epoch %d: %s", receipt.peer, receipt.epoch, error)
         else:

@@ -63,7 +63,7 @@ class ScheduleSpec(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.kind == "warmup_stable_decay" and not 0 < self.decay_epochs <= self.total_epochs - self.warmup_epochs:
             raise ConfigurationError(
                 f"a {self.kind} schedule needs decay_epochs between 1 and {self.total_epochs - self.warmup_epochs}, "
-                f"which is what lies between warm-up and end, not {self.decay_epochs}"
+                f"the epochs between warm-up and end, not {self.decay_epochs}"
             )
 
 
@@ -176,7 +176,9 @@ class Evaluation(Message, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def __post_init__(self) -> None:
         if self.gate and not self.every_epochs:
-            raise ConfigurationError("gate = true judges by held-out loss: say every_epochs = 10, or as often as fits")
+            raise ConfigurationError(
+                "gate = true needs the held-out loss: set every_epochs, for example every_epochs = 10"
+            )
 
 
 def check_together(

@@ -47,7 +47,7 @@ def sign(manifest: Manifest, signer: Signer) -> bytes:
     try:
         decode(Manifest, body)
     except ProtocolError as error:
-        raise ConfigurationError(f"nobody could read this manifest, {error}. Choose other values") from error
+        raise ConfigurationError(f"peers could not read this manifest, {error}. Choose other values") from error
     signature = signer.sign(_context(manifest.run) + body)
     return encode(SignedManifest(body=body, organiser=signer.public_key, signature=signature))
 

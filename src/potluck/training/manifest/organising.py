@@ -67,7 +67,7 @@ def taken_over(present: Manifest, wanted: Manifest, *, epoch: int, by: str, at: 
         return with_values(settings, news(settings.from_epoch))
 
     if what := _told({turn: news(turn) for turn in turns}):
-        logger.info("run.toml has changed; that counts from epoch %d on", starts)
+        logger.info("run.toml has changed; the changes count from epoch %d on", starts)
         amended = renewed.amended(change, from_epoch=starts, epoch=epoch, turns=turns)
         recorded = amended.recorded(f"run.toml: {what}", by=by, at=at, from_epoch=starts)
         return msgspec.structs.replace(recorded, written=wanted.settings)
@@ -85,7 +85,7 @@ def _before_rerouting(manifest: Manifest) -> Manifest:
 
 
 def _with_planning(manifest: Manifest, wanted: Manifest) -> Manifest:
-    """What may change besides settings: it concerns those who plan, audit, evaluate and wait, and nobody's tensors."""
+    """What else may change: it affects planning, audits, evaluation and waiting, but no tensors."""
     planning = {name: getattr(wanted.exchange, name) for name in PLANNING}
     exchange = msgspec.structs.replace(manifest.exchange, **planning)
     return msgspec.structs.replace(manifest, exchange=exchange, evaluation=wanted.evaluation, patience=wanted.patience)

@@ -84,7 +84,7 @@ def fetch_manifest(link: JoinLink) -> Manifest | None:
     try:
         manifest, organiser = noticeboard.read(answer.content[: noticeboard.LIMIT_BYTES], link.run)
     except ProtocolError as error:
-        raise ConfigurationError(f"what the host says the run trains cannot be believed: {error}") from error
+        raise ConfigurationError(f"the host's description of the run is not valid: {error}") from error
     checking(link)(organiser)
     return manifest
 
@@ -122,7 +122,7 @@ def require(requirements: Iterable[str], then: str) -> None:
     """ConfigurationError, with the command that helps, where one of these packages is missing."""
     if missing := [each for each in requirements if not _is_met(each)]:
         raise ConfigurationError(
-            f"this run needs {', '.join(missing)}, which this machine has not. Install that, and {then} again:\n\n"
+            f"this run needs {', '.join(missing)}, which this machine does not have. Install it, and {then} again:\n\n"
             f"  {pip_line(missing)}\n"
         )
 

@@ -1,9 +1,9 @@
 """Carrying out an organiser's order to go back to an earlier epoch.
 
-The order stands in the manifest, and how many were carried out stands in the lineage: so it is done once, whoever
-coordinates and however often that changes. In the order of what happens:
+The manifest holds the order, and the lineage counts the orders carried out. So each order is carried out once, even if
+the coordinator changes. The steps, in order:
 
-1. Who has the earlier state on disk reads it and offers it. The coordinator gets hold of it.
+1. A peer with the earlier state on disk reads it and offers it. The coordinator fetches it.
 2. The coordinator commits an epoch whose state it is (`Commit.restored`). A round that is under way comes to nothing,
    by the same compare-and-set that agrees on every epoch.
 3. Every peer that has it shows it as the state of that epoch. All trainers are behind by now, and fetch it.

@@ -100,8 +100,8 @@ def read_run_file(path: Path) -> RunFile:
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         where = line_of_error(text.decode("utf-8", "replace"), str(error))
         raise ConfigurationError(
-            f"{file}{f', line {where}' if where else ''} is wrong: {error}. Mend it; `potluck init` writes one that is "
-            "right, to compare with"
+            f"{file}{f', line {where}' if where else ''} is wrong: {error}. Correct it; `potluck init` writes a "
+            "valid one to compare with"
         ) from error
     check_run_name(found.name)
     return found
@@ -118,7 +118,7 @@ def _without_other_algorithms(content: dict[str, Any], file: Path) -> dict[str, 
     if left_over and (file, *left_over) not in _told:
         _told.add((file, *left_over))
         of = ", ".join(name for name, fields in _FIELDS.items() if not fields.isdisjoint(left_over))
-        logger.warning("%s: %s counts with %s only, and is passed over", file, " and ".join(left_over), of)
+        logger.warning("%s: %s works only with %s, and is ignored", file, " and ".join(left_over), of)
     return {**content, "training": {name: value for name, value in training.items() if name not in left_over}}
 
 

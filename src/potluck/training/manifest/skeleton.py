@@ -14,15 +14,15 @@ RECIPE_FILE = "recipe.py"
 OWN = "own"
 
 _RUN = """\
-# A run of Potluck. Start it with `potluck host` in this folder; everything else has a default.
+# A run of Potluck. Start it with `potluck host` in this folder. Settings that you leave out have defaults.
 name = "{name}"
 
-# What to train: stdlib-lm, digits, hf-causal-lm, hf-masked-lm or image-classifier, which are built in, or a file beside
-# this one, which the host serves to all who join.
+# What to train. Built in: stdlib-lm, digits, hf-causal-lm, hf-masked-lm, image-classifier. Or a file beside this one:
+# the host serves it to all members.
 recipe = "{recipe}"
 
 seed = 0           # of the model's first values
-end_epoch = 0      # the run is done after so many updates; 0: it goes on until you stop it
+end_epoch = 0      # the run ends after so many updates; 0: it trains until you stop it
 
 [model]            # options of the recipe; see its Config
 {model}
@@ -44,26 +44,26 @@ kind = "constant"            # or inverse_sqrt; linear, cosine and warmup_stable
 warmup_epochs = 10
 
 [exchange]
-codec = "float16"            # how values travel: float32, float16, bfloat16, uniform8, blockwise8, e3m0 …
+codec = "float16"            # how values are sent: float32, float16, bfloat16, uniform8, blockwise8, e3m0 …
 aggregator = "mean"          # with strangers: median, trimmed_mean, centered_clipping …
-reducers = "everybody"       # or trusted: only peers whose invite says so add up what others send
-weight_cap = 16              # nobody but trusted peers counts for more than so many times what others give; 0: no cap
+reducers = "everybody"       # or trusted: only peers with a trusted invite average for others
+weight_cap = 16              # a peer counts for at most so many times what others give, unless it is trusted; 0: no cap
 
-[evaluation]       # on data that nobody trains on
+[evaluation]       # on held-out data
 every_epochs = {evaluation}
-gate = false                 # true: an epoch whose held-out loss leaves the band of those before is rolled back
+gate = false                 # true: an epoch is rolled back if its held-out loss leaves the band of earlier ones
 
-# [patience]       # how long is waited where nothing moves; a line that is only slow gets its time
-# round_seconds = 120          # then a round has failed, and is tried again
-# load_seconds = 600           # then loading the run's state has failed
+# [patience]       # how long peers wait when no bytes move; slow lines get the time that they need
+# round_seconds = 120          # after this a round has failed, and is tried again
+# load_seconds = 600           # after this a load of the run's state has failed
 # slowest_line = 32768         # bytes per second: a round's deadline has room for lines as slow as this …
 # most_round_minutes = 60      # … up to here
 
-# [groups]         # for programs: beside main, which every run has. With this table there are no others
-# critic = "all"               # any member may join it; "invited": those whose invite names it (invite --group critic)
+# [groups]         # for programs: groups beside main. With this table, other names are refused
+# critic = "all"               # any member may join; "invited": members whose invite names it (invite --group critic)
 
-# A curriculum: stages that are planned beforehand. Each changes what it names, from its epoch on, for all peers alike:
-# data, learning rate, schedule, target_batch_size; names as `potluck run show` lists them. As many stages as you like.
+# A curriculum: planned stages. Each changes the settings that it names, from its epoch on, for all peers: data,
+# learning rate, schedule, target_batch_size. `potluck run show` lists the names. There may be any number of stages.
 # [[curriculum]]
 # from_epoch = 1000
 # learning_rate = 3e-4
@@ -135,12 +135,12 @@ class Waves(Recipe[Config]):
 
 _SYNC = """\
 algorithm = "sync"           # sync: one large batch of all peers' samples per update
-target_batch_size = 256      # … of so many samples. May change while the run trains.
+target_batch_size = 256      # … of so many samples. It may change while the run trains.
 # algorithm = "diloco"       # many local steps, then one exchange: for slow lines
 # inner_steps = 100
-# steps_by_speed = true      # slow peers take fewer of them, so that all are ready at the same time"""
+# steps_by_speed = true      # slow peers take fewer steps, so that all are ready at the same time"""
 _DILOCO = """\
-algorithm = "diloco"         # many local steps, then one exchange: for the lines that people have at home
+algorithm = "diloco"         # many local steps, then one exchange: for lines at home
 inner_steps = 50
 outer_momentum = 0.5         # 0.9 for runs of hundreds of exchanges
 # algorithm = "sync"         # one large batch of all peers' samples per update: for fast lines
@@ -157,13 +157,13 @@ _PICTURES_IN_PARQUET = 'parquet = "{files}"        # a picture and its label in 
 
 def _language_model(architecture: str) -> str:
     return f"""\
-architecture = "{architecture}"       # any that transformers has; or base = "NAME" for a checkpoint's config
-tokenizer = "train"          # made once by this host, and served; or a name on the Hugging Face hub, or a .json file
+architecture = "{architecture}"       # any of transformers; or base = "NAME" for a checkpoint's config
+tokenizer = "train"          # trained once by this host, and served; or a name on the Hugging Face hub, or a .json file
 vocabulary = 8192
 context = 256                # tokens of a sample
-held_out = 0.01              # the share of texts that nobody trains on
+held_out = 0.01              # the share of texts for evaluation
 
-[model.config]               # what that architecture's config has
+[model.config]               # fields of that architecture's config
 hidden_size = 256
 intermediate_size = 704
 num_hidden_layers = 8

@@ -235,7 +235,7 @@ class PipelinePart:
             await tasks.end(telling)
 
     async def _tell_overview(self, conductor: Conductor) -> None:
-        """Who does what, for all who look."""
+        """Who does what, for all observers."""
         session = self._peer.session
         while True:
             try:

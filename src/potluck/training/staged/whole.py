@@ -47,7 +47,7 @@ class WholeModel:
         if [shape for _, shape in parameters] != shapes:
             raise ConfigurationError(
                 "the parameters of the recipe's model() are not those of its blocks(): make both of the same modules, "
-                "in the same order. The cut's own files are whole all the same"
+                "in the same order. The cut's own files are complete anyway"
             )
         return {own: place for (own, _), place in zip(parameters, self._blueprint.order, strict=True)}
 

@@ -247,8 +247,8 @@ class HostedRun:
         if manifest.recipe.digest:
             if self._run.call(self._epoch()) == 0:
                 raise ConfigurationError(
-                    f"nobody has trained in the run {manifest.run} yet, so that it is not known here what its "
-                    f"parameters are called: say so, with {KINDS[manifest.newest.optimizer.name].__name__}"
+                    f"nobody has trained in the run {manifest.run} yet, so this peer does not know the names of "
+                    f"its parameters: give them, with {KINDS[manifest.newest.optimizer.name].__name__}"
                     "(model.named_parameters())"
                 )
             return
@@ -337,7 +337,7 @@ class HostedRun:
 
 
 TOO_LATE = (
-    "the organiser has said only now what this run trains, and this program trains with settings of its own: start it "
+    "the organiser has said only now what this run trains, and this program trains with its own settings: start it "
     "again"
 )
 

@@ -103,9 +103,7 @@ class HostedPaths:
         route = manifest.routes[-1]
         file = fetched_files(manifest.files).path(route.name)
         if file is None:
-            raise ConfigurationError(
-                f"the routing {route.name} is not on this machine: it lies where the run is hosted"
-            )
+            raise ConfigurationError(f"the routing {route.name} is not on this machine: it is on the run's host")
         self.routing = read_routing(file)
         self.shards = Shards(self.grid, self.routing)
 

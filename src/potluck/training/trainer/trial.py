@@ -40,7 +40,8 @@ def try_out(recipe: Recipe[Any], manifest: Manifest) -> bool:
         raise
     except Exception as error:  # a recipe may do anything
         raise ConfigurationError(
-            f"the recipe fails: {type(error).__name__}: {error} ({_place(error, recipe)}). Mend it before others join"
+            f"the recipe fails: {type(error).__name__}: {error} ({_place(error, recipe)}). Correct it before "
+            "others join"
         ) from error
     return True
 

@@ -50,7 +50,7 @@ def _how(code: int | None, number: int) -> str:
         except ValueError:
             return f"killed by signal {number}"
     if code is None:
-        return "ended while nobody looked, so its exit code is not known"
+        return "ended while no agent was running, so its exit code is not known"
     if code == 126:
         return "exit code 126 (its command is not a program)"
     if code == 127:

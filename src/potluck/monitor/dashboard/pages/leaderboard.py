@@ -25,7 +25,7 @@ class LeaderboardPage:
             with sheet.default_slot.children[0]:
                 self._note = words("", "card-note")
             self._list = box("list")
-            self._empty = words("Nobody has given anything yet. The first epoch fills this page.", "empty")
+            self._empty = words("No samples yet. The first epoch fills this page.", "empty")
         words(
             "Each peer has a signed receipt of what it gave to each epoch: the command “potluck receipts” shows them.",
             "quiet",

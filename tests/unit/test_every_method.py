@@ -106,6 +106,7 @@ def test_a_run_of_every_kind_trains(tmp_path: Path, algorithm: str, optimizer: s
         def train(name: str) -> tuple[int, float, bool]:
             recipe = open_recipe(manifest.recipe, manifest.model, tmp_path / "tiny.py", folder_files(tmp_path))
             trainer = Trainer(runs[name], lambda: manifest, recipe, TrainConfig(batch_size=4, num_threads=1))
+            ready.wait(60.0)  # on a busy machine one could else be over and away before the other has begun
             before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
             last = trainer.train(threading.Event())
             with contextlib.suppress(threading.BrokenBarrierError):
@@ -114,7 +115,8 @@ def test_a_run_of_every_kind_trains(tmp_path: Path, algorithm: str, optimizer: s
             moved = any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
             return last.epoch, last.loss, moved
 
-        runs, done = {name: lab.join(name, coordinates=True) for name in ("Ada", "Bob")}, threading.Barrier(2)
+        runs = {name: lab.join(name, coordinates=True) for name in ("Ada", "Bob")}
+        ready, done = threading.Barrier(2), threading.Barrier(2)
         found = together(lambda: train("Ada"), lambda: train("Bob"))
     for epoch, _loss, _moved in found:
         assert epoch >= 3

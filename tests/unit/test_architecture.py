@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,3 +127,14 @@ def test_the_public_surface_is_what_we_say() -> None:
 def test_no_file_is_named_after_nothing() -> None:
     shapeless = {"utils.py", "common.py", "helpers.py", "misc.py"}
     assert not [path for path in modules() if path.name in shapeless]
+
+
+def test_every_file_stands_in_the_map_of_its_package() -> None:
+    """A package whose docstring names its files names all of them."""
+    for init in sorted(SOURCE.rglob("__init__.py")):
+        drawn = ast.get_docstring(ast.parse(init.read_text())) or ""
+        names = {path.name for path in init.parent.glob("*.py")} - {"__init__.py"}
+        if sum(name in drawn for name in names) > 1:
+            stems = {name: name.removesuffix(".py") for name in names}
+            missing = sorted(name for name, stem in stems.items() if not re.search(rf"\b{re.escape(stem)}\b", drawn))
+            assert not missing, f"{init.relative_to(SOURCE)} does not say what these are for: {missing}"

@@ -10,6 +10,13 @@
     tune.py      what suits this machine          tokenize.py  texts made into tokens, once
     elsewhere.py options that other systems have, and what does the same here
     members.py   who may take part  doctor.py   what is wrong here
+    monitor.py, leaderboard.py, dashboard.py (a host's: dashboardchild.py)   what members see
+    vote.py      a name for the model
+    joining.py   from the link to a peer in the run: preflight.py, requirements.py, loading.py
+    staged.py    join in a pipeline    pipeline.py, plan.py   look at one, plan one
+    paths.py     runs with paths       pathrerouting.py       a new routing for one that trains
+    lending.py   fleet host and agent  queue.py               a fleet's queues
+    spot.py      rented machines       init.py, folders.py    a run's files
     demo/        a whole collaboration on this machine
     fleetdemo/   a whole fleet on this machine
 

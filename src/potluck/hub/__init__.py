@@ -6,6 +6,7 @@ What others use:
     wheelpin.py      which wheel a host serves, as its link says it
     access/          records of members and invites, and what members ask of the guard
     subjects.py, patterns.py, stores.py     the subjects and tables of a run
+    queues.py        queues and topics of a fleet: what they are, and who may use them
     groupstore.py    what one group keeps in the store of all groups
     ratelimit.py     how often somebody may try
     presence.py, leaserecord.py             card, beacon, the guard's word on a peer; who coordinates

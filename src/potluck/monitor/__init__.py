@@ -4,6 +4,8 @@ view.py      RunView: the run as it is now (pure)
 alarms.py    what is wrong with it, and what to do (pure); cutalarm.py: whether cuts become safe
 watcher.py   follows a run over the hub, and keeps a view of it
 past.py      how the run has gone (pure); series.py: a million points as a few hundred
+pathview.py  paths and modules: who trains what (pure)
+pipelinenews.py  what a pipeline's conductor reports;  flowpicture.py: a picture of its stages
 follower.py  follows all that a page shows: the run now, its past, the manifest, who gave how much
 evaluating.py  held-out loss: the best state is kept, what leaves the band is rolled back
 fleetnews.py what a fleet's machines report

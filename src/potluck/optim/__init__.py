@@ -11,6 +11,7 @@ One small interface under them all, no I/O:
     targetbatch.py            gradients are averaged, all take the same step
     localupdates.py           steps at once, states are averaged
     outerloop.py              changes of parameters are averaged, an outer optimizer steps
+    stride.py                 how many local steps a peer takes until the next exchange
     methods/                  outer optimizers, codecs with a memory, streaming, quorum: one a file
 
 What they work on:
@@ -26,4 +27,6 @@ Drivers:
     keptstates.py             the run's keepers (state/) as its source of states
     progress/                 how far the run is towards its next epoch
     cores.py                  how many threads, where several peers share a machine
+    compiler.py               torch's compiler, imported later than the rest
+    lamb.py                   the LAMB optimizer
 """

@@ -9,6 +9,7 @@ reachable.py   keeps true where others can reach it
 speedtest.py   how fast bytes go to another peer and come back
 runcheck.py    the way into a run, checked by going it
 host.py        a host: hub, guard, and an aux peer of its own
+linknews.py    what a peer tells of its links
 hostnews.py    what a host tells everybody of its own troubles
 hostrecord.py  where the hub is, for commands on the host's machine
 wheel.py, fileserver.py  this very Potluck as a wheel; a host's HTTP server for it and for what its run ships

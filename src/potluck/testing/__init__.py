@@ -16,6 +16,9 @@
     cuts.py          paths that are blocked while in use
     shaping.py       links with a rate, delay, jitter and loss
     shaper.py        the program that does it in user space
+    languages.py     documents in made-up languages
+    podman.py        a container engine, with a small image
+    queuework.py     puts, takes and finishes items of a queue, and records what became of each
     slotlines.py     such links for local spot machines, which outlive the program that made them
 
 Product code never imports this package: it only calls `potluck.faultpoints.reach`, which does nothing by default.

@@ -7,5 +7,6 @@ sealing.py     secrets that only one machine can open
 parcels.py     files and images by digest, which machines fetch over links
 desired.py     all jobs in one document, signed by an organiser
 machine.py     what a machine reports: what it has, how its jobs are
+machinelinks.py  links from the organiser to machines: logs and files
 control.py     the organiser's side: up, down, restart, logs
 """

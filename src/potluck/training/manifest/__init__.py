@@ -2,6 +2,7 @@
 
 manifest.py     Manifest: every joiner takes its arguments from here
 method.py       how it trains: optimizer, schedule, algorithm, exchange, evaluation
+pathspec.py     [paths]: a model of many paths
 requirements.py what a volunteer needs before it can train: packages, files, consent;   shipping.py: what a run ships
 tomllines.py    which line of run.toml a message is about
 runfile.py      run.toml, which an organiser writes, as a manifest      skeleton.py: one to start from

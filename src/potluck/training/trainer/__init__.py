@@ -13,5 +13,7 @@ leaving.py        the last samples are handed in                        hours.py
 ownloop.py        potluck.Optimizer and potluck.DiLoCo: a program's own loop, with the settings of the run
 program.py        potluck.join: a run as a program sees it              exporting.py: a folder for from_pretrained
 auxiliarywork.py  what aux peers do, and coordinators                   lineadvice.py: advice about a slow line
+pathwork.py       a peer that trains paths, and their host              pathuse.py: what an organiser does with paths
+tuning.py         what suits this machine, by trial
 resultpreview.py, viewing.py   what the run has learnt, by a checkpoint or by its newest state
 """
